@@ -1,13 +1,13 @@
-"""The controller's log: events, what was decided on them, and what this changed in the state.
+"""The controller's log: events, and what was decided on them.
 
-One JSON object per line. The first line of a log is a snapshot: state and journal of the scheduler
-after all events of earlier logs. Each further line is an event with its decisions and the changes
-of the state, synced before any decision is carried out. To recover is to apply the changes to the
-snapshot: nothing is decided again, so a log stays valid in releases that decide otherwise.
+One JSON object per line. The first two lines of a log are a snapshot: state and journal of the
+scheduler after all events of earlier logs. Each further line is an event with its decisions, synced
+before any decision is carried out. To recover is to handle the events after the snapshot again,
+which leads to the same state.
 
-A log that has grown to a multiple of its snapshot is archived, compressed, and the next one begins
-with a new snapshot. `replay` handles the events of all of them again, and reports decisions that
-would be others today.
+A log whose events take longer than MAX_HANDLE_SEC to handle is archived, compressed, and the next
+one begins with a new snapshot. `replay` handles the events of all of them again, and reports
+decisions that would be others today.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import gzip
 import json
 import math
 import os
+import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from operator import attrgetter
@@ -25,7 +26,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
 
-from scheduler.controller.changes import decode, diff, encode, patch
+from scheduler.controller.codec import decode, encode
 from scheduler.controller.events import (
     BudgetSet,
     Drained,
@@ -79,13 +80,10 @@ ARCHIVE = "scheduler-archive"
 """Folder of earlier logs beside it, `<number of their first event>.jsonl.gz`."""
 FORMAT = 1
 """Format version, in the snapshot."""
-MIN_LOG_BYTES = 4 << 20
-"""Bytes below which a log is not archived."""
-SNAPSHOTS_PER_LOG = 2
-"""Size of a log over that of its snapshot at which it is archived."""
+MAX_HANDLE_SEC = 1.0
+"""CPU time of the events of a log beyond which it is archived; `recover` takes as long."""
 ARCHIVE_BYTES = 256 << 20
 """Bytes of archived logs that are kept, the newest ones."""
-RESTORE = "restore the file, or use the release that wrote it"
 
 
 def event_to_json(event: Event) -> dict[str, Any]:
@@ -135,21 +133,17 @@ def to_decision(action: Action, time_sec: float) -> Decision:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One line of a log.
+    """An event of a log.
 
     Attributes:
         line: its number, from 1.
         event: the event.
         decisions: the decisions that followed.
-        changes: those of the state, as JSON.
-        num_bytes: of the line.
     """
 
     line: int
     event: Event
     decisions: tuple[Decision, ...]
-    changes: Mapping[str, Any]
-    num_bytes: int
 
 
 class LogReader:
@@ -159,14 +153,16 @@ class LogReader:
         """Begin before the first line.
 
         Args:
-            path: of the log, for errors.
+            path: of the log.
         """
         self.path = path
         self.state = State()
         self.journal = Journal()
         self.decisions: tuple[Decision, ...] = ()
         """Those of the last event, which may not have been carried out; none after a snapshot."""
-        self.num_lines = self.num_bytes = self.snapshot_bytes = 0
+        self.num_events = self.num_lines = self.num_bytes = 0
+        self.handle_sec = 0.0
+        """CPU time that handling the events took."""
 
     def read(self, line: bytes) -> Entry | None:
         """Return the entry of the next line without applying it; None for a snapshot.
@@ -174,34 +170,55 @@ class LogReader:
         Raises:
             SchemaError: the line is invalid, or the log has another format.
         """
+        entry = None
         try:
             body: Any = json.loads(line)
-            if self.num_lines:
-                return _parse_entry(body, self.num_lines + 1, len(line))
-            self._open(body["snapshot"])
+            if not self.num_lines:
+                self._open(body["snapshot"])
+            elif self.num_lines == 1 and "journal" in body:
+                self.journal = decode(Journal, body["journal"])
+            else:
+                decisions = tuple(Decision(**decision) for decision in body.pop("decisions", ()))
+                entry = Entry(self.num_lines + 1, event_from_json(body), decisions)
+                self.num_events += 1
         except SchemaError:
             raise
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            what = f"line is no {'event' if self.num_lines else 'snapshot'}"
-            raise self._error(f"{what}: {line[:80]!r} ({error!r})", RESTORE) from error
-        self.num_lines, self.num_bytes, self.snapshot_bytes = 1, len(line), len(line)
-        return None
-
-    def apply(self, entry: Entry) -> None:
-        """Apply the entry of the next line.
-
-        Raises:
-            SchemaError: its changes do not fit the state.
-        """
-        try:
-            state = patch(State, self.state, entry.changes)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            problem = f"changes do not fit the state before them ({error!r})"
-            raise self._error(problem, RESTORE) from error
-        self.journal = record(self.journal, self.state, entry.event, state, entry.decisions)
-        self.state, self.decisions = state, entry.decisions
+            what = "event" if self.num_lines else "snapshot"
+            problem = f"line is no {what}: {line[:80]!r} ({error!r})"
+            raise self._error(problem, "restore the file") from error
         self.num_lines += 1
-        self.num_bytes += entry.num_bytes
+        self.num_bytes += len(line)
+        return entry
+
+    def entries(self) -> Iterator[Entry]:
+        """Yield the entries of the log, each before it is applied."""
+        for line in complete_lines(self.path):
+            entry = self.read(line)
+            if entry is not None:
+                yield entry
+
+    def apply(self, entry: Entry) -> list[Decision]:
+        """Handle the event of an entry, and return what would be decided on it now."""
+        state, decisions = self.handle(entry.event)
+        self.update(entry.event, state, entry.decisions)
+        return decisions
+
+    def handle(self, event: Event) -> tuple[State, list[Decision]]:
+        """Return the state after an event, and the decisions on it."""
+        begun = time.thread_time()
+        state, actions = handle(self.state, event)
+        self.handle_sec += time.thread_time() - begun
+        return state, [to_decision(action, state.now_sec) for action in actions]
+
+    def update(self, event: Event, state: State, decisions: Sequence[Decision]) -> None:
+        """Take over what `handle` returned for an event."""
+        self.journal = record(self.journal, self.state, event, state, decisions)
+        self.state, self.decisions = state, tuple(decisions)
+
+    def restart(self, num_bytes: int) -> None:
+        """Continue after a snapshot of so many bytes."""
+        self.num_lines, self.num_bytes, self.handle_sec, self.decisions = 2, num_bytes, 0.0, ()
 
     def _open(self, body: Mapping[str, Any]) -> None:
         if body["format"] != FORMAT:
@@ -209,18 +226,12 @@ class LogReader:
                 f"log has format {body['format']!r}, not {FORMAT}", "use the release that wrote it"
             )
         self.state = decode(State, body["state"])
-        self.journal = decode(Journal, body["journal"])
+        self.num_events = body["num_events"]
 
     def _error(self, problem: str, advice: str) -> SchemaError:
         return SchemaError(
             f"{problem}; {advice}", file=str(self.path), location=str(self.num_lines + 1)
         )
-
-
-def _parse_entry(body: dict[str, Any], line: int, num_bytes: int) -> Entry:
-    decisions = tuple(Decision(**decision) for decision in body.pop("decisions", ()))
-    changes = body.pop("changes", {})
-    return Entry(line, event_from_json(body), decisions, changes, num_bytes)
 
 
 class Log:
@@ -243,72 +254,66 @@ class Log:
         content = self._path.read_bytes() if self._path.exists() else b""
         if not content:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            replace_bytes(self._path, _snapshot_line(State(), Journal()))
-        elif b"\n" not in content:  # a log is never written without its first line
+            replace_bytes(self._path, snapshot_lines(State(), Journal(), 0))
+        elif content.count(b"\n") < 2:  # a log is never written without its snapshot
             raise SchemaError("snapshot is incomplete; restore the file", file=str(self._path))
-        self.recovered = recover(self._path)
-        """What the log had when it was opened."""
-        self.state, self._journal = self.recovered.state, self.recovered.journal
-        self._snapshot_bytes = self.recovered.snapshot_bytes
-        self._open(self.recovered.num_bytes)
+        self.reader = recover(self._path)
+        """State and journal after the last event."""
+        self._open()
         return self
 
     def __exit__(self, *error: object) -> None:
         """Close the file."""
         os.close(self._file)
 
-    def _open(self, num_bytes: int) -> None:
+    def _open(self) -> None:
         self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-        os.ftruncate(self._file, num_bytes)
-        self._num_bytes = num_bytes
+        os.ftruncate(self._file, self.reader.num_bytes)
+
+    @property
+    def state(self) -> State:
+        """The state after the last event."""
+        return self.reader.state
 
     @property
     def num_events(self) -> int:
         """Events so far, those of archived logs included."""
-        return self._journal.num_events
+        return self.reader.num_events
 
-    def append(self, event: Event, actions: Iterable[Action], state: State) -> list[Decision]:
-        """Append an event, sync the file, and return the actions as decisions.
-
-        Args:
-            event: the event.
-            actions: that followed, in order.
-            state: after it; that before it is the one of the log.
-        """
-        decisions = [to_decision(action, state.now_sec) for action in actions]
+    def handle(self, event: Event) -> list[Decision]:
+        """Handle an event, append it with its decisions, sync the file, and return them."""
+        state, decisions = self.reader.handle(event)
         body = event_to_json(event)
         if decisions:
             body["decisions"] = [encode(Decision, decision) for decision in decisions]
-        body["changes"] = diff(State, self.state, state)
         self._write(_line(body))
-        self._journal = record(self._journal, self.state, event, state, decisions)
-        self.state = state
+        self.reader.num_events += 1
+        self.reader.update(event, state, decisions)
         return decisions
 
     def _write(self, content: bytes) -> None:
-        self._num_bytes += len(content)
         while content:
             content = content[os.write(self._file, content) :]
         os.fsync(self._file)
 
-    def archive_if_large(self) -> None:
-        """Move all entries of a large log to the archive, and begin one with a snapshot.
+    def archive_if_long(self) -> None:
+        """Move the entries of a log that takes long to recover to the archive, and begin another.
 
         All decisions must have been carried out: the next log does not have them. A scheduler that
         is killed in between has the entries in both, until the archived file is written again.
         """
-        if self._num_bytes <= max(MIN_LOG_BYTES, SNAPSHOTS_PER_LOG * self._snapshot_bytes):
+        if self.reader.handle_sec <= MAX_HANDLE_SEC:
             return
         folder = self._path.parent / ARCHIVE
         folder.mkdir(exist_ok=True)
-        content = self._path.read_bytes()
-        first = self._journal.num_events - content.count(b"\n") + 2
+        snapshot, _, *entries = self._path.read_bytes().splitlines(keepends=True)
+        first, content = self.num_events - len(entries) + 1, b"".join([snapshot, *entries])
         replace_bytes(folder / f"{first:012d}.jsonl.gz", gzip.compress(content, 1, mtime=0))
-        line = _snapshot_line(self.state, self._journal)
-        replace_bytes(self._path, line)
+        lines = snapshot_lines(self.state, self.reader.journal, self.num_events)
+        replace_bytes(self._path, lines)
         os.close(self._file)
-        self._open(len(line))
-        self._snapshot_bytes = len(line)
+        self.reader.restart(len(lines))
+        self._open()
         kept = 0
         for path in sorted(folder.glob("*.jsonl.gz"), reverse=True):
             kept += path.stat().st_size
@@ -316,9 +321,10 @@ class Log:
                 path.unlink()
 
 
-def _snapshot_line(state: State, journal: Journal) -> bytes:
-    body = {"format": FORMAT, "state": encode(State, state), "journal": encode(Journal, journal)}
-    return _line({"snapshot": body})
+def snapshot_lines(state: State, journal: Journal, num_events: int) -> bytes:
+    """Return the first two lines of a log; the archive keeps only the first one."""
+    body = {"format": FORMAT, "num_events": num_events, "state": encode(State, state)}
+    return _line({"snapshot": body}) + _line({"journal": encode(Journal, journal)})
 
 
 def _line(body: Mapping[str, Any]) -> bytes:
@@ -333,8 +339,8 @@ def recover(path: Path) -> LogReader:
         SchemaError: the log cannot be read, is damaged, or has another format.
     """
     reader = LogReader(path)
-    for _ in _read_entries(reader):
-        pass
+    for entry in reader.entries():
+        reader.apply(entry)
     return reader
 
 
@@ -344,25 +350,7 @@ def read_log(path: Path) -> list[Entry]:
     Raises:
         SchemaError: as `recover`.
     """
-    return [entry for _, entry in read_entries(path)]
-
-
-def read_entries(path: Path) -> Iterator[tuple[LogReader, Entry]]:
-    """Yield each entry of a log and of its archive, with the reader, which is before the entry.
-
-    Raises:
-        SchemaError: as `recover`.
-    """
-    for part in logs_of(path):
-        yield from _read_entries(LogReader(part))
-
-
-def _read_entries(reader: LogReader) -> Iterator[tuple[LogReader, Entry]]:
-    for line in complete_lines(reader.path):
-        entry = reader.read(line)
-        if entry is not None:
-            yield reader, entry
-            reader.apply(entry)
+    return [entry for part in logs_of(path) for entry in LogReader(part).entries()]
 
 
 def logs_of(path: Path) -> list[Path]:
@@ -377,7 +365,7 @@ def logs_of(path: Path) -> list[Path]:
 
 def _num_events(snapshot: bytes) -> int:
     try:
-        return int(json.loads(snapshot)["snapshot"]["journal"]["num_events"])
+        return int(json.loads(snapshot)["snapshot"]["num_events"])
     except (ValueError, KeyError, TypeError):
         return 0
 
@@ -453,22 +441,21 @@ SAME_NUMBER = 1e-6
 
 
 def replay(path: Path) -> Replay:
-    """Handle all events of a log and its archive again, each from the state that is logged.
+    """Handle all events of a log and its archive again, from each snapshot on.
 
     Raises:
         SchemaError: as `recover`.
     """
     num_events, num_decisions, reader = 0, 0, LogReader(path)
     differences: list[Difference] = []
-    for reader, entry in read_entries(path):
-        after, actions = handle(reader.state, entry.event)
-        decisions = [to_decision(action, after.now_sec) for action in actions]
-        for logged, now in zip_longest(entry.decisions, decisions):
-            if size := _difference(logged, now):
-                place = f"{reader.path.name}:{entry.line}"
-                differences.append(Difference(place, logged, now, size))
-        num_events += 1
-        num_decisions += len(entry.decisions)
+    for reader in map(LogReader, logs_of(path)):
+        for entry in reader.entries():
+            for logged, now in zip_longest(entry.decisions, reader.apply(entry)):
+                if size := _difference(logged, now):
+                    place = f"{reader.path.name}:{entry.line}"
+                    differences.append(Difference(place, logged, now, size))
+            num_events += 1
+            num_decisions += len(entry.decisions)
     return Replay(reader.state, num_events, num_decisions, tuple(differences))
 
 

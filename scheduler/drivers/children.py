@@ -68,6 +68,7 @@ class Children:
         self._killed_by_us = set[str]()
         self._killed_by_oom = set[str]()
         self._busy = BusyCores()
+        self._is_checked = False
 
     def start(
         self, name: str, command: Sequence[str], request: ResourceRequest = NO_RESOURCES
@@ -199,7 +200,18 @@ class Children:
         return False
 
     def remove_ended(self, names: Collection[str]) -> None:
-        """Keep all files: they mark a name as used."""
+        """Keep all files: they mark a name as used.
+
+        The first call kills live children that an earlier scheduler started and this one does not
+        know: it would have decided otherwise. Only slot moves live without being named.
+        """
+        if self._is_checked:
+            return
+        self._is_checked = True
+        for path in self._folder.glob("*.lock"):
+            name = path.name.removesuffix(".lock")
+            if name not in names and not name.startswith("move-"):
+                self.kill(name)
 
     def _path(self, name: str, suffix: str) -> Path:
         return self._folder / f"{name}.{suffix}"

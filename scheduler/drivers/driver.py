@@ -35,7 +35,6 @@ from scheduler.controller.events import (
     Submitted,
     Tick,
 )
-from scheduler.controller.handle import handle
 from scheduler.controller.log import Log
 from scheduler.controller.state import ENDED_PHASES, JobState, Process, State
 from scheduler.controller.tick import num_turns
@@ -139,7 +138,7 @@ class Driver:
         self._noticed = set[tuple[str, str]]()
         self._last_tick_sec = 0.0
         self._measured_sec = dict.fromkeys(paths, 0.0)
-        for decision in log.recovered.decisions:
+        for decision in log.reader.decisions:
             self._execute(decision)
         self._resend_stop_requests()
 
@@ -240,7 +239,7 @@ class Driver:
         if now - self._last_tick_sec >= self._tick_interval(now) or self._restart_is_due(now):
             self._last_tick_sec = now
             self._handle(self._measure(now))
-        self._log.archive_if_large()  # no decision waits for it
+        self._log.archive_if_long()  # no decision waits for it
 
     def _measure(self, now: float) -> Tick:
         """Return a tick with the steps and readings of jobs that are due, the longest first.
@@ -419,8 +418,7 @@ class Driver:
 
     def _handle(self, event: Event) -> None:
         """Handle an event; its decisions are logged before they are executed."""
-        state, actions = handle(self.state, event)
-        for decision in self._log.append(event, actions, state):
+        for decision in self._log.handle(event):
             subject = f"{decision.job}: {decision.action} {decision.process}"
             self._options.progress(f"{subject}: {decision.reason}")
             self._execute(decision)

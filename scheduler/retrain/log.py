@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
-from scheduler.controller.changes import decode, encode
+from scheduler.controller.codec import decode, encode
 from scheduler.retrain.decide import check_rollback
 from scheduler.retrain.records import (
     Record,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from datetime import date, timedelta
 from typing import Any, Literal, get_args
 
-from scheduler.controller.changes import encode
+from scheduler.controller.codec import encode
 from schemas.errors import PlanError
 from schemas.storage import Location
 

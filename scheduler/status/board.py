@@ -82,8 +82,7 @@ class Board:
         with self._lock:
             lines = self._new_lines()
             for line in lines:
-                entry = self._reader.read(line)
-                if entry is not None:
+                if entry := self._reader.read(line):
                     self._reader.apply(entry)
             if lines or self._view is None:
                 self._view = view_of(self._reader.state, self._reader.journal)

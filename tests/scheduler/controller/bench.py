@@ -27,7 +27,7 @@ class Bench:
         self.now = max(self.now, event.time_sec)
         old = self.state
         self.state, actions = handle(old, event)
-        check_logged(old, self.state)
+        check_logged(self.state)
         found = list(actions)
         for action in actions:
             if action.verb == "start":

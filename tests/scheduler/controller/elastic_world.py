@@ -134,7 +134,7 @@ class ElasticWorld:
         """Tell the machine, check what holds after every event, and do what it asks for."""
         before, old = self.state.used, self.state
         self.state, actions = handle(old, event)
-        check_logged(old, self.state)
+        check_logged(self.state)
         if actions or not isinstance(event, Tick):
             told = [f"{self.now:.1f}", type(event).__name__]
             told += [f"{key}={getattr(event, key)}" for key in TRACED if hasattr(event, key)]

@@ -13,7 +13,7 @@ from scheduler.controller.events import (
     Resized,
 )
 from scheduler.controller.reconcile import RESIZE_RETRY_SEC, is_settled
-from scheduler.controller.state import Action, UsageWindow
+from scheduler.controller.state import Action, UsageWindow, job_of_document
 from scheduler.controller.tick import CORE_TICKS, CORES_REDUCED, MAX_READINGS, MIN_CPUS
 from scheduler.elasticity import GROWTH, HEADROOM, NEED_MARGIN, CoreReadings
 from scheduler.model.predict import training_setting
@@ -129,9 +129,11 @@ def test_look_gives_more_cores_than_the_file_does_where_they_are_limits() -> Non
 
 def test_look_gives_no_trainer_more_cores_than_threads() -> None:
     bench = begun(replace(BUDGET, resizes=True))
-    train = replace(bench.job.snapshot.job.train, num_threads=4)
-    snapshot = replace(bench.job.snapshot, job=replace(bench.job.snapshot.job, train=train))
-    bench.state = replace(bench.state, jobs={"first": replace(bench.job, snapshot=snapshot)})
+    document = bench.job.document.replace("train:\n", "train:\n  num_threads: 4\n")
+    job = job_of_document(document, "first", None)
+    snapshot = replace(bench.job.snapshot, job=job)
+    job = replace(bench.job, document=document, snapshot=snapshot)
+    bench.state = replace(bench.state, jobs={"first": job})
     assert fits(Trainer(bench, work_sec=5.0, need=6.0).trains(3 * CORE_TICKS)) == []
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from scheduler.controller.events import Ended, Tick
-from scheduler.controller.log import LOG, Log, read_log
+from scheduler.controller.journal import Journal
+from scheduler.controller.log import LOG, Log, read_log, snapshot_lines
 from scheduler.controller.state import State
 from scheduler.drivers.beam_runners import SegmentRunner
 from scheduler.drivers.children import Children, ThisMachine
@@ -47,8 +48,8 @@ def test_begin_again_takes_a_job_whose_sizes_were_settled_and_refuses_another_fi
     (tmp_path / "first.yaml").write_text(job.document)
     (tmp_path / "schema.pbtxt").touch()
     paths = paths_of(tmp_path / "first", tmp_path / "first.yaml", 4)
+    (tmp_path / LOG).write_bytes(snapshot_lines(state, Journal(), 0))
     with Log(tmp_path / LOG) as log:
-        log.append(BUDGET, [], state)
         driver = Driver(DriverOptions(output=tmp_path), ThisMachine(), log, {"first": paths})
         driver.begin([job], BUDGET.cpus, BUDGET.memory_bytes)
         assert driver.state.jobs["first"].phase == "running"
@@ -70,8 +71,8 @@ def test_nothing_is_decided_about_processes_while_the_store_does_not_answer(
     def fail(_: Location) -> None:
         raise StorageError("store cannot be reached")
 
+    (tmp_path / LOG).write_bytes(snapshot_lines(state, Journal(), 0))
     with Log(tmp_path / LOG) as log:
-        log.append(BUDGET, [], state)
         driver = Driver(options, ThisMachine(), log, {"first": paths})
         with monkeypatch.context() as patch:
             patch.setattr("scheduler.drivers.driver.find_root", fail)
@@ -93,8 +94,8 @@ def measure(
     syncs: list[int] = []
     bench = Bench(BUDGET, submitted("first", 4, WIDE), submitted("second", 4))
     paths = {name: paths_of(folder / name, None, 4) for name in bench.state.jobs}
+    (folder / LOG).write_bytes(snapshot_lines(bench.state, Journal(), 0))
     with Log(folder / LOG) as log:
-        log.append(BUDGET, [], bench.state)
         driver = Driver(DriverOptions(output=folder), ThisMachine(), log, paths)
         monkeypatch.setattr(driver, "_poll_job", lambda _: None)
         monkeypatch.setattr(driver, "_interval", lambda _: 0.0)
@@ -104,7 +105,7 @@ def measure(
         monkeypatch.setattr(os, "fsync", syncs.append)
         for _ in range(num_polls):
             driver.poll()
-    ticks = [entry.event for entry in read_log(folder / LOG)[1:]]
+    ticks = [entry.event for entry in read_log(folder / LOG)]
     return log.state, [tick for tick in ticks if isinstance(tick, Tick)], syncs
 
 

@@ -6,9 +6,7 @@ from pathlib import Path
 import pytest
 
 from scheduler.controller.events import BudgetSet
-from scheduler.controller.handle import handle
 from scheduler.controller.log import LOG, Log
-from scheduler.controller.state import State
 from scheduler.drivers.driver import DriverOptions
 from scheduler.drivers.run import PLATFORM, RunRequest, run_jobs
 from scheduler.drivers.submit import submit
@@ -36,12 +34,10 @@ def test_run_jobs_whose_processes_live_elsewhere_starts_nothing_here(tmp_path: P
     output = tmp_path / "out"
     output.mkdir()
     submitted, _ = submit(job, {"small": Location.parse(raw)}, output, 1.0)
-    state = State()
     with Log(output / LOG) as log:
-        for event in (BudgetSet(time_sec=1.0, cpus=4.0, memory_bytes=16 * GIB), submitted):
-            state, actions = handle(state, event)
-            log.append(event, actions, state)
-    assert state.jobs["small"].processes
+        log.handle(BudgetSet(time_sec=1.0, cpus=4.0, memory_bytes=16 * GIB))
+        log.handle(submitted)
+    assert log.state.jobs["small"].processes
     (output / PLATFORM).write_text(f"{ELSEWHERE}\n")
     message = (
         f"processes of {output} run on another platform: {ELSEWHERE!r}, not 'process'; "

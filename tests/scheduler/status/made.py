@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import count
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from scheduler.controller.events import Event, Submitted
 from scheduler.controller.handle import handle
@@ -49,8 +51,15 @@ class Seen:
     def write_log(self, path: Path, most: int | None = None) -> None:
         """Write the log of so many events."""
         with Log(path) as log:
-            for _, event, after, actions in self.events[:most]:
-                log.append(event, actions, after)
+            for _, event, _, _ in self.events[:most]:
+                log.handle(event)
+
+
+def archive_after(num_events: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a log be archived once it has more events than these: each one takes a second."""
+    seconds = count()
+    monkeypatch.setattr("scheduler.controller.log.time.thread_time", lambda: next(seconds))
+    monkeypatch.setattr("scheduler.controller.log.MAX_HANDLE_SEC", num_events)
 
 
 @cache

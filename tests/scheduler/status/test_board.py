@@ -11,7 +11,7 @@ from scheduler.controller.log import ARCHIVE, LOG, Log, recover
 from scheduler.status.board import Board
 from scheduler.status.view import View, view_of
 from schemas.errors import SchemaError
-from tests.scheduler.status.made import lived
+from tests.scheduler.status.made import archive_after, lived
 
 
 def folded(path: Path) -> View:
@@ -60,17 +60,15 @@ def test_view_of_another_log_in_the_place_is_that_of_the_other(tmp_path: Path) -
 
 def damaged(lines: list[bytes]) -> dict[str, tuple[list[bytes], int]]:
     """Return logs that are none, and the line that says so."""
-    first = next(i for i, line in enumerate(lines) if b'"processes":{' in line)
-    other = lines[first].replace(b'"processes":{', b'"processors":{')
     return {
         "a line that is no JSON": ([*lines[:2], b"{torn\n", *lines[2:]], 3),
-        "changes of no field": ([*lines[:first], other, *lines[first + 1 :]], first + 1),
+        "an event of no kind": ([*lines[:2], b'{"event":"Slept"}\n'], 3),
         "a snapshot that lacks": (lines[1:], 1),
     }
 
 
 @pytest.mark.parametrize(
-    "name", ["a line that is no JSON", "changes of no field", "a snapshot that lacks"]
+    "name", ["a line that is no JSON", "an event of no kind", "a snapshot that lacks"]
 )
 def test_view_of_a_damaged_log_names_the_line(tmp_path: Path, name: str) -> None:
     log = tmp_path / LOG
@@ -86,13 +84,13 @@ def test_view_of_a_damaged_log_names_the_line(tmp_path: Path, name: str) -> None
 def test_view_of_a_log_that_was_archived_is_that_of_all_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("scheduler.controller.log.MIN_LOG_BYTES", 10_000)
+    archive_after(20, monkeypatch)
     log, board = tmp_path / LOG, Board(tmp_path / LOG)
     seen = lived(3)
     with Log(log) as writer:
-        for number, (_, event, after, actions) in enumerate(seen.events[:60], start=1):
-            writer.append(event, actions, after)
-            writer.archive_if_large()
+        for number, (_, event, _, _) in enumerate(seen.events[:60], start=1):
+            writer.handle(event)
+            writer.archive_if_long()
             if number % 3 == 0:
                 assert board.view() == seen.view(number)
     assert len(list((tmp_path / ARCHIVE).iterdir())) > 1

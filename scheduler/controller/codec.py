@@ -1,16 +1,11 @@
-"""States as JSON, and the changes between two of them.
+"""States and events as JSON: `decode(kind, encode(kind, value)) == value`.
 
-A state is a tree of frozen dataclasses, tuples, sets and mappings. `diff` returns what differs
-between two states, `patch` applies it: `patch(old, diff(old, new)) == new`, whatever decided on the
-change. The types of the fields say what a JSON value means:
+A state is a tree of frozen dataclasses, tuples, sets and mappings. The types of the fields say what
+a JSON value means:
 
-- a dataclass is an object of its fields, without those that have their default; its changes are an
-  object of the fields that changed.
-- a tuple is a list; its changes are `{"from": i, "step": n, "add": [...]}`: every n-th item from
-  the i-th on (all, if they are absent), and then more; or a list, which replaces it.
-- a mapping is an object; its changes are `{"remove": [...], "set": {...}}`, new keys last; the
-  order of keys is no difference. Keys that are no text are JSON in a text.
-- a set is an ascending list; its changes are `{"add": [...]}`, or a list, which replaces it.
+- a dataclass is an object of its fields, without those that have their default.
+- a tuple is a list, a set an ascending list.
+- a mapping is an object. Keys that are no text are JSON in a text.
 - infinity is a text.
 """
 
@@ -22,16 +17,13 @@ import types
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass, replace
 from functools import cache, partial
-from itertools import compress
-from operator import attrgetter, is_not
+from operator import attrgetter
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from scheduler.controller.state import JobState, job_of_document
 from scheduler.model.snapshot import Snapshot
 
 T = TypeVar("T")
-SAME = object()
-"""The change between equal values."""
 
 
 def encode(kind: type[T], value: T) -> Any:
@@ -48,35 +40,14 @@ def decode(kind: type[T], body: Any) -> T:
     return _codec(kind).decode(body)
 
 
-def diff(kind: type[T], old: T, new: T) -> dict[str, Any]:
-    """Return the changes between two values of a dataclass, empty if they are equal."""
-    change = _codec(kind).diff(old, new)
-    return {} if change is SAME else change
-
-
-def patch(kind: type[T], old: T, change: Mapping[str, Any]) -> T:
-    """Return a value with the changes of `diff`.
-
-    Raises:
-        KeyError, TypeError, ValueError: the changes do not fit the value.
-    """
-    return _codec(kind).patch(old, change)
-
-
 class _Codec:
-    """The JSON of a type whose values are replaced as a whole; this one is of numbers and texts."""
+    """The JSON of a type; this one is of numbers and texts."""
 
     def encode(self, value: Any) -> Any:
         return value
 
     def decode(self, body: Any) -> Any:
         return body
-
-    def diff(self, old: Any, new: Any) -> Any:
-        return SAME if old == new else self.encode(new)
-
-    def patch(self, old: Any, change: Any) -> Any:
-        return self.decode(change)
 
 
 class _Float(_Codec):
@@ -96,16 +67,6 @@ class _Optional(_Codec):
 
     def decode(self, body: Any) -> Any:
         return None if body is None else self._item.decode(body)
-
-    def diff(self, old: Any, new: Any) -> Any:
-        if old is None or new is None:
-            return SAME if old is new else self.encode(new)
-        return self._item.diff(old, new)
-
-    def patch(self, old: Any, change: Any) -> Any:
-        if old is None or change is None:
-            return self.decode(change)
-        return self._item.patch(old, change)
 
 
 class _Fixed(_Codec):
@@ -136,24 +97,6 @@ class _Tuple(_Codec):
     def decode(self, body: Any) -> Any:
         return tuple(map(self._item.decode, body))
 
-    def diff(self, old: Any, new: Any) -> Any:
-        if old is new or old == new:
-            return SAME
-        if old and new[: len(old)] == old:
-            return {"add": self.encode(new[len(old) :])}
-        if new and new[0] in old:
-            for place in ({"step": 2}, {"from": old.index(new[0])}):
-                kept = old[place.get("from", 0) :: place.get("step", 1)]
-                if new[: len(kept)] == kept:
-                    return {**place, "add": self.encode(new[len(kept) :])}
-        return self.encode(new)
-
-    def patch(self, old: Any, change: Any) -> Any:
-        if isinstance(change, list):
-            return self.decode(change)
-        kept = old[change.get("from", 0) :: change.get("step", 1)]
-        return (*kept, *self.decode(change["add"]))
-
 
 class _Set(_Codec):
     def encode(self, value: Any) -> Any:
@@ -161,14 +104,6 @@ class _Set(_Codec):
 
     def decode(self, body: Any) -> Any:
         return frozenset(body)
-
-    def diff(self, old: Any, new: Any) -> Any:
-        if old is new or old == new:
-            return SAME
-        return {"add": sorted(new - old)} if old < new else sorted(new)
-
-    def patch(self, old: Any, change: Any) -> Any:
-        return old | {*change["add"]} if isinstance(change, dict) else self.decode(change)
 
 
 class _Mapping(_Codec):
@@ -186,32 +121,6 @@ class _Mapping(_Codec):
 
     def decode(self, body: Any) -> Any:
         return {self._key_of(name): self._item.decode(v) for name, v in body.items()}
-
-    def diff(self, old: Any, new: Any) -> Any:
-        if old is new:
-            return SAME
-        removed = [key for key in old if key not in new]
-        changed: dict[Any, Any] = {}
-        for key, value in new.items():
-            if key not in old:
-                changed[key] = self._item.encode(value)
-            elif value is not old[key]:
-                change = self._item.diff(old[key], value)
-                if change is not SAME:
-                    changed[key] = change
-        if not removed and not changed:
-            return SAME
-        change = {"set": {self._name(key): value for key, value in changed.items()}}
-        return {"remove": list(map(self._name, removed)), **change} if removed else change
-
-    def patch(self, old: Any, change: Any) -> Any:
-        new = dict(old)
-        for name in change.get("remove", ()):
-            del new[self._key_of(name)]
-        for name, body in change["set"].items():
-            key = self._key_of(name)
-            new[key] = self._item.patch(new[key], body) if key in new else self._item.decode(body)
-        return new
 
 
 class _Record(_Codec):
@@ -240,24 +149,6 @@ class _Record(_Codec):
     def decode(self, body: Any) -> Any:
         return self._kind(**{name: self._codecs[name].decode(v) for name, v in body.items()})
 
-    def diff(self, old: Any, new: Any) -> Any:
-        if old is new:
-            return SAME
-        changes: dict[str, Any] = {}
-        before, after = self._values_of(old), self._values_of(new)
-        for i in compress(range(len(before)), map(is_not, before, after)):
-            name, codec = self._items[i]
-            change = codec.diff(before[i], after[i])
-            if change is not SAME:
-                changes[name] = change
-        return changes or SAME
-
-    def patch(self, old: Any, change: Any) -> Any:
-        return replace(
-            old,
-            **{name: self._codecs[name].patch(getattr(old, name), v) for name, v in change.items()},
-        )
-
 
 class _Snapshot(_Record):
     """Snapshots without the job, which `_Job` parses from the text of its file."""
@@ -273,20 +164,15 @@ class _Job(_Record):
     def decode(self, body: Any) -> Any:
         return self._with_job(super().decode(body))
 
-    def patch(self, old: Any, change: Any) -> Any:
-        new = super().patch(old, change)
-        return self._with_job(new) if change.keys() & {"document", "machine_sizes"} else new
-
     def _with_job(self, value: JobState) -> JobState:
         job = job_of_document(value.document, value.name, value.machine_sizes)
         return replace(value, snapshot=replace(value.snapshot, job=job))
 
 
 def _default(field: Field[Any]) -> Any:
-    """Return the default of a field, or a value that no field has."""
-    if field.default is not MISSING:
-        return field.default
-    return SAME if field.default_factory is MISSING else field.default_factory()
+    """Return the default of a field, or MISSING."""
+    factory = field.default_factory
+    return field.default if factory is MISSING else factory()
 
 
 @cache
