@@ -3,7 +3,6 @@
 import json
 import os
 import pty
-import re
 import select
 import shutil
 import signal
@@ -17,10 +16,11 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+import shtab
 
 from presage.__main__ import main
 from presage.commands import PACKAGES, TASKS, help_text
-from presage.completion import bash_script, options_of_commands, subparsers_of, zsh_script
+from presage.completion import parser_of_all, subparsers_of
 from tests.fork_server import without_forking
 from tests.test_documents import PACKAGES as WITH_COMMANDS
 
@@ -138,17 +138,20 @@ def test_help_imports_no_library() -> None:
 
 @pytest.fixture(scope="module")
 def scripts() -> dict[str, str]:
-    options = options_of_commands()
-    return {"bash": bash_script(options), "zsh": zsh_script(options)}
+    parser = parser_of_all()
+    return {shell: shtab.complete(parser, shell) for shell in ("bash", "zsh")}
 
 
-def test_completion_has_the_options_of_the_parsers() -> None:
-    options = options_of_commands()
+def test_completion_has_the_commands_and_options_of_the_parsers() -> None:
+    completed = subparsers_of(parser_of_all())
+    assert set(completed) == {*PACKAGES, "completion"}
     for package in WITH_COMMANDS:
         for command, parser in subparsers_of(import_parser(package)).items():
             if PACKAGES.get(command) == package:
-                shown = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", parser.format_usage()))
-                assert shown <= {option.name for option in options[command]} - {"--help"}
+                usage = parser.format_usage().partition(f" {command} ")[2].split()
+                assert (
+                    completed[command].format_usage().partition(f" {command} ")[2].split() == usage
+                )
 
 
 def test_completion_prints_the_script(
@@ -156,7 +159,7 @@ def test_completion_prints_the_script(
 ) -> None:
     for shell, script in scripts.items():
         assert main(["completion", shell]) == 0
-        assert capsys.readouterr().out == script
+        assert capsys.readouterr().out == f"{script}\n"
     with pytest.raises(SystemExit):
         main(["completion", "fish"])
     assert "choose from" in capsys.readouterr().err
@@ -181,7 +184,7 @@ def test_bash_completes_words(
     (tmp_path / "script").write_text(scripts["bash"])
     program = (
         f"source ./script; COMP_WORDS=({' '.join(w or repr('') for w in words)}); "
-        f"COMP_CWORD={len(words) - 1}; _presage; complete -p presage; "
+        f"COMP_CWORD={len(words) - 1}; _shtab_presage; complete -p presage; "
         'printf "%s\\n" "${COMPREPLY[@]}"'
     )
     done = subprocess.run(
@@ -192,7 +195,7 @@ def test_bash_completes_words(
         check=True,
     )
     first, *found = done.stdout.splitlines()
-    assert first == "complete -o bashdefault -o default -F _presage presage"
+    assert first == "complete -o bashdefault -F _shtab_presage presage"
     assert sorted(filter(None, found)) == expected
 
 
