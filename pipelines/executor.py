@@ -158,18 +158,23 @@ Bundle = tuple[InputSplit, ...]
 
 def split_inputs(context: BuildContext, exchange: Exchange) -> tuple[list[Bundle], list[Bundle]]:
     """Return the bundles of the sources, and those of the side tables."""
-    files = context.files()
-    tasks = [files[i : i + FILES_PER_TASK] for i in range(0, len(files), FILES_PER_TASK)]
-    splits = [split for value in exchange.run("split", split_files, tasks) for split in value]
-    limit = MEMORY_BUNDLE_BYTES if exchange.in_memory else BUNDLE_BYTES
-    sides = context.data.sides
+    splits, sides = list_splits(context, exchange), context.data.sides
     return (
-        _bundles([s for s in splits if s[0].source not in sides], limit),
-        _bundles([s for s in splits if s[0].source in sides], limit),
+        bundles_of((s for s in splits if s[0].source not in sides), exchange),
+        bundles_of((s for s in splits if s[0].source in sides), exchange),
     )
 
 
-def _bundles(splits: Iterable[tuple[InputSplit, int]], limit: int) -> list[Bundle]:
+def list_splits(context: BuildContext, exchange: Exchange) -> list[tuple[InputSplit, int]]:
+    """Return the (split, bytes) of all files."""
+    files = context.files()
+    tasks = [files[i : i + FILES_PER_TASK] for i in range(0, len(files), FILES_PER_TASK)]
+    return [split for value in exchange.run("split", split_files, tasks) for split in value]
+
+
+def bundles_of(splits: Iterable[tuple[InputSplit, int]], exchange: Exchange) -> list[Bundle]:
+    """Return bundles of some (split, bytes)."""
+    limit = MEMORY_BUNDLE_BYTES if exchange.in_memory else BUNDLE_BYTES
     return [tuple(bundle) for bundle in batches_by_size(splits, limit)]
 
 
@@ -210,6 +215,17 @@ class Outputs:
     def send(self, stream: str, partition: int, rows: SourceRows) -> None:
         """Send rows."""
         self._result.send(stream, partition, rows)
+
+    def add_rows(self, source: str, table: pa.Table, sides: Sides) -> None:
+        """Send the samples of raw rows, or the rows to the SQL per key."""
+        context = self._context
+        if context.shard is None:
+            stage = self._worker.sample_stage(sides)
+            self.add_samples(stage.from_rows(source, table), sides)
+            return
+        for partition_of_row, good in self.main(keyed_rows(context, source, table)):
+            for partition, rows in group_rows(good, partition_of_row):
+                self.send(_KEYED, partition, (source, rows))
 
     def add_samples(self, outputs: Iterable[Output], sides: Sides, first_join: int = 0) -> None:
         """Send the samples of a stage: to their part, or to the next look-up by key."""
@@ -331,42 +347,17 @@ def read_side_rows(worker: Worker, bundle: Bundle) -> TaskResult:
     return outputs.result()
 
 
-def make_samples(
-    context: BuildContext,
-    exchange: Exchange,
-    bundles: Sequence[Bundle],
-    side_bundles: Sequence[Bundle],
-) -> Made:
-    """Send the samples of all rows to their parts."""
-    made, sides = Made(), read_sides(context, exchange, side_bundles)
-    values = exchange.run("map", map_rows, bundles, sides)
-    values += exchange.run("keys", map_keys, exchange.take(_KEYED).items(), sides)
-    for index, join in enumerate(context.data.samples.joins):
-        if join.side not in context.broadcast:
-            samples, side = exchange.take(_samples_of(index)), exchange.take(_side_of(index))
-            tasks = ((index, sent, side.get(number, [])) for number, sent in samples.items())
-            values += exchange.run(f"join-{index}", look_up_by_key, tasks, sides)
-    for value in values:
-        made.add(value)
-    return made
-
-
-def _loaded(worker: Worker, sides: SideTables) -> Sides:
+def loaded(worker: Worker, sides: SideTables) -> Sides:
+    """Return the small side tables in memory."""
     return sides if isinstance(sides, Sides) else worker.loaded_sides(sides)
 
 
 def map_rows(worker: Worker, bundle: Bundle, side_tables: SideTables) -> TaskResult:
-    """Send the samples of raw rows, or the rows to the SQL per key."""
-    context, outputs, sides = worker.context, Outputs(worker), _loaded(worker, side_tables)
-    stage = worker.sample_stage(sides)
+    """Send the samples of the raw rows of some splits."""
+    outputs, sides = Outputs(worker), loaded(worker, side_tables)
     for split in bundle:
-        for table in outputs.main(read_rows(context, split)):
-            if context.shard is None:
-                outputs.add_samples(stage.from_rows(split.source, table), sides)
-                continue
-            for partition_of_row, good in outputs.main(keyed_rows(context, split.source, table)):
-                for partition, rows in group_rows(good, partition_of_row):
-                    outputs.send(_KEYED, partition, (split.source, rows))
+        for table in outputs.main(read_rows(worker.context, split)):
+            outputs.add_rows(split.source, table, sides)
     return outputs.result()
 
 
@@ -374,7 +365,7 @@ def map_keys(
     worker: Worker, keyed: tuple[int, Sequence[Sent]], side_tables: SideTables
 ) -> TaskResult:
     """Send the samples of all rows of some keys."""
-    outputs, sides = Outputs(worker), _loaded(worker, side_tables)
+    outputs, sides = Outputs(worker), loaded(worker, side_tables)
     partition, sent = keyed
     rows: dict[str, list[pa.Table]] = {}
     for source, table in Received(sent):
@@ -387,13 +378,42 @@ def look_up_by_key(
     worker: Worker, task: tuple[int, Sequence[Sent], Sequence[Sent]], side_tables: SideTables
 ) -> TaskResult:
     """Send the samples of some keys after a look-up in a large side table."""
-    outputs, sides = Outputs(worker), _loaded(worker, side_tables)
+    outputs, sides = Outputs(worker), loaded(worker, side_tables)
     index, samples, side = task
     tables = [rows for _, rows in Received(samples)]
     found = look_up_partition(worker.context, index, tables, [rows for _, rows in Received(side)])
     for table in found:
         outputs.look_up(table, sides, index + 1)
     return outputs.result()
+
+
+def make_samples(
+    context: BuildContext,
+    exchange: Exchange,
+    tasks: Iterable[Any],
+    side_bundles: Sequence[Bundle],
+    map_task: Callable[..., TaskResult] = map_rows,
+) -> Made:
+    """Send the samples of all rows to their parts.
+
+    Args:
+        context: of the build.
+        exchange: runs the tasks.
+        tasks: of `map_task`; bundles for `map_rows`.
+        side_bundles: of the side tables.
+        map_task: sends the samples of a task.
+    """
+    made, sides = Made(), read_sides(context, exchange, side_bundles)
+    values = exchange.run("map", map_task, tasks, sides)
+    values += exchange.run("keys", map_keys, exchange.take(_KEYED).items(), sides)
+    for index, join in enumerate(context.data.samples.joins):
+        if join.side not in context.broadcast:
+            samples, side = exchange.take(_samples_of(index)), exchange.take(_side_of(index))
+            tasks = ((index, sent, side.get(number, [])) for number, sent in samples.items())
+            values += exchange.run(f"join-{index}", look_up_by_key, tasks, sides)
+    for value in values:
+        made.add(value)
+    return made
 
 
 # Fit transforms, write parts and rejects, number accesses.

@@ -31,13 +31,12 @@ from pipelines.autogroup.job import with_groups
 from pipelines.build import check_usable, group_warnings, label_warnings, load_request
 from pipelines.clustering.part import PartResult
 from pipelines.context import IN_PROCESS, BuildContext, BuildRequest
-from pipelines.exchange import Received
+from pipelines.exchange import Exchange, Received, TaskResult
 from pipelines.prepare import prepare
 from pipelines.quality.gate import reject_findings
 from pipelines.samples.lookups import broadcast_sides, key_column, key_type
 from pipelines.samples.sql import LIST_INDEX
 from pipelines.samples.tuples import Tuples, in_evaluation
-from pipelines.serial import OutputCollector, read_all
 from pipelines.sources.formats import Excerpt, copy_excerpt
 from pipelines.sources.listing import (
     Folder,
@@ -47,10 +46,11 @@ from pipelines.sources.listing import (
 )
 from pipelines.sources.rejects import RejectCounts, count_rejects, python_rows, sorted_rejects
 from pipelines.sources.rows import ORIGIN, type_text
-from pipelines.stages import REJECTS, SAMPLES
+from pipelines.stages import REJECTS, SAMPLES, read_rows
 from pipelines.table.segment import group_counts
 from pipelines.transforms.apply import apply_transforms
 from pipelines.transforms.fit import load_staged
+from pipelines.workers import Worker
 from schemas.arrays import is_list, one_chunk
 from schemas.config.job import GateConfig
 from schemas.errors import SchemaError
@@ -134,9 +134,9 @@ def _preview(request: BuildRequest, folder: Folder, rows: int) -> dict[str, Any]
 
 
 def _run_stages(context: BuildContext, copies: Mapping[str, Excerpt]) -> dict[str, Any]:
-    raw_rows, num_read = _read_rows(context)
     with executor.open_exchange(context, 1, in_memory=True) as exchange:
         sources, sides = executor.split_inputs(context, exchange)
+        raw_rows, num_read = _read_rows(context, exchange, [*sides, *sources])
         made = executor.make_samples(context, exchange, sources, sides)
         sent = exchange.take(SAMPLES)
         samples = SampleTable.of(
@@ -173,18 +173,30 @@ def _run_stages(context: BuildContext, copies: Mapping[str, Excerpt]) -> dict[st
     }
 
 
-def _read_rows(context: BuildContext) -> tuple[dict[str, list[pa.Table]], Counter[str]]:
+def _read_rows(
+    context: BuildContext, exchange: Exchange, bundles: Sequence[executor.Bundle]
+) -> tuple[dict[str, list[pa.Table]], Counter[str]]:
     """Return the raw rows of each source, and how many were read or rejected by a reader."""
-    collected, num_read = OutputCollector(), Counter[str]()
-    raw_rows: dict[str, list[pa.Table]] = {}
-    for source, table in read_all(context, collected):
-        num_read[source] += table.num_rows
-        raw_rows.setdefault(source, []).append(table)
+    num_read, raw_rows = Counter[str](), dict[str, list[pa.Table]]()
+    exchange.run("raw", _send_rows, bundles)
+    for sent in exchange.take(SAMPLES).values():
+        for source, table in Received(sent):
+            num_read[source] += table.num_rows
+            raw_rows.setdefault(source, []).append(table)
     source_of = {file.path: file.source for file in context.listing}
-    for rejects in collected.values[REJECTS]:
-        positions = rejects.filter(rejects["position"].is_valid())
-        num_read.update(source_of[file] for file in positions["file"].to_pylist())
+    for sent in exchange.take(REJECTS).values():
+        for _, rejects in Received(sent):
+            positions = rejects.filter(rejects["position"].is_valid())
+            num_read.update(source_of[file] for file in positions["file"].to_pylist())
     return raw_rows, num_read
+
+
+def _send_rows(worker: Worker, bundle: executor.Bundle) -> TaskResult:
+    outputs = executor.Outputs(worker)
+    for split in bundle:
+        for table in outputs.main(read_rows(worker.context, split)):
+            outputs.send(SAMPLES, 0, (split.source, table))
+    return outputs.result()
 
 
 def _with_transforms(context: BuildContext, rows: pa.Table, files: Mapping[str, str]) -> pa.Table:

@@ -5,14 +5,13 @@ a build into an existing dataset takes its groups.
 
 The sample consists of the sessions of the training range with the smallest hashes of their keys, as
 many as fit, so it depends on the log only. The same hash places sessions in the dataset: the sample
-is what the first blocks of the build hold. Samples are made by the stages of a build, so the event
-join, SQL per key, SQL per row, look-ups and sampling apply as in the build.
+is what the first blocks of the build hold. Samples are made by the local executor of builds, so the
+event join, SQL per key, SQL per row, look-ups and sampling apply as in the build.
 
 Input bytes are bounded. Without `samples.per`, the beginning of each source is read, `INPUT_BYTES`
 in all; sessions that may continue after it are left out if enough others remain. With
 `samples.per`, the key columns of all files are read, then all rows of some keys, chosen by hash,
-from row groups of at most `INPUT_BYTES`. Side tables are read whole; of a large one only the rows
-that are looked up are kept.
+from row groups of at most `INPUT_BYTES`. Side tables are read whole.
 """
 
 from __future__ import annotations
@@ -20,10 +19,8 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -33,20 +30,20 @@ import pyarrow.compute as pc
 import yaml
 from numpy.typing import NDArray
 
+from pipelines import executor, stages
 from pipelines.autogroup.costs import BYTES_PER_GROUP, Costs, feature_of
 from pipelines.autogroup.search import ChosenGroup, GroupChoice, choose_groups
 from pipelines.clustering.star import cluster
-from pipelines.context import BuildContext, BuildRequest
-from pipelines.exchange import SourceRows
-from pipelines.prepare import count_parts, prepare
+from pipelines.context import BuildContext, BuildRequest, LocalOptions
+from pipelines.exchange import Received, TaskResult
+from pipelines.prepare import count_parts, holds_in_memory, prepare
 from pipelines.progress import counted_rows, counting
 from pipelines.samples.lookups import key_column, key_hashes, key_type
 from pipelines.samples.tuples import hash_session_keys, separate_tuples
-from pipelines.serial import OutputCollector, iter_samples, read_all
 from pipelines.sources.formats import format_of, read_split
 from pipelines.sources.rows import ORIGIN, InputSplit, microseconds
-from pipelines.stages import good_side_rows, read_rows, split_file
 from pipelines.transforms.apply import inputs_of
+from pipelines.workers import Worker
 from schemas.arrays import is_list, one_chunk
 from schemas.config.job import SAMPLES, DataConfig, Job, parse_job
 from schemas.config.transforms import TransformConfig
@@ -192,20 +189,27 @@ def sample_sessions(context: BuildContext) -> SessionSample | None:
     kept = SmallestHashes(MAX_CELLS)
     edge: list[NDArray[np.int64]] = [np.empty(0, np.int64)]
     edge_keys: list[NDArray[np.uint64]] = []
-    collected = OutputCollector(keep=False)
-    sides = read_all(context, collected, context.broadcast)
-    rows = _first_rows(context, edge) if data.samples.per is None else _rows_of_keys(context)
-    lookup_rows = partial(_lookup_rows, context)
-    for sent in iter_samples(context, chain(sides, rows), collected, lookup_rows):
-        good = sent.samples.filter(pa.array(_in_training(sent.samples, data)))
-        if good.num_rows:
-            hashes = hash_session_keys(good[data.session.key])
-            is_edge = np.isin(good[ORIGIN].to_numpy(), np.concatenate(edge))
-            edge_keys.append(np.unique(hashes[is_edge]))
-            kept.add(good, hashes)
+    total = sum(f.num_bytes for f in context.listing if f.source in data.sources)
+    side_bytes = sum(f.num_bytes for f in context.listing) - total
+    in_memory = holds_in_memory(LocalOptions(), min(total, INPUT_BYTES) + side_bytes)
+    with executor.open_exchange(context, 1, in_memory) as exchange:
+        splits = executor.list_splits(context, exchange)
+        sides = executor.bundles_of((s for s in splits if s[0].source in data.sides), exchange)
+        sources = {name: [s for s in splits if s[0].source == name] for name in data.sources}
+        choose = _first_splits if data.samples.per is None else _splits_of_keys
+        executor.make_samples(context, exchange, choose(context, sources), sides, map_chosen_rows)
+        for sent in exchange.take(_EDGE_ROWS).values():
+            edge += [table[ORIGIN].to_numpy() for _, table in Received(sent)]
+        for sent in exchange.take(stages.SAMPLES).values():
+            for tuples in Received(sent):
+                good = tuples.samples.filter(pa.array(_in_training(tuples.samples, data)))
+                if good.num_rows:
+                    hashes = hash_session_keys(good[data.session.key])
+                    is_edge = np.isin(good[ORIGIN].to_numpy(), np.concatenate(edge))
+                    edge_keys.append(np.unique(hashes[is_edge]))
+                    kept.add(good, hashes)
     if kept.table is None:
         return None
-    total = sum(f.num_bytes for f in context.listing if f.source in data.sources)
     share = min(1.0, INPUT_BYTES / max(1, total)) * (kept.bound + 1) / 2**64
     may_continue = np.isin(kept.hashes, np.concatenate(edge_keys))
     if not may_continue.any() or may_continue.mean() > 0.5:
@@ -222,39 +226,45 @@ def _in_training(samples: pa.Table, data: DataConfig) -> NDArray[np.bool_]:
     return one_chunk(earlier).to_numpy(zero_copy_only=False)
 
 
-def _lookup_rows(context: BuildContext, index: int, samples: list[pa.Table]) -> Iterator[pa.Table]:
-    """Yield the rows of a side table whose key occurs in the samples."""
-    join = context.data.samples.joins[index]
-    config, kind = context.data.sides[join.side], context.key_types[join.side]
-    keys = [key_column(table, join.key or config.key, kind) for table in samples]
-    sample_keys = pc.unique(pa.chunked_array(keys, kind)).drop_null()
-    collected = OutputCollector(keep=False)
-    for _, table in read_all(context, collected, {join.side}):
-        for rows in collected.main_output(good_side_rows(context, join.side, table)):
-            yield rows.filter(pc.is_in(key_column(rows, config.key, kind), value_set=sample_keys))
+_EDGE_ROWS = "edge"
+
+Splits = Mapping[str, Sequence[tuple[InputSplit, int]]]
+"""(split, bytes) of each source, in the order of the listing."""
 
 
-def _splits(context: BuildContext, source: str) -> Iterator[tuple[InputSplit, int]]:
-    """Yield the splits of a source's readable files with their bytes, in the listing's order."""
-    for file in context.files():
-        if file.source == source:
-            splits = list(OutputCollector(keep=False).main_output(split_file(context, file)))
-            for split in splits:
-                yield split, max(1, (file.num_bytes or 0) // len(splits))
+@dataclass(frozen=True, slots=True)
+class ChosenRows:
+    """Rows to make samples of.
 
-
-def _tables(context: BuildContext, split: InputSplit) -> Iterator[pa.Table]:
-    return OutputCollector(keep=False).main_output(read_rows(context, split))
-
-
-def _first_rows(context: BuildContext, edge: list[NDArray[np.int64]]) -> Iterator[SourceRows]:
-    """Yield the first rows of each source: the same share of each, `INPUT_BYTES` in all.
-
-    Args:
-        context: of the build.
-        edge: receives the origins of the last rows read, see `_EDGE`.
+    Attributes:
+        split: the split that has them.
+        keys: hashes of the keys whose rows are chosen; all rows when None.
+        is_edge: whether their origins are sent as well, see `_EDGE`.
     """
-    splits = {name: list(_splits(context, name)) for name in context.data.sources}
+
+    split: InputSplit
+    keys: NDArray[np.uint64] | None = None
+    is_edge: bool = False
+
+
+def map_chosen_rows(
+    worker: Worker, chosen: ChosenRows, side_tables: executor.SideTables
+) -> TaskResult:
+    """Send the samples of chosen rows."""
+    outputs, sides = executor.Outputs(worker), executor.loaded(worker, side_tables)
+    context, source = worker.context, chosen.split.source
+    for table in outputs.main(stages.read_rows(context, chosen.split)):
+        if chosen.is_edge:
+            outputs.send(_EDGE_ROWS, 0, (source, table.select([ORIGIN])))
+        if chosen.keys is not None:
+            is_chosen = np.isin(_hashed_keys(context, table), chosen.keys)
+            table = table.filter(pa.array(is_chosen))
+        outputs.add_rows(source, table, sides)
+    return outputs.result()
+
+
+def _first_splits(_: BuildContext, splits: Splits) -> Iterator[ChosenRows]:
+    """Yield the first rows of each source: the same share of each, `INPUT_BYTES` in all."""
     sizes = {name: sum(size for _, size in listed) for name, listed in splits.items()}
     share = INPUT_BYTES / max(1, sum(sizes.values()))
     for source, listed in splits.items():
@@ -263,19 +273,14 @@ def _first_rows(context: BuildContext, edge: list[NDArray[np.int64]]) -> Iterato
             if read_bytes >= limit:
                 break
             read_bytes += size
-            for table in _tables(context, split):
-                if share < 1 and read_bytes > limit - limit // _EDGE:
-                    edge.append(table[ORIGIN].to_numpy())
-                yield source, table
+            yield ChosenRows(split, is_edge=share < 1 and read_bytes > limit - limit // _EDGE)
 
 
-def _rows_of_keys(context: BuildContext) -> Iterator[SourceRows]:
+def _splits_of_keys(context: BuildContext, splits: Splits) -> Iterator[ChosenRows]:
     """Yield all rows of some keys, from all sources."""
-    chosen, splits = choose_keys(_key_index(context), context.data.sample_source)
-    for split in splits:
-        for table in _tables(context, split):
-            keys = _hashed_keys(context, table)
-            yield split.source, table.filter(pa.array(np.isin(keys, chosen)))
+    chosen, with_keys = choose_keys(_key_index(context, splits), context.data.sample_source)
+    for split in with_keys:
+        yield ChosenRows(split, chosen)
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,9 +300,9 @@ class KeysOfSplit:
     counts: NDArray[np.int64]
 
 
-def _key_index(context: BuildContext) -> list[KeysOfSplit]:
+def _key_index(context: BuildContext, of_source: Splits) -> list[KeysOfSplit]:
     """Return the keys of each split; if the input is large, those of a share of the hashes."""
-    splits = [pair for name in context.data.sources for pair in _splits(context, name)]
+    splits = [pair for listed in of_source.values() for pair in listed]
     share = min(1.0, 4 * INPUT_BYTES / max(1, sum(size for _, size in splits)))
     bound = np.uint64(min(2**64 - 1, int(share * 2**64)))
     index: list[KeysOfSplit] = []
