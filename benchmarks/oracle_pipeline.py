@@ -20,7 +20,7 @@ from pipelines.clustering.part import lookups_table
 from pipelines.clustering.writer import LOOKUPS
 from pipelines.oracle.index import index_table
 from pipelines.report.sizes import dataset_bytes
-from pipelines.shuffle import encode_tables
+from pipelines.shuffle import to_ipc
 from pipelines.table.indexes import PartBuilder, add_index
 from pipelines.table.segment import sum_bytes
 from schemas.arrays import Jagged
@@ -28,7 +28,6 @@ from schemas.config.job import OrderConfig
 from schemas.dataset import Segment, open_dataset
 from schemas.files import CheckedFile, describe_file
 from schemas.layout import FILE_SHIFT, TRAIN, part_name
-from schemas.leases import Lease
 from schemas.oracle import distinct
 from schemas.order import Order
 from schemas.storage import Location
@@ -62,7 +61,7 @@ def _blocks(_: list[int], num_blocks: int) -> bytes:
         "split": np.full(num_blocks, TRAIN),
         "window": np.zeros(num_blocks, np.int32),
     }
-    return encode_tables(pa.table(columns))
+    return to_ipc(pa.table(columns))
 
 
 def _index(root: Path, num_blocks: int, table: str, num_rows: int) -> int:
@@ -136,8 +135,7 @@ def measure_bytes(name: str, shared_data: Path, scratch: Path) -> dict[str, Any]
     dataset = open_dataset(scratch / "dataset")
     block = dataset.job.data.block_samples
     order = dataset.order(-(-BATCH_SAMPLES // block) * block, 1, "none", 0)
-    with Lease(dataset.directory, "benchmark") as lease:
-        dataset = add_index(dataset, order, PartBuilder(dataset.directory, []), lease)
+    dataset = add_index(dataset, order, PartBuilder(dataset.directory, []))
     index = dataset.index_for(order)
     sizes = {
         part: sum(sum_bytes(list(s.files.values()), f"{part}/") for s in dataset.segments)

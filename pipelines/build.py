@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 from pipelines import executor
 from pipelines.autogroup.costs import LEAST_DEDUP_FACTOR
 from pipelines.autogroup.job import with_groups
-from pipelines.clustering.part import PartResult, deserialize_results
+from pipelines.clustering.part import PartResult
 from pipelines.context import BuildContext, BuildRequest, local_options, runner_module
 from pipelines.prepare import check_map, holds_in_memory, prepare
 from pipelines.progress import counted_rows, is_stopped, report_progress
@@ -36,10 +36,10 @@ from pipelines.sources.rejects import (
 )
 from pipelines.table.commit import (
     commit_segment,
+    discarded_on_error,
     position_of_day,
     replaced_versions,
     seal,
-    take_over,
     wait_for_predecessors,
 )
 from pipelines.table.compatibility import (
@@ -54,20 +54,13 @@ from pipelines.table.segment import (
     publish,
     segment_directory,
 )
-from pipelines.transforms.fit import new_files, publish_fitted, returned_files, stage_fitted
-from pipelines.unfinished import (
-    continued_directory,
-    discarded_on_error,
-    refuse_extended_vocabularies,
-    vocabulary_leases,
-)
+from pipelines.transforms.fit import publish_fitted, returned_files, stage_fitted
 from pipelines.workers import num_processes
 from schemas.config.job import DataConfig, Job, SplitConfig, load_job
 from schemas.dataset import Dataset, Segment, open_dataset, select_segments
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet, load_features
-from schemas.layout import BUILDS, EVALUATION, MANIFEST, SEGMENTS, TRAIN, buffers_path, samples_path
-from schemas.leases import Lease
+from schemas.layout import BUILDS, EVALUATION, SEGMENTS, TRAIN, buffers_path, samples_path
 from schemas.manifest import (
     InputFile,
     Reference,
@@ -164,51 +157,30 @@ def build_segment(request: BuildRequest, job: Job, features: FeatureSet) -> Buil
         request.progress(f"check-sql: equal samples from {rows} rows cut three ways")
     hashes, key = segment_hashes(job, features, listing)
     existing = check_admissible(request, job, features, key, listing)
-    if existing is not None:
+    if existing is None:
+        directory = request.dataset / SEGMENTS / f"{key}-{request.attempt}"
+        with discarded_on_error(request.dataset, directory):
+            _write_segment(request, context, key, hashes, directory)
+            request.check(directory, job)
+            result = _commit(request, job, features, key, directory)
+    else:
         request.progress(f"segment {existing.id}: exists already, nothing to build")
-        write_copies(request.dataset, read_root(request.dataset))  # a killed build has not
-        return BuildResult(existing, built=False)
-    with Lease(request.dataset, f"build {request.attempt}") as lease:
-        directory = take_over(request.dataset, key, request.attempt)
-        if directory is not None:
-            lease.hold(
-                [directory.name, *new_files(read_segment(directory).fitted, request.dataset)]
-            )
-            request.progress("segment finished by an attempt that died: taken over")
-        else:
-            directory = continued_directory(request, context, key, lease)
-            if directory is None:
-                directory = request.dataset / SEGMENTS / f"{key}-{request.attempt}"
-            lease.hold([directory.name, *vocabulary_leases(job.data)])
-            refuse_extended_vocabularies(request.dataset, directory.name, job.data)
-        with discarded_on_error(request, directory):
-            return _build_and_commit(request, job, context, key, hashes, directory, lease)
+        result = BuildResult(existing, built=False)
+    write_copies(request.dataset, read_root(request.dataset))  # a build that was killed has not
+    return result
 
 
-def _build_and_commit(
-    request: BuildRequest,
-    job: Job,
-    context: BuildContext,
-    key: str,
-    hashes: tuple[str, str],
-    directory: Location,
-    lease: Lease,
+def _commit(
+    request: BuildRequest, job: Job, features: FeatureSet, key: str, directory: Location
 ) -> BuildResult:
-    if (directory / MANIFEST).stat() is None:
-        on_beam = local_options(request.beam_args) is None
-        with segment_directory(directory, request.work, in_place=on_beam) as building:
-            context = replace(context, segment_root=building)
-            _write_segment(request, context, key, hashes, lease)
-            publish(building, directory)
-    request.check(directory, job)
     rejects, manifest = count_segment_rejects(directory), read_segment(directory)
     position = request.position if request.in_order else None
     waited_sec = wait_for_predecessors(
         request.dataset, position or 0, request.wait_sec, request.progress
     )
     try:
-        new = new_segment(request, job, context.features, key, directory)
-        reference = commit_segment(request, new, lease)
+        new = new_segment(request, job, features, key, directory)
+        reference = commit_segment(request, new)
     except GateError:
         _report_rejects(request, rejects, manifest, refused_path(request.dataset, key))
         raise
@@ -231,11 +203,22 @@ def _write_segment(
     context: BuildContext,
     key: str,
     hashes: tuple[str, str],
-    lease: Lease,
+    directory: Location,
 ) -> None:
-    """Run the pipeline and finish the segment in the directory in which it is built."""
+    """Write a complete segment; for an object store, in a local directory that is uploaded."""
+    on_beam = local_options(request.beam_args) is None
+    with segment_directory(directory, request.work, in_place=on_beam) as building:
+        context = replace(context, segment_root=building)
+        stage_fitted(request.dataset, context.fitted, building)
+        values = _run_pipeline(request, context, key)
+        finish_segment_files(request, context, hashes, values)
+        publish(building, directory)
+
+
+def _run_pipeline(
+    request: BuildRequest, context: BuildContext, key: str
+) -> Mapping[str, list[Any]]:
     building = context.segment_root
-    stage_fitted(request.dataset, context.fitted, building)
     with (
         report_progress(
             building,
@@ -252,7 +235,7 @@ def _write_segment(
             values = runner_module("build").run_segment(context, request.beam_args)
         if is_stopped(building):
             raise _stopped_error(request, context, key, merge_counts(values["rejects"]))
-    finish_segment_files(request, context, key, hashes, values, lease)
+    return values
 
 
 @contextmanager
@@ -286,17 +269,15 @@ def _stopped_error(
 def finish_segment_files(
     request: BuildRequest,
     context: BuildContext,
-    key: str,
     hashes: tuple[str, str],
     values: Mapping[str, list[Any]],
-    lease: Lease,
 ) -> None:
-    """Write the segment's manifest and metadata from the outputs of its pipeline; idempotent."""
-    building, parts = context.segment_root, deserialize_results(values["parts"])
+    """Write the segment's manifest and metadata from the outputs of its pipeline."""
+    building, parts = context.segment_root, values["parts"]
     rejects = merge_counts(values["rejects"])
     check_usable(parts, rejects, context.data)
     fitted = returned_files(values, context.fitted)
-    publish_fitted(building, request.dataset, fitted, lease)
+    fitted = publish_fitted(building, request.dataset, fitted)
     write_counts(building, values["events"])
     finish_segment(
         building,

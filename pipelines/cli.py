@@ -24,8 +24,9 @@ from pipelines.quality.gate import GateError
 from pipelines.table.commit import seal
 from pipelines.table.delete import EraseRequest, erase
 from pipelines.table.indexes import oracle
+from pipelines.table.root import MIN_AGE
 from pipelines.table.rows import expand
-from pipelines.table.vacuum import KEEP, vacuum
+from pipelines.table.vacuum import vacuum
 from pipelines.table.verify import verify
 from schemas.config.job import load_job
 from schemas.config.parse import parse_duration
@@ -104,9 +105,9 @@ def build_parser(prog: str = "python -m pipelines") -> argparse.ArgumentParser:
     command.add_argument(
         "--older-than",
         type=parse_duration,
-        default=KEEP,
+        default=MIN_AGE,
         metavar="TIME",
-        help="keep what was replaced, or left by a killed build, less than so long ago",
+        help="keep what was replaced or left by a killed build later; at least 7d",
     )
 
     command = commands.add_parser("rewrite", help="make a Parquet dataset smaller; keep all rows")
@@ -483,7 +484,7 @@ def _score(arguments: argparse.Namespace, beam_args: list[str]) -> int:
 
 
 def _oracle(arguments: argparse.Namespace, beam_args: list[str]) -> int:
-    _print_result(arguments, oracle(arguments, beam_args, _new_attempt()))
+    _print_result(arguments, oracle(arguments, beam_args))
     return 0
 
 

@@ -12,7 +12,6 @@ from types import ModuleType
 import pyarrow as pa
 
 from pipelines.samples.statements import Steps
-from pipelines.shuffle import ByValue
 from pipelines.sources.listing import Folder
 from pipelines.sources.rejects import BUILD_REJECTS_SCHEMA
 from pipelines.sources.rows import InputSplit, file_and_row, files_and_rows
@@ -22,9 +21,6 @@ from schemas.features import FeatureSet
 from schemas.manifest import InputFile
 from schemas.paths import schema_path
 from schemas.storage import Location
-
-INCOMING = "incoming"
-"""Directory below a dataset, or a work directory, into which pipelines of users write parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,11 +128,6 @@ class BuildContext:
         """Partitions of raw rows by key; several even in a small build, for its workers."""
         num_bytes = sum(f.num_bytes for f in self.listing if f.source in self.data.sources)
         return max(self.num_parts, min(_KEY_PARTITIONS, -(-num_bytes // _KEY_PARTITION_BYTES)))
-
-    @property
-    def transport(self) -> ByValue:
-        """The transport of samples through the shuffle of a Beam runner."""
-        return ByValue(tuple(self.data.groups))
 
     @property
     def local_root(self) -> Path:

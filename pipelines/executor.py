@@ -4,14 +4,12 @@
     -> fit transforms -> write parts -> write rejects -> number accesses
 
 A small input is held in memory, and its workers are threads. A larger one is exchanged in files
-between processes, and a build that is killed continues with the tasks that are not done. The result
-has the same bytes as a build on any runner.
+between processes. The result has the same bytes as a build on any runner.
 """
 
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -23,16 +21,15 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-import schemas
-from pipelines.clustering.part import PartResult, serialize_result
+from pipelines.clustering.part import PartResult
 from pipelines.clustering.writer import SegmentLayout
 from pipelines.context import BuildContext, LocalOptions
-from pipelines.exchange import Exchange, Received, Sent, SourceRows, TaskResult
+from pipelines.exchange import Exchange, Received, Sent, TaskResult
 from pipelines.oracle.numbering import NumberedTable, number_table, training_blocks
 from pipelines.prepare import holds_in_memory
 from pipelines.samples.event_join import add_counts
 from pipelines.samples.tuples import Tuples, batches_by_size, concat_tuples
-from pipelines.shuffle import SHUFFLE, group_rows
+from pipelines.shuffle import SHUFFLE, SourceRows, group_rows
 from pipelines.sources.rejects import range_keys, write_rejects
 from pipelines.sources.rows import InputSplit
 from pipelines.stages import (
@@ -66,8 +63,6 @@ from pipelines.transforms.fit import (
     write_shard,
 )
 from pipelines.workers import Worker, Workers, keep_freed_memory, num_processes, num_threads
-from schemas.machine import boot_id
-from schemas.manifest import hash_of
 
 BUNDLE_BYTES = 128 << 20
 """Input bytes of a task that makes samples: each task writes the rows of a partition once."""
@@ -108,7 +103,7 @@ def run_segment(
         numbers = number_tables(context, exchange, parts)
     return {
         **({} if fitted is None else {"fitted": [fitted]}),
-        "parts": [serialize_result(part) for part in parts],
+        "parts": parts,
         "tables": numbers,
         "rejects": rejects,
         "events": [add_counts(made.events)],
@@ -135,20 +130,7 @@ def open_exchange(context: BuildContext, num_workers: int, in_memory: bool) -> I
     num_workers = num_workers or (num_threads() if in_memory else num_processes())
     scratch = None if in_memory else context.local_root / SHUFFLE
     with Workers(context, num_workers, use_processes=not in_memory) as workers:
-        yield Exchange(workers, scratch, "" if scratch is None else identity_of(context))
-
-
-def identity_of(context: BuildContext) -> str:
-    """Return a text that differs if the stored results of a killed build must not be used.
-
-    That is with other fitted values or other code, and after the machine has started again: files
-    may be incomplete then.
-    """
-    packages = (Path(__file__).parent, Path(schemas.__file__).parent)
-    code = [path for package in packages for path in sorted(package.rglob("*.py"))]
-    files = [(str(path), path.stat().st_mtime_ns) for path in code]
-    settings = [context.num_parts, BUNDLE_BYTES, sorted(context.fitted.items())]
-    return f"{hash_of([settings, files, sys.version])} {boot_id()}"
+        yield Exchange(workers, scratch)
 
 
 # Divide the input into bundles of splits.

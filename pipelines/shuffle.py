@@ -1,17 +1,17 @@
-"""Partitions of session keys, and the transport of Arrow tables through a runner's shuffle.
+"""Partitions of session keys, and the bytes in which tasks send each other rows and samples.
 
-On a runner of Beam the shuffle carries samples as LZ4 Arrow IPC in packets of at most 8 MiB. Local
-builds have files of their own (`exchange.py`).
+On a runner of Beam the shuffle carries samples in packets of at most 8 MiB. Local builds have files
+of their own (`exchange.py`).
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import struct
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -33,14 +33,29 @@ def partition_of_key(hashes: NDArray[np.uint64], num_partitions: int) -> NDArray
     return (upper * np.uint64(num_partitions) >> np.uint64(32)).astype(np.int64)
 
 
-def encode_tables(*tables: pa.Table) -> bytes:
-    """Return tables as concatenated Arrow IPC streams, compressed together by LZ4.
+SourceRows = tuple[str, pa.Table]
+"""Name of a source or side table, and raw rows of it."""
+Element = Tuples | SourceRows | pa.Table
+"""What one task sends to another."""
+
+
+def to_ipc(element: Element) -> bytes:
+    """Return an element as concatenated Arrow IPC streams, compressed together by LZ4.
 
     Compressing each buffer by itself, as Arrow does, takes four times as long to read for 60
     columns of 1,800 rows.
     """
+    tables: list[pa.Table] = []
+    if isinstance(element, Tuples):
+        names = {"groups": list(element.uniques)}
+        tables = [with_references(element), *element.uniques.values()]
+    elif isinstance(element, tuple):
+        names, tables = {"source": element[0]}, [element[1]]
+    else:
+        names, tables = {}, [element]
     sink = pa.BufferOutputStream()
     options = pa.ipc.IpcWriteOptions(use_threads=False)
+    tables[0] = tables[0].replace_schema_metadata({"names": json.dumps(names)})
     for table in tables:
         with pa.ipc.new_stream(sink, table.schema, options=options) as writer:
             writer.write_table(table)
@@ -48,15 +63,19 @@ def encode_tables(*tables: pa.Table) -> bytes:
     return _SIZE.pack(content.size) + pa.compress(content, _CODEC, asbytes=True)
 
 
-def decode_tables(data: bytes) -> list[pa.Table]:
-    """Undo `encode_tables`."""
+def from_ipc(data: bytes) -> Any:
+    """Undo `to_ipc`."""
     (size,) = _SIZE.unpack_from(data)
     compressed = pa.py_buffer(data).slice(_SIZE.size)
     source = pa.BufferReader(pa.decompress(compressed, size, _CODEC))
     tables: list[pa.Table] = []
     while source.tell() < size:
         tables.append(pa.ipc.open_stream(source).read_all())
-    return tables
+    names = json.loads(tables[0].schema.metadata[b"names"])
+    first = tables[0].replace_schema_metadata()
+    if "groups" in names:
+        return without_references(first, dict(zip(names["groups"], tables[1:], strict=True)))
+    return (names["source"], first) if "source" in names else first
 
 
 def split_packets(message: bytes, limit: int = PACKET_BYTES) -> Iterator[bytes]:
@@ -102,12 +121,6 @@ def join_packets(arrived: Iterable[bytes]) -> Iterator[bytes]:
         raise ValueError(f"packets are missing: {missing} incomplete messages")
 
 
-def decode_table(data: bytes) -> pa.Table:
-    """Return the table that `encode_tables` encoded alone."""
-    (table,) = decode_tables(data)
-    return table
-
-
 def group_rows(table: pa.Table, target: np.ndarray) -> Iterator[tuple[int, pa.Table]]:
     """Yield (target, rows of the target) in ascending order of targets; rows keep their order."""
     if not table.num_rows:
@@ -128,7 +141,7 @@ def encode_by_target(table: pa.Table, target: np.ndarray) -> Iterator[tuple[int,
 
 def encode_rows(table: pa.Table) -> Iterator[bytes]:
     """Yield the encoded rows in elements of at most `PACKET_BYTES`, but at least one row each."""
-    content = encode_tables(table)
+    content = to_ipc(table)
     if len(content) <= PACKET_BYTES or table.num_rows == 1:
         yield content
         return
@@ -137,68 +150,33 @@ def encode_rows(table: pa.Table) -> Iterator[bytes]:
     yield from encode_rows(table.slice(half))
 
 
-# Transports of samples
-
 SHUFFLE = "shuffle"
 """Directory of shuffle files below a segment being built; removed before the commit."""
 
 _REFERENCE = "_reference_"
 
 
-@dataclass(frozen=True, slots=True)
-class Reiterable:
-    """An iterable that calls a function for each iteration."""
+def packets_of(samples: Tuples) -> Iterator[bytes]:
+    """Yield samples in packets; several packets form a message only if a sample is large."""
+    message = to_ipc(samples)
+    if len(message) > PACKET_BYTES and samples.num_samples > 1:
+        for rows in np.array_split(np.arange(samples.num_samples), 2):
+            yield from packets_of(drop_unused_tuples(samples.take(rows)))
+        return
+    yield from split_packets(message)
 
-    make_iterator: Callable[[], Iterator[Tuples]]
+
+class ReceivedPackets:
+    """The samples of packets, as a reiterable; only incomplete messages are kept in memory."""
+
+    def __init__(self, sent: Iterable[bytes]) -> None:
+        """Read nothing yet."""
+        self._sent = sent
+        self._digests: list[bytes] = []
 
     def __iter__(self) -> Iterator[Tuples]:
-        """Start a new iteration."""
-        return self.make_iterator()
-
-
-@dataclass(frozen=True, slots=True)
-class ByValue:
-    """Shuffles the samples themselves.
-
-    Attributes:
-        groups: names of the groups.
-    """
-
-    groups: tuple[str, ...]
-    element: ClassVar[type] = bytes
-
-    def send(self, partitions: Sequence[Tuples | None]) -> Iterator[tuple[int, bytes]]:
-        """Yield the samples of each partition in packets."""
-        for index, samples in enumerate(partitions):
-            if samples is not None:
-                for packet in self.packets(samples):
-                    yield index, packet
-
-    def packets(self, samples: Tuples) -> Iterator[bytes]:
-        """Yield samples in packets; several packets form a message only if a sample is large."""
-        message = self.encode(samples)
-        if len(message) > PACKET_BYTES and samples.num_samples > 1:
-            for rows in np.array_split(np.arange(samples.num_samples), 2):
-                yield from self.packets(drop_unused_tuples(samples.take(rows)))
-            return
-        yield from split_packets(message)
-
-    def encode(self, samples: Tuples) -> bytes:
-        """Return samples as one message."""
-        tables = (samples.uniques[group] for group in self.groups)
-        return encode_tables(with_references(samples), *tables)
-
-    def receive(self, sent: Iterable[bytes]) -> Reiterable:
-        """Join the packets; only incomplete messages are kept in memory."""
-        digests: list[bytes] = []
-        return Reiterable(
-            lambda: (self.decode(m) for m in check_same_order(join_packets(sent), digests))
-        )
-
-    def decode(self, message: bytes) -> Tuples:
-        """Undo `encode`."""
-        table, *uniques = decode_tables(message)
-        return without_references(table, dict(zip(self.groups, uniques, strict=True)))
+        """Read the packets; raise RuntimeError if they come in another order than before."""
+        return map(from_ipc, check_same_order(join_packets(self._sent), self._digests))
 
 
 def check_same_order(messages: Iterable[bytes], digests: list[bytes]) -> Iterator[bytes]:

@@ -129,10 +129,9 @@ class Workers:
         try:
             yield from self._pool.map(run, tasks)
         except (BrokenProcessPool, EOFError) as error:  # EOFError: while a process starts
-            raise WorkerDiedError(
-                "pipeline must finish, got a worker process that was killed, perhaps for its "
-                "memory; run the command again to continue, with fewer workers "
-                "(--direct_num_workers) if it lacked memory"
+            raise SchemaError(
+                "a worker process was killed, perhaps for lack of memory; run the command again, "
+                "with fewer workers (--direct_num_workers) if it lacked memory"
             ) from error
 
     def _worker(self) -> Worker:
@@ -140,10 +139,6 @@ class Workers:
         if not hasattr(self._of_thread, "worker"):
             self._of_thread.worker = Worker(self._context)
         return self._of_thread.worker
-
-
-class WorkerDiedError(SchemaError):
-    """A worker process was killed; the tasks that are done are kept."""
 
 
 _worker: Worker | None = None

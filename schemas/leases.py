@@ -1,13 +1,9 @@
-"""Leases: files by which a process keeps what it reads or writes from being removed.
+"""Leases: files by which readers keep what they read from being removed.
 
-A lease names directories and files of a dataset, and expires unless its holder renews it. Age and
-expiry are measured by the clock of the store that holds the file, so clocks of hosts may differ. A
-writer names what it writes before it writes it, and checks before it commits that its lease has not
-expired since, for instance while it was suspended (`Lease.check`).
-
-A process that dies leaves a lease that ends by itself, on the same machine at once. A process that
-may not write, for instance with read-only credentials, reads without a lease and relies on the time
-for which `vacuum` keeps what was replaced.
+A lease names directories of a dataset, and expires unless its holder renews it: that of a process
+which dies ends by itself. Expiry is measured by the clock of the store that holds the file, so
+clocks of hosts may differ. A process that may not write, for instance with read-only credentials,
+reads without a lease and relies on the time for which `vacuum` keeps what was replaced.
 """
 
 from __future__ import annotations
@@ -22,7 +18,6 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from pathlib import Path
 
 from schemas.errors import SchemaError
 from schemas.storage import Location, StorageError, store_time
@@ -44,7 +39,7 @@ class LeaseRecord:
     Attributes:
         id: name of its file.
         holder: who holds it, for messages.
-        directories: names of the directories, and paths of the files, that must not be removed.
+        directories: names of the directories that must not be removed.
     """
 
     id: str
@@ -77,31 +72,12 @@ class Lease:
         return self._body.file.name
 
     def hold(self, directories: Iterable[str]) -> None:
-        """Name the directories and files that must not be removed, instead of those before."""
+        """Name the directories that must not be removed, instead of those before."""
         self._body.directories = tuple(sorted(set(directories)))
         self._body.try_to_write()
         if self._thread is None:
             self._thread = threading.Thread(target=self._body.renew, daemon=True)
             self._thread.start()
-
-    def add(self, names: Iterable[str]) -> None:
-        """Name more directories and files that must not be removed."""
-        self.hold({*self._body.directories, *names})
-
-    def check(self) -> None:
-        """Renew the lease before a commit.
-
-        Raises:
-            SchemaError: it had expired, so what it names may have been removed.
-            StorageError: the store failed.
-        """
-        self._body.write()
-        if self._body.has_expired:
-            raise SchemaError(
-                "lease of this process has expired, and files that it wrote may have been removed; "
-                "run the command again",
-                file=str(self._body.file),
-            )
 
     def release(self) -> None:
         """End the lease."""
@@ -122,26 +98,14 @@ class _Body:
         self.file = file
         self.directories: tuple[str, ...] = ()
         self.ended = threading.Event()
-        self.has_expired = False  # at any time since it was first written
         self._is_written = True  # at the last attempt
         self._holder = holder
         self._expiry_sec = expiry_sec
-        self._renewed: datetime | None = None  # by the clock of the store
 
     def write(self) -> None:
-        directories, before = self.directories, self._renewed
-        body = {
-            "holder": self._holder,
-            "directories": directories,
-            "expiry_sec": self._expiry_sec,
-            "process": process_identity(),
-        }
+        directories = self.directories
+        body = {"holder": self._holder, "directories": directories, "expiry_sec": self._expiry_sec}
         self.file.write_bytes(json.dumps(body).encode())
-        entry = self.file.stat()
-        if entry is not None:
-            self._renewed = entry.modified
-            limit = timedelta(seconds=self._expiry_sec)
-            self.has_expired |= before is not None and entry.modified - before > limit
         if self.ended.is_set():  # it was released meanwhile
             _remove(self.file)
         elif self.directories != directories:  # named meanwhile, and perhaps written before
@@ -173,41 +137,6 @@ def _remove(file: Location) -> None:
         file.parent.prune()
 
 
-def process_identity() -> str:
-    """Return the boot, the namespace of process ids, the id and the start of this process."""
-    return _identity_of(os.getpid()) or ""
-
-
-def _identity_of(process_id: int) -> str | None:
-    """Return what identifies a process on this machine; None if it has ended."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        namespace = Path("/proc/self/ns/pid").readlink()
-        fields = Path(f"/proc/{process_id}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return None if fields[0] == "Z" else f"{boot} {namespace} {process_id} {fields[19]}"
-
-
-def is_dead(identity: str) -> bool:
-    """Return whether a process of this machine has ended; False if that cannot be known."""
-    own, other = process_identity().split(), identity.split()
-    if len(other) != len(own) or own[:2] != other[:2] or not other[2].isdigit():
-        return False
-    return not _is_hidden(int(other[2])) and _identity_of(int(other[2])) != identity
-
-
-def _is_hidden(process_id: int) -> bool:
-    """Return whether a process of another user runs, which /proc may not show."""
-    try:
-        os.kill(process_id, 0)
-    except PermissionError:
-        return True
-    except (OSError, OverflowError):
-        return False
-    return False
-
-
 def live_leases(directory: Location, now: datetime | None = None) -> list[LeaseRecord]:
     """Return the leases that have not expired.
 
@@ -224,22 +153,21 @@ def live_leases(directory: Location, now: datetime | None = None) -> list[LeaseR
     leases: list[LeaseRecord] = []
     for entry in entries:
         try:
-            record, expiry_sec, process = _parse(directory / LEASES / entry.path)
+            record, expiry_sec = _parse(directory / LEASES / entry.path)
         except FileNotFoundError:  # it was released meanwhile
             continue
         assert now is not None, "read above"
-        if now <= entry.modified + timedelta(seconds=expiry_sec) and not is_dead(process):
+        if now <= entry.modified + timedelta(seconds=expiry_sec):
             leases.append(record)
     return leases
 
 
-def _parse(path: Location) -> tuple[LeaseRecord, float, str]:
+def _parse(path: Location) -> tuple[LeaseRecord, float]:
     data = path.read_bytes()
     try:
         body = json.loads(data)
         names = frozenset(str(name) for name in body["directories"])
-        record = LeaseRecord(path.name, str(body["holder"]), names)
-        return record, float(body["expiry_sec"]), str(body["process"])
+        return LeaseRecord(path.name, str(body["holder"]), names), float(body["expiry_sec"])
     except (ValueError, KeyError, TypeError) as error:
         raise SchemaError(
             f"lease is not readable: {error}; remove the file if no process uses the dataset",

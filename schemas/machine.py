@@ -4,19 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 from schemas.config.schedule import UNLIMITED_MEMORY, BudgetConfig
-
-
-def boot_id() -> str:
-    """Return what identifies the time since this machine has started; unique where unknown."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-    except OSError:
-        return uuid.uuid4().hex
 
 
 def machine_budget(root: Path = Path("/"), cores: int | None = None) -> BudgetConfig:

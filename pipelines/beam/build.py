@@ -21,9 +21,11 @@ from pipelines.beam.transforms import (
     MakeSamples,
     ReadRows,
     WriteRejects,
+    deserialize_results,
     encode_blocks,
+    serialize_result,
 )
-from pipelines.clustering.part import build_part, serialize_result
+from pipelines.clustering.part import build_part
 from pipelines.clustering.writer import SegmentLayout
 from pipelines.context import BuildContext
 from pipelines.oracle.index import TableTotals, index_table
@@ -31,7 +33,7 @@ from pipelines.oracle.numbering import NumberedTable, number_table, training_blo
 from pipelines.rewrite.command import FlatPart, FlatStage
 from pipelines.samples.event_join import add_counts
 from pipelines.samples.tuples import Tuples
-from pipelines.shuffle import decode_table
+from pipelines.shuffle import ReceivedPackets, from_ipc
 from pipelines.stages import BLOCKS, EVENTS, REJECTS, SAMPLES
 from pipelines.table.compact import StoredPart
 from pipelines.transforms.apply import fit_inputs
@@ -92,7 +94,8 @@ def run_segment(context: BuildContext, beam_args: list[str]) -> Mapping[str, lis
         outputs = segment_pipeline(pipeline, context)
         return {name: values for name, values in outputs.items() if name != REJECTED}
 
-    return run_pipeline(add_transforms, beam_args, context.segment_root, context.num_parts)
+    values = run_pipeline(add_transforms, beam_args, context.segment_root, context.num_parts)
+    return {**values, "parts": deserialize_results(values["parts"])}
 
 
 TableTask = tuple[Location, Location, Reference, Order, str]
@@ -129,7 +132,7 @@ class _NumberTable(beam.DoFn):
 
 def _training_blocks(parts: list[bytes]) -> bytes | None:
     """Return the ids of all training blocks in training order; None without parts."""
-    return training_blocks(map(decode_table, parts)).tobytes() if parts else None
+    return training_blocks(map(from_ipc, parts)).tobytes() if parts else None
 
 
 class NumberAccesses(beam.PTransform):
@@ -232,7 +235,8 @@ def rewrite_parts(
         number = NumberAccesses(building, tables)
         return {"parts": written[SAMPLES], "tables": written[BLOCKS] | "NumberAccesses" >> number}
 
-    return run_pipeline(add_transforms, beam_args, building, len(parts))
+    values = run_pipeline(add_transforms, beam_args, building, len(parts))
+    return {**values, "parts": deserialize_results(values["parts"])}
 
 
 # Flat rewrite.
@@ -243,7 +247,7 @@ def _ordered_rows(rows: tuple[str, pa.Table], stage: FlatStage) -> Tuples:
 
 
 def _write_flat(part: tuple[int, Iterable[Any]], stage: FlatStage) -> FlatPart:
-    return stage.write(part[0], stage.context.transport.receive(part[1]))
+    return stage.write(part[0], ReceivedPackets(part[1]))
 
 
 def flat_pipeline(pipeline: beam.Pipeline, stage: FlatStage) -> Mapping[str, beam.PCollection[Any]]:

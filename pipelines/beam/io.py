@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,33 +30,31 @@ from apache_beam.transforms.window import GlobalWindows
 
 from pipelines.autogroup.job import with_groups
 from pipelines.beam.build import segment_of_rows, segment_pipeline
-from pipelines.beam.transforms import REJECTED, EachReject, ReadRows
+from pipelines.beam.transforms import REJECTED, EachReject, ReadRows, deserialize_results
 from pipelines.beam.transforms import MakeSamples as _SamplesBySql
 from pipelines.build import finish_segment_files, segment_hashes
 from pipelines.clustering.writer import LOOKUPS
-from pipelines.context import INCOMING, BuildContext, BuildRequest
-from pipelines.exchange import SourceRows
+from pipelines.context import BuildContext, BuildRequest
 from pipelines.prepare import prepare
 from pipelines.samples.statements import job_steps
 from pipelines.samples.tuples import Tuples
-from pipelines.shuffle import SHUFFLE
+from pipelines.shuffle import SHUFFLE, SourceRows
 from pipelines.sources.formats import empty_rows
 from pipelines.sources.listing import folder_of, list_inputs
 from pipelines.sources.rejects import BUILD_REJECTS_SCHEMA, Reject
 from pipelines.sources.rows import ORIGIN, InputSplit, typed_chunks
 from pipelines.stages import REJECTS, SAMPLES
-from pipelines.table.commit import commit_segment
+from pipelines.table.commit import commit_segment, discarded_on_error
 from pipelines.table.compatibility import check_admissible, new_segment
+from pipelines.table.root import write_copies
 from pipelines.table.rows import ContentHash, content_hash, row_hashes
 from pipelines.transforms.fit import fitted_files, stage_fitted
-from pipelines.unfinished import discarded_on_error
 from schemas.config.job import Job, load_job
 from schemas.dataset import missing_column_defaults, open_dataset
 from schemas.errors import SchemaError, suggest_name, suggest_name_or
 from schemas.features import FeatureSet, load_features
 from schemas.layout import SEGMENTS
-from schemas.leases import Lease
-from schemas.manifest import InputFile, hash_of
+from schemas.manifest import InputFile, hash_of, read_root
 from schemas.paths import path_or_url, schema_path
 from schemas.samples import column_names, read_live_row_group, row_groups, samples_schema
 from schemas.storage import Location
@@ -379,7 +376,7 @@ def _start_build(
     pipeline: beam.Pipeline, request: BuildRequest, job: Job, context: BuildContext
 ) -> PendingSegment:
     """Make the directory of a segment's parts; return the segment."""
-    root = request.dataset / INCOMING / request.attempt
+    root = request.dataset / SEGMENTS / request.attempt
     context = replace(
         context,
         segment_root=root,
@@ -463,51 +460,38 @@ def commit_pending(
         SchemaError: the segment must not enter the dataset.
     """
     request, job, features = pending.request, pending.job, pending.context.features
-    incoming = pending.context.segment_root
+    parts = pending.context.segment_root
     hashes, key = segment_hashes(job, features, listing)
     reference = check_admissible(request, job, features, key, listing)
     if reference is None:
         # A step may run twice, even at the same time: each run finishes a copy of its own.
-        request = replace(request, attempt=f"{request.attempt}-{uuid.uuid4().hex[:6]}")
-        directory = request.dataset / SEGMENTS / f"{key}-{request.attempt}"
-        with (
-            Lease(request.dataset, f"build {request.attempt}") as lease,
-            discarded_on_error(request, directory),
-        ):
-            lease.hold([directory.name])
-            _copy_parts(incoming, directory, has_parts=bool(values["parts"]))
+        directory = parts.parent / f"{key}-{parts.name}-{uuid.uuid4().hex[:6]}"
+        with discarded_on_error(request.dataset, directory):
+            _copy_parts(parts, directory)
             context = replace(pending.context, segment_root=directory)
-            finish_segment_files(request, context, key, hashes, values, lease)
+            results = {**values, "parts": deserialize_results(values["parts"])}
+            finish_segment_files(request, context, hashes, results)
             new = new_segment(request, job, features, key, directory)
-            reference = commit_segment(request, new, lease)
-    incoming.remove_all()
-    if incoming.parent.local is not None:
-        with suppress(OSError):  # another pipeline writes its parts there
-            incoming.parent.local.rmdir()
+            reference = commit_segment(request, new)
+    write_copies(request.dataset, read_root(request.dataset))
+    parts.remove_all()
     return reference.id
 
 
-def _copy_parts(incoming: Location, directory: Location, *, has_parts: bool) -> None:
+def _copy_parts(parts: Location, directory: Location) -> None:
     """Copy the parts that a pipeline wrote: by hard links, or by the store itself.
 
     Raises:
         SchemaError: another run of this step has committed and removed them.
     """
-    paths = [entry.path for entry in incoming.entries()]
     try:
-        for path in paths:
-            if path.partition("/")[0] not in (SHUFFLE, LOOKUPS):
-                (directory / path).copy_from(incoming / path)
+        for entry in parts.entries():
+            if entry.path.partition("/")[0] not in (SHUFFLE, LOOKUPS):
+                (directory / entry.path).copy_from(parts / entry.path)
     except FileNotFoundError as error:
-        raise _no_parts_error(incoming) from error
-    if has_parts and not paths:
-        raise _no_parts_error(incoming)
-
-
-def _no_parts_error(incoming: Location) -> SchemaError:
-    return SchemaError(
-        "parts of the segment are missing; run the pipeline again", file=str(incoming)
-    )
+        raise SchemaError(
+            "parts of the segment are missing; run the pipeline again", file=str(parts)
+        ) from error
 
 
 # Rows from a user's pipeline. They have no file and no position: a hash of their values replaces

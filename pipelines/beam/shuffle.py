@@ -9,14 +9,13 @@ elements does not grow with the square of the input (README: the scale model).
 
 from __future__ import annotations
 
-import json
 import random
-import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import apache_beam as beam
+import pyarrow as pa
 from apache_beam.coders import Coder
 from apache_beam.coders.typecoders import registry
 from apache_beam.metrics import Metrics
@@ -30,7 +29,7 @@ from pipelines.samples.tuples import (
     hash_session_keys,
     partition_tuples,
 )
-from pipelines.shuffle import ByValue, partition_of_key
+from pipelines.shuffle import ReceivedPackets, from_ipc, packets_of, partition_of_key, to_ipc
 
 MAX_DESTINATIONS = 1000
 """Destinations to which a mapper sends samples."""
@@ -38,39 +37,41 @@ BUFFER_BYTES = 128 << 20
 """Samples that a mapper keeps, at most, with tuples deduplicated within each chunk; partitioning
 them takes about three times as much memory."""
 
-_HEADER = struct.Struct(">I")
 
+class ElementCoder(Coder):
+    """Samples or tables as bytes, for runners that separate the steps between which they pass."""
 
-class TuplesCoder(Coder):
-    """Samples as bytes, for runners that separate the steps between which chunks pass."""
+    def __init__(self, kind: type) -> None:
+        self._kind = kind
 
-    def encode(self, value: Tuples) -> bytes:
-        """Return samples as bytes."""
-        names = json.dumps(list(value.uniques)).encode()
-        message = ByValue(tuple(value.uniques)).encode(value)
-        return _HEADER.pack(len(names)) + names + message
+    @classmethod
+    def from_type_hint(cls, unused_typehint: type, unused_registry: Any) -> ElementCoder:
+        """Return the coder of a type; Beam gives the parameters their names."""
+        return cls(unused_typehint)
 
-    def decode(self, encoded: bytes) -> Tuples:
+    def encode(self, value: Tuples | pa.Table) -> bytes:
+        """Return an element as bytes."""
+        return to_ipc(value)
+
+    def decode(self, encoded: bytes) -> Any:
         """Undo `encode`."""
-        (size,) = _HEADER.unpack_from(encoded)
-        start = _HEADER.size + size
-        names = json.loads(encoded[_HEADER.size : start])
-        return ByValue(tuple(names)).decode(encoded[start:])
+        return from_ipc(encoded)
 
-    def estimate_size(self, value: Tuples) -> int:
-        """Return the bytes of samples in memory."""
-        return value.num_bytes
+    def estimate_size(self, value: Tuples | pa.Table) -> int:
+        """Return the bytes of an element in memory."""
+        return value.num_bytes if isinstance(value, Tuples) else value.nbytes
 
     def is_deterministic(self) -> bool:
-        """Return False: equal samples with different chunks have different bytes."""
+        """Return False: equal elements with different chunks have different bytes."""
         return False
 
-    def to_type_hint(self) -> type[Tuples]:
+    def to_type_hint(self) -> type:
         """Return the encoded type."""
-        return Tuples
+        return self._kind
 
 
-registry.register_coder(Tuples, TuplesCoder)
+for element_type in (Tuples, pa.Table):
+    registry.register_coder(element_type, ElementCoder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +123,8 @@ class Destinations:
 class _Sender(beam.DoFn):
     """Base of the DoFns that partition buffered samples; counts flushes and elements sent."""
 
-    def __init__(self, transport: ByValue, destinations: Destinations, label: str) -> None:
-        self.transport, self.destinations = transport, destinations
+    def __init__(self, destinations: Destinations, label: str) -> None:
+        self.destinations = destinations
         self.flushes, self.elements = (
             Metrics.counter(label, name) for name in ("flushes", "elements")
         )
@@ -132,7 +133,7 @@ class _Sender(beam.DoFn):
         """Yield the elements of one flush."""
         self.flushes.inc()
         for destination, part in parts:
-            for element in self.transport.packets(part):
+            for element in packets_of(part):
                 self.elements.inc()
                 yield destination, element
 
@@ -166,25 +167,24 @@ class _SendBucket(_Sender):
 
     def process(self, bucket: tuple[int, Iterable[bytes]]) -> Iterator[tuple[int, bytes]]:
         number, sent = bucket
-        for samples in concat_batches(self.transport.receive(sent), BUFFER_BYTES):
+        for samples in concat_batches(ReceivedPackets(sent), BUFFER_BYTES):
             yield from self.send(self.destinations.to_partitions(number, samples))
 
 
 @dataclass  # not frozen: Beam assigns to its transforms
 class SendSamples(beam.PTransform):
-    """Samples in chunks (`Tuples`) to (partition, element of `context.transport`), to group."""
+    """Samples in chunks (`Tuples`) to (partition, packet of samples), to group."""
 
     context: BuildContext
 
     def expand(self, input_or_inputs: beam.PCollection) -> Any:
         """Send the samples of each bundle; above `MAX_DESTINATIONS` partitions, send them again."""
-        transport = ByValue(tuple(self.context.data.groups))
         destinations = Destinations.of(self.context)
         hints = tuple[int, bytes]  # with them every runner uses the coder of bytes
-        send = beam.ParDo(_SendBundle(transport, destinations, "SendBundle"))
+        send = beam.ParDo(_SendBundle(destinations, "SendBundle"))
         sent = input_or_inputs | "send bundle" >> send.with_output_types(hints)
         if destinations.per_group > 1:
-            divide = beam.ParDo(_SendBucket(transport, destinations, "SendBucket"))
+            divide = beam.ParDo(_SendBucket(destinations, "SendBucket"))
             sent = (
                 sent
                 | "group buckets" >> beam.GroupByKey()

@@ -6,26 +6,31 @@ samples as `pipelines/shuffle.py` defines.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import apache_beam as beam
 import pyarrow as pa
 from apache_beam import pvalue
-from apache_beam.coders import Coder
-from apache_beam.coders.typecoders import registry
 from apache_beam.metrics import Metrics
 from apache_beam.utils.shared import Shared
 
 from pipelines.beam.shuffle import SendSamples
-from pipelines.clustering.part import PartResult, serialize_result, sum_statistics
+from pipelines.clustering.part import PartResult
 from pipelines.clustering.writer import SegmentLayout
 from pipelines.context import BuildContext
-from pipelines.exchange import SourceRows
-from pipelines.quality.segment_statistics import PARTS_PER_SUM
+from pipelines.quality.segment_statistics import PARTS_PER_SUM, SliceStatistics, sum_by_split
 from pipelines.samples.tuples import Tuples
-from pipelines.shuffle import decode_table, encode_by_target, encode_rows, encode_tables
+from pipelines.shuffle import (
+    ReceivedPackets,
+    SourceRows,
+    encode_by_target,
+    encode_rows,
+    from_ipc,
+    to_ipc,
+)
 from pipelines.sources.rejects import (
     Reject,
     RejectCounts,
@@ -77,33 +82,6 @@ REJECTED = "rejected"
 
 _KEYED = tuple[int, tuple[str, bytes]]
 """Type hint of keyed bytes: with it every runner encodes the key as an int, not as a pickle."""
-
-
-class TableCoder(Coder):
-    """Tables as LZ4 Arrow IPC bytes."""
-
-    def encode(self, value: pa.Table) -> bytes:
-        """Return a table as bytes."""
-        return encode_tables(value)
-
-    def decode(self, encoded: bytes) -> pa.Table:
-        """Undo `encode`."""
-        return decode_table(encoded)
-
-    def estimate_size(self, value: pa.Table) -> int:
-        """Return the bytes of a table in memory."""
-        return value.nbytes
-
-    def is_deterministic(self) -> bool:
-        """Return False: equal tables with different chunks have different bytes."""
-        return False
-
-    def to_type_hint(self) -> type[pa.Table]:
-        """Return the encoded type."""
-        return pa.Table
-
-
-registry.register_coder(pa.Table, TableCoder)
 
 
 def _tagged(outputs: Iterable[Output]) -> Iterator[Any]:
@@ -199,7 +177,7 @@ def _good_side_rows(rows: tuple[str, pa.Table], context: BuildContext) -> Iterat
 
 def _write_side(side: tuple[str, Iterable[bytes]], context: BuildContext) -> tuple[str, str]:
     name, rows = side
-    return name, write_side(context, name, [decode_table(data) for data in rows])
+    return name, write_side(context, name, [from_ipc(data) for data in rows])
 
 
 class _SharedSides:
@@ -218,7 +196,7 @@ def _small_sides(rows: beam.PCollection, context: BuildContext) -> pvalue.AsDict
     files: Any = (
         rows
         | "small sides" >> beam.Filter(lambda row: row[0] in context.broadcast)
-        | "side to bytes" >> beam.MapTuple(lambda name, table: (name, encode_tables(table)))
+        | "side to bytes" >> beam.MapTuple(lambda name, table: (name, to_ipc(table)))
         | "group side" >> beam.GroupByKey()
         | "write side" >> beam.Map(_write_side, context)
     )
@@ -246,7 +224,7 @@ def _look_up_partition(
 ) -> Iterator[pa.Table]:
     tables: dict[str, list[pa.Table]] = {"samples": [], "side": []}
     for kind, content in grouped[1]:
-        tables[kind].append(decode_table(content))
+        tables[kind].append(from_ipc(content))
     yield from look_up_partition(context, index, tables["samples"], tables["side"])
 
 
@@ -411,7 +389,7 @@ class _SqlPerKey(_SampleFn):
         self.load_sides(paths)
         rows: dict[str, list[pa.Table]] = {}
         for source, data in grouped[1]:
-            rows.setdefault(source, []).append(decode_table(data))
+            rows.setdefault(source, []).append(from_ipc(data))
         yield from _tagged(self.stage.from_keys(grouped[0], rows))
 
 
@@ -485,7 +463,7 @@ def _spread_rejects(table: pa.Table, context: BuildContext) -> Iterator[tuple[in
 
 
 def _write_rejects(rejects: tuple[int, Iterable[bytes]], context: BuildContext) -> RejectCounts:
-    tables = (decode_table(content) for content in rejects[1])
+    tables = (from_ipc(content) for content in rejects[1])
     return write_rejects(context.segment_root, rejects[0], tables)
 
 
@@ -523,7 +501,7 @@ def _choose_layout(
     """Yield the layout by the samples of the first partition; the others are not read."""
     if samples[0] == first:
         fitted = load_staged(context.segment_root, files, context.data)
-        yield layout_of(context, context.transport.receive(samples[1]), fitted)
+        yield layout_of(context, ReceivedPackets(samples[1]), fitted)
 
 
 class _BuildPart(_Counted):
@@ -534,23 +512,36 @@ class _BuildPart(_Counted):
     ) -> Iterator[Any]:
         if self.fitted is None:
             self.fitted = load_staged(self.context.segment_root, files, self.context.data)
-        rows = self.context.transport.receive(samples[1])
+        rows = ReceivedPackets(samples[1])
         result = write_part(self.context, samples[0], rows, layout, self.fitted)
         self.counters["in-rows"].inc(result.num_samples)
         yield result.file_index // PARTS_PER_SUM, serialize_result(result)
         yield pvalue.TaggedOutput(BLOCKS, encode_blocks(result))
 
 
+def serialize_result(result: PartResult) -> bytes:
+    """Return a result as bytes.
+
+    Beam traverses every element to estimate its size; for 70 results this took 13 s.
+    """
+    return pickle.dumps(result, pickle.HIGHEST_PROTOCOL)
+
+
+def deserialize_results(results: Iterable[bytes]) -> list[PartResult]:
+    """Undo `serialize_result` for results in any order; return them in the order of parts."""
+    return sorted((pickle.loads(r) for r in results), key=lambda r: r.file_index)
+
+
 def encode_blocks(result: PartResult) -> bytes:
     """Return the columns of a part's blocks that determine the training order, as bytes."""
-    return encode_tables(result.blocks.select([BLOCK, "split", "window"]))
+    return to_ipc(result.blocks.select([BLOCK, "split", "window"]))
 
 
 @dataclass  # not frozen: Beam assigns to its transforms
 class BuildParts(beam.PTransform):
     """Samples to parts: group by partition, cluster by session, deduplicate per block, write.
 
-    Results of parts for the commit are in `SAMPLES` (`clustering.part.serialize_result`), blocks in
+    Results of parts for the commit are in `SAMPLES` (`serialize_result`), blocks in
     `BLOCKS` (`encode_blocks`).
     """
 
@@ -586,7 +577,16 @@ class BuildParts(beam.PTransform):
 
 
 def _sum_statistics(_: int, results: Iterable[bytes]) -> Iterator[bytes]:
-    return sum_statistics(results)
+    """Yield results, the first with the sum of all statistics, the others without any.
+
+    Args:
+        results: of a group of parts, see `segment_statistics.PARTS_PER_SUM`, in any order.
+    """
+    parts = deserialize_results(results)
+    total: Mapping[str, SliceStatistics] = sum_by_split([part.slices for part in parts])
+    for part in parts:
+        yield serialize_result(replace(part, slices=total))
+        total = {}
 
 
 def _identity(pair: tuple[int, Any]) -> tuple[int, Any]:

@@ -24,7 +24,7 @@ from pipelines.clustering.star import (
     sort_samples,
 )
 from pipelines.samples.tuples import Tuples, concat_batches, concat_tuples, partition_tuples
-from pipelines.shuffle import ByValue
+from pipelines.shuffle import from_ipc, to_ipc
 from schemas.arrays import bytes_per_row
 from schemas.config.job import DataConfig
 
@@ -138,7 +138,6 @@ class Spill:
         """
         self._file, self._chunks = file, chunks
         self._ranges: list[list[tuple[int, int]]] = [[] for _ in chunks]
-        self._groups: tuple[str, ...] = ()
 
     def add(self, samples: Tuples, position: NDArray[np.int64]) -> None:
         """Write samples to their chunks.
@@ -147,13 +146,12 @@ class Spill:
             samples: some samples.
             position: (num_samples,) of each in the final order.
         """
-        self._groups = tuple(samples.uniques)
         table = samples.samples.append_column(_POSITION, pa.array(position))
         placed = Tuples(table, samples.references, samples.uniques)
         chunk = np.searchsorted([c.stop for c in self._chunks], position, side="right")
         for index, rows in enumerate(partition_tuples(placed, chunk, len(self._chunks))):
             if rows is not None:
-                data = ByValue(self._groups).encode(rows)
+                data = to_ipc(rows)
                 self._ranges[index].append((self._file.tell(), len(data)))
                 self._file.write(data)
 
@@ -162,7 +160,7 @@ class Spill:
         pieces: list[Tuples] = []
         for offset, num_bytes in self._ranges[index]:
             self._file.seek(offset)
-            pieces.append(ByValue(self._groups).decode(self._file.read(num_bytes)))
+            pieces.append(from_ipc(self._file.read(num_bytes)))
         samples = concat_tuples(pieces)
         position = samples.samples[_POSITION].to_numpy()
         rows = np.empty(len(position), np.int64)

@@ -5,8 +5,7 @@ A part is built in chunks that fit in memory, whatever the size of its sessions 
 
 from __future__ import annotations
 
-import pickle
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial, reduce
@@ -171,32 +170,6 @@ def group_totals(star: Star, group: str) -> GroupTotals:
             stored += int(lengths.sum())
             expanded += int(lengths @ samples_per_tuple)
     return GroupTotals(table.num_rows, expanded, stored)
-
-
-def serialize_result(result: PartResult) -> bytes:
-    """Return a result as bytes.
-
-    Beam traverses every element to estimate its size; for 70 results this took 13 s.
-    """
-    return pickle.dumps(result, pickle.HIGHEST_PROTOCOL)
-
-
-def deserialize_results(results: Iterable[bytes]) -> list[PartResult]:
-    """Undo `serialize_result` for results in any order; return them in the order of parts."""
-    return sorted((pickle.loads(r) for r in results), key=lambda r: r.file_index)
-
-
-def sum_statistics(results: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield serialized results, the first with the sum of all statistics, the others without any.
-
-    Args:
-        results: of a group of parts, see `segment_statistics.PARTS_PER_SUM`, in any order.
-    """
-    parts = deserialize_results(results)
-    total: Mapping[str, SliceStatistics] = sum_by_split([part.slices for part in parts])
-    for part in parts:
-        yield serialize_result(replace(part, slices=total))
-        total = {}
 
 
 def split_statistics(

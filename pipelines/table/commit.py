@@ -3,11 +3,8 @@
 A build writes into a directory of its own, `segments/<key>-<attempt>/`, which is never renamed. The
 commit is a conditional put of the next version of the root: of several builds that commit at once
 one succeeds, the others read the new root, repeat the checks and try again. What is written before
-does not depend on the position of the segment, so nothing is built twice.
-
-Of a complete directory exactly one process decides: the build that commits it, a later build of the
-same key that takes it over, or `vacuum`, by creating the file `claim` in it. A build that fails
-discards its directory only if it has the claim and no root names it.
+does not depend on the position of the segment, so nothing is built twice. A build that fails
+removes its directory; that of one which was killed is removed by `vacuum` when it is old enough.
 
 The second half of the module decides whether a segment may be committed: to a sealed dataset, as
 another version of a day, or as a segment that deletions have compacted.
@@ -16,7 +13,8 @@ another version of a day, or as a segment that deletions have compacted.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime
 from hashlib import sha256
@@ -25,14 +23,13 @@ import pyarrow.compute as pc
 
 from pipelines.context import BuildRequest
 from pipelines.table.indexes import INDEX_PREFIX, PartBuilder, segment_of_part
-from pipelines.table.root import update_root, write_copies, write_version
+from pipelines.table.root import commit_manifest, update_root, write_version
 from pipelines.table.segment import directory_reference
 from schemas.config.job import parse_job
 from schemas.dataset import Dataset, Segment, open_root, read_tombstones
 from schemas.errors import SchemaError, pluralize
 from schemas.files import read_verified
 from schemas.layout import ANOMALIES, JOB, MANIFEST, SCHEMA, SEGMENTS
-from schemas.leases import Lease, live_leases
 from schemas.manifest import (
     ERASED_PREFIX,
     DatasetManifest,
@@ -40,19 +37,16 @@ from schemas.manifest import (
     Reference,
     Root,
     SegmentManifest,
-    commit_root,
     find_root,
     position_of,
     previous_names,
     read_segment,
 )
-from schemas.storage import Location
+from schemas.storage import Location, StorageError
 from schemas.versions import backoff
 
 MAX_POSITION = 99_999
 """Segment ids begin with the position in five digits."""
-CLAIM = "claim"
-"""File of a directory that names the process that decides about it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,40 +85,23 @@ def find_segment(root: DatasetManifest | None, key: str) -> Reference | None:
     return segment or compacted_segment(root, key)
 
 
-def commit_segment(request: BuildRequest, new: NewSegment, lease: Lease) -> Reference:
+def commit_segment(request: BuildRequest, new: NewSegment) -> Reference:
     """Add a complete segment to the dataset, with all indexes.
-
-    Args:
-        request: the request of the build.
-        new: the segment.
-        lease: names its directory.
 
     Returns:
         The segment; the existing one if another process committed this key.
 
     Raises:
-        SchemaError: its position is taken, `new.validate` refuses it, another process has claimed
-            its directory, or the lease had expired.
+        SchemaError: its position is taken, `new.validate` refuses it, or a file of it was removed.
     """
-    lease.add([new.parts.suffix])
     for _ in backoff():
         root = find_root(request.dataset)
         existing = find_segment(root and root.manifest, new.key)
         if existing is not None:
-            discard(request.dataset, new.directory, request.attempt)
+            discard(request.dataset, new.directory)
             return existing
         reference, manifest = _next_manifest(request, new, root)
-        lease.check()
-        # A claim that was removed with its directory can be created again.
-        is_complete = claim(new.directory, request.attempt) and find_manifest(new.directory)
-        if not is_complete:
-            raise SchemaError(
-                "directory of the segment was claimed by another process; run the command again",
-                file=str(new.directory),
-            )
-        committed = commit_root(request.dataset, root, manifest)
-        if committed is not None:
-            write_copies(request.dataset, committed)
+        if commit_manifest(request.dataset, root, manifest) is not None:
             return reference
     raise AssertionError("`backoff` does not end")
 
@@ -188,55 +165,35 @@ def anomalies_name(segment: Reference) -> str:
     return ANOMALIES if digest is None else f"anomalies-{digest[:12]}.pbtxt"
 
 
-def claim(directory: Location, owner: str) -> bool:
-    """Decide about a complete directory; return False if another process has decided."""
-    return (directory / CLAIM).create(owner.encode())
+@contextmanager
+def discarded_on_error(dataset: Location, *directories: Location) -> Iterator[None]:
+    """Discard the directories of an attempt if the body raises an error.
+
+    Where the outcome of its commit may be unknown, they are left to `vacuum`.
+    """
+    try:
+        yield
+    except BaseException as error:
+        with suppress(OSError, StorageError):
+            is_unknown = isinstance(error, OSError | StorageError | KeyboardInterrupt)
+            for directory in directories:
+                if not (is_unknown and (directory / MANIFEST).stat()):
+                    discard(dataset, directory)
+        raise
 
 
-def find_manifest(directory: Location) -> bool:
-    """Return whether a directory is complete."""
-    return (directory / MANIFEST).stat() is not None
-
-
-def discard(dataset: Location, directory: Location, owner: str) -> None:
-    """Remove a directory that is not committed, unless another process has claimed it."""
+def discard(dataset: Location, directory: Location) -> None:
+    """Remove a directory and its parts of indexes, unless the dataset has it."""
     root = find_root(dataset)
-    named = {s.directory for s in root.manifest.segments} if root else set()
-    if directory.name not in named and claim(directory, owner):
-        root = find_root(dataset)  # the own commit may have succeeded without a reply
-        named = {s.directory for s in root.manifest.segments} if root else set()
-        if directory.name not in named:
-            remove_segment(dataset, directory.name)
-            directory.parent.prune()
-
-
-def remove_segment(dataset: Location, name: str) -> int:
-    """Remove the directory of a segment and its parts of indexes; return their bytes."""
-    directory = dataset / SEGMENTS / name
-    entries = directory.entries()
-    num_bytes = sum(entry.num_bytes for entry in entries)
-    directory.remove([entry.path for entry in entries if entry.path != CLAIM])
-    directory.remove_all()  # the claim last
+    if root and directory.name in {s.directory for s in root.manifest.segments}:
+        return
+    directory.remove_all()
+    directory.parent.prune()
     for index in dataset.children()[0]:
         if index.startswith(INDEX_PREFIX):
             for part in (dataset / index).children()[0]:
-                if segment_of_part(part) == name:
-                    num_bytes += (dataset / index / part).remove_all()
-    return num_bytes
-
-
-def take_over(dataset: Location, key: str, owner: str) -> Location | None:
-    """Claim a complete directory of the key that a killed attempt has left, if there is one."""
-    root = find_root(dataset)
-    named = {s.directory for s in root.manifest.segments} if root else set()
-    leased = {name for lease in live_leases(dataset) for name in lease.directories}
-    for name in (dataset / SEGMENTS).children()[0]:
-        if not name.startswith(f"{key}-") or name in named | leased:
-            continue
-        directory = dataset / SEGMENTS / name
-        if (directory / MANIFEST).stat() is not None and claim(directory, owner):
-            return directory
-    return None
+                if segment_of_part(part) == directory.name:
+                    (dataset / index / part).remove_all()
 
 
 def replaced_version(
@@ -306,7 +263,7 @@ def wait_for_predecessors(
         if waited_sec > limit_sec:
             raise SchemaError(
                 f"position {missing} has no segment after {limit_sec:g} s; build it, then run this "
-                "command again: it takes over the segment that is built",
+                "command again",
                 file=str(dataset),
             )
         if not reported:

@@ -1,9 +1,9 @@
 """Rewrite segments without deleted samples: `pipelines erase --rewrite`.
 
 The new segments and their index parts are written into directories of their own. Then the root is
-committed, if it has not changed since, and everything that no manifest names is removed. If the
-process dies before the commit, the dataset is unchanged; if it dies after it, the next run removes
-the old files.
+committed, if it has not changed since, and everything that was replaced is removed. If the process
+dies before the commit, the dataset is unchanged; if it dies after it, the next run removes the old
+files.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from pipelines.clustering.part import build_part, deserialize_results, serialize_result
+from pipelines.clustering.part import build_part
 from pipelines.clustering.writer import SegmentLayout, choose_segment_layout
 from pipelines.context import local_options, runner_module
 from pipelines.oracle.numbering import number_table, training_blocks
@@ -39,7 +39,12 @@ from pipelines.sources.rejects import (
     write_rejects,
 )
 from pipelines.sources.rows import ORIGIN
-from pipelines.table.commit import anomalies_text_of, discard, write_anomalies
+from pipelines.table.commit import (
+    anomalies_text_of,
+    discard,
+    discarded_on_error,
+    write_anomalies,
+)
 from pipelines.table.delete import (
     REJECT_PREFIXES,
     expired_segments,
@@ -49,13 +54,14 @@ from pipelines.table.delete import (
     write_tombstones,
 )
 from pipelines.table.indexes import PartBuilder
-from pipelines.table.root import write_copies
+from pipelines.table.root import commit_manifest, write_copies
 from pipelines.table.segment import (
     directories_of,
     finish_segment,
     segment_directory,
 )
-from pipelines.table.vacuum import check_unused, remove_unnamed
+from pipelines.table.vacuum import check_unused, remove_replaced
+from pipelines.transforms.fit import free_path
 from pipelines.workers import num_threads
 from schemas.arrays import is_list, one_chunk
 from schemas.config.job import DataConfig, Job
@@ -86,13 +92,11 @@ from schemas.layout import (
     late_path,
     samples_path,
 )
-from schemas.leases import Lease
 from schemas.manifest import (
     ERASED_PREFIX,
     DatasetManifest,
     Reference,
     Root,
-    commit_root,
     hash_of,
     read_root,
     read_segment,
@@ -100,7 +104,7 @@ from schemas.manifest import (
     write_manifest,
 )
 from schemas.samples import blocks_of_row_group, read_sample_column, row_groups, tuples_of_samples
-from schemas.storage import Location, StorageError
+from schemas.storage import Location
 from schemas.versions import backoff
 
 REWRITTEN_FIELDS = (
@@ -157,7 +161,7 @@ def compact_dataset(request: CompactionRequest) -> dict[str, Any]:
 
     Returns:
         `segments`: old id to new id, null if nothing is left; `num_samples`: removed samples;
-        `removed`: removed files and directories that no manifest names.
+        `removed`: number of files and directories that were replaced and are removed.
 
     Raises:
         SchemaError: a run uses the dataset, or no sample would be left.
@@ -180,9 +184,9 @@ def compact_dataset(request: CompactionRequest) -> dict[str, Any]:
             remaining = open_dataset(request.dataset).segments
             num_removed = sum(s.manifest.num_samples for s in dataset.segments)
             num_removed -= sum(s.manifest.num_samples for s in remaining)
-        removed = remove_unnamed(request.dataset, timedelta())
+        removed = remove_replaced(request.dataset)
         check_unused(request.dataset)  # a run that started meanwhile has kept the old files
-        return {"segments": renamed, "num_samples": num_removed, "removed": len(removed)}
+        return {"segments": renamed, "num_samples": num_removed, "removed": removed}
     raise AssertionError("`backoff` does not end")
 
 
@@ -235,48 +239,36 @@ def _rewrite(
 ) -> dict[str, str | None] | None:
     """Rewrite segments and commit; return None if another process has committed meanwhile."""
     blanked = blank_vocabularies(dataset) if due else {}
-    names = [f"erase-{request.attempt}-{reference.id}" for reference in root.manifest.segments]
-    with Lease(request.dataset, f"erase {request.attempt}") as lease:
-        lease.hold(names)
-        try:
-            rewritten = _write_segments(dataset, due, expired, blanked, request)
-            references = [r for r in rewritten.values() if r is not None]
-            if not references:
-                raise SchemaError(
-                    "all samples of the dataset are deleted; remove the dataset itself",
-                    file=str(request.dataset),
-                )
-            renamed = {
-                old: None if new is None else new.id
-                for old, new in rewritten.items()
-                if new is None or new.id != old
-            }
-            manifest = _manifest_of(dataset, renamed, due, references, blanked, lease)
-            segments = [_opened(dataset, reference) for reference in references]
-            builder = PartBuilder(request.dataset, request.beam_args, request.work)
-            lease.add([builder.suffix])
-            indexes = builder.updated_indexes(dataset, dataset.job.data, segments)
-            check_unused(request.dataset)  # a run may have started in the meantime
-            manifest = replace(manifest, indexes=indexes)
-            lease.check()
-            committed = commit_root(request.dataset, root, manifest)
-        except (OSError, KeyboardInterrupt, StorageError):
-            raise  # the outcome of the commit may be unknown: `vacuum` removes what is not named
-        except BaseException:
-            _discard(request, names)
-            raise
-        # Once committed, a directory is kept even if it was replaced since: others may read it.
-        kept = {reference.directory for reference in references if committed is not None}
-        _discard(request, sorted({*names} - kept))
+    directories = {s.id: _new_directory(request, s.id) for s in dataset.segments}
+    with discarded_on_error(request.dataset, *directories.values()):
+        rewritten = _write_segments(dataset, due, expired, blanked, request)
+        references = [r for r in rewritten.values() if r is not None]
+        if not references:
+            raise SchemaError(
+                "all samples of the dataset are deleted; remove the dataset itself",
+                file=str(request.dataset),
+            )
+        renamed = {
+            old: None if new is None else new.id
+            for old, new in rewritten.items()
+            if new is None or new.id != old
+        }
+        manifest = _manifest_of(dataset, renamed, due, references, blanked)
+        segments = [_opened(dataset, reference) for reference in references]
+        builder = PartBuilder(request.dataset, request.beam_args, request.work)
+        indexes = builder.updated_indexes(dataset, dataset.job.data, segments)
+        check_unused(request.dataset)  # a run may have started in the meantime
+        committed = commit_manifest(request.dataset, root, replace(manifest, indexes=indexes))
     if committed is None:
+        for old in renamed:
+            discard(request.dataset, directories[old])
         return None
     write_copies(request.dataset, committed)
     return renamed
 
 
-def _discard(request: CompactionRequest, names: Sequence[str]) -> None:
-    for name in names:
-        discard(request.dataset, request.dataset / SEGMENTS / name, request.attempt)
+def _new_directory(request: CompactionRequest, segment_id: str) -> Location:
+    return request.dataset / SEGMENTS / f"erase-{request.attempt}-{segment_id}"
 
 
 def _opened(dataset: Dataset, reference: Reference) -> Segment:
@@ -300,7 +292,7 @@ def _write_segments(
     rewritten: dict[str, Reference | None] = {}
     previous: Segment | None = None
     for segment in dataset.segments:
-        directory = request.dataset / SEGMENTS / f"erase-{request.attempt}-{segment.id}"
+        directory = _new_directory(request, segment.id)
         fitted = with_blanked_files(segment.manifest.fitted, blanked)
         if segment.id in due_ids:
             request.progress(f"segment {segment.id}: rewriting")
@@ -367,10 +359,8 @@ def _manifest_of(
     due: list[Segment],
     references: list[Reference],
     blanked: BlankedVocabularies,
-    lease: Lease,
 ) -> DatasetManifest:
     """Return the root without its indexes, after writing the files that it names."""
-    lease.add(path for path, _ in blanked.values())
     for path, content in blanked.values():
         (dataset.directory / path).write_bytes(content)
     tombstones = _remaining_tombstones(dataset, due, renamed)
@@ -378,7 +368,7 @@ def _manifest_of(
         dataset.manifest,
         segments=tuple(references),
         lineage=_updated_lineage(dataset, renamed),
-        tombstones_sha256=write_tombstones(dataset.directory, tombstones, lease),
+        tombstones_sha256=write_tombstones(dataset.directory, tombstones, dataset.manifest),
     )
 
 
@@ -443,7 +433,7 @@ def compact_segment(
         _copy_late_events(segment, building, texts)
         new = finish_segment(
             building,
-            deserialize_results(results["parts"]),
+            results["parts"],
             rejects,
             dict(results["tables"]),
             old.listing,
@@ -481,7 +471,7 @@ def _rewrite_parts(
         numbers = pool.map(
             lambda table: (table, number_table(building, table, blocks)), sorted(data.tables)
         )
-        return {"parts": [serialize_result(r) for r in results], "tables": list(numbers)}
+        return {"parts": results, "tables": list(numbers)}
 
 
 def _copy_rejects(
@@ -519,6 +509,8 @@ def copy_segment(
         for path, entry in segment.files.items()
         if path != ANOMALIES and (with_rejects or not path.startswith(REJECT_PREFIXES))
     }
+    # A new file first: links are as old as their files, and `vacuum` goes by age.
+    files_sha256 = write_files(directory / FILES, entries.values())
     for path in (BLOCKS, *entries):
         (directory / path).copy_from(segment.directory / path)
     changed: dict[str, Any] = {} if with_rejects else {"num_rejects": 0}
@@ -526,7 +518,7 @@ def copy_segment(
         segment.manifest,
         **changed,
         directories=directories_of(entries.values()),
-        files_sha256=write_files(directory / FILES, entries.values()),
+        files_sha256=files_sha256,
         fitted=dict(fitted),
     )
     write_manifest(directory, manifest)
@@ -649,7 +641,8 @@ def blank_vocabularies(dataset: Dataset) -> BlankedVocabularies:
             if not pc.any(mask).as_py():
                 continue
             content = encode_table(_blank_entries(table, mask))
-            blanked[path] = version_path(name, number, content), content
+            target = free_path(dataset.directory, version_path(name, number, content))
+            blanked[path] = target, content
     return blanked
 
 

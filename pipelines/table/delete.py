@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from pipelines.table.root import write_copies
+from pipelines.table.root import commit_manifest, write_copies
 from schemas.arrays import flat_list, is_list, offsets_of, one_chunk
 from schemas.config.job import DataConfig
 from schemas.dataset import (
@@ -32,11 +32,10 @@ from schemas.dataset import (
 )
 from schemas.errors import SchemaError, suggest_name
 from schemas.layout import TOMBSTONES_SCHEMA, tombstones_path
-from schemas.leases import Lease
-from schemas.manifest import Root, commit_root, read_root
+from schemas.manifest import DatasetManifest, Root, read_root
 from schemas.samples import blocks_of_row_group, read_sample_column, row_groups
 from schemas.storage import Location
-from schemas.versions import backoff
+from schemas.versions import backoff, writer_id
 
 ROLES = ("kept", "sparse")
 """Roles of columns that may hold ids; the session key may have any role."""
@@ -71,11 +70,6 @@ def erase(request: EraseRequest) -> dict[str, Any]:
     Raises:
         SchemaError: the dataset, the column or the file of ids is not valid.
     """
-    with Lease(request.dataset, "erase") as lease:
-        return _erase(request, lease)
-
-
-def _erase(request: EraseRequest, lease: Lease) -> dict[str, Any]:
     for _ in backoff():
         root = read_root(request.dataset)
         dataset = open_root(request.dataset, root.manifest)
@@ -84,12 +78,11 @@ def _erase(request: EraseRequest, lease: Lease) -> dict[str, Any]:
         new = find_tombstones(dataset, column, ids, request.at)
         old = read_tombstones(dataset.directory, dataset.manifest.tombstones_sha256)
         table = merge_tombstones([old, new])
-        sha256 = write_tombstones(request.dataset, table, lease)
+        sha256 = write_tombstones(request.dataset, table, root.manifest)
         committed: Root | None = root
         if sha256 != root.manifest.tombstones_sha256:
             manifest = replace(root.manifest, tombstones_sha256=sha256)
-            lease.check()
-            committed = commit_root(request.dataset, root, manifest)
+            committed = commit_manifest(request.dataset, root, manifest)
         if committed is None:
             continue
         write_copies(request.dataset, committed)
@@ -278,11 +271,14 @@ def built_at(segment: Segment) -> datetime:
     return datetime.fromisoformat(text) if text else datetime.min.replace(tzinfo=UTC)
 
 
-def write_tombstones(dataset: Location, table: pa.Table, lease: Lease) -> str | None:
-    """Write a file of tombstones, which the lease then names; return its hash, None without any."""
+def write_tombstones(dataset: Location, table: pa.Table, root: DatasetManifest) -> str | None:
+    """Write a file of tombstones, unless the root names it; return its hash, None without any."""
     if not table.num_rows:
         return None
     data, sha256 = encode_tombstones(table)
-    lease.add([tombstones_path(sha256)])
+    if sha256 == root.tombstones_sha256:
+        return sha256
+    if (dataset / tombstones_path(sha256)).stat() is not None:  # `vacuum` may be removing it
+        data, sha256 = encode_tombstones(table.replace_schema_metadata({"writer": writer_id()}))
     (dataset / tombstones_path(sha256)).write_bytes(data)
     return sha256

@@ -37,7 +37,6 @@ from schemas.config.train import CacheConfig
 from schemas.dataset import Dataset, Segment, open_dataset, select_segments
 from schemas.files import write_files
 from schemas.layout import FILES, TRAIN
-from schemas.leases import Lease
 from schemas.manifest import (
     DatasetManifest,
     IndexEntry,
@@ -109,7 +108,7 @@ class PartBuilder:
         self._beam_args = beam_args
         self._work = work
         self.suffix = uuid.uuid4().hex[:6]
-        """Ends the names of the parts; a lease that names it keeps them."""
+        """Ends the names of the parts."""
         self._built: dict[tuple[str, str], Reference] = {}
 
     def updated_indexes(
@@ -254,13 +253,12 @@ def index_tables(requests: Sequence[PartRequest], beam_args: list[str]) -> list[
         return list(pool.map(run, tables))
 
 
-def oracle(arguments: argparse.Namespace, beam_args: list[str], attempt: str) -> dict[str, Any]:
+def oracle(arguments: argparse.Namespace, beam_args: list[str]) -> dict[str, Any]:
     """Run the command `oracle`: report, after building an index with `--reindex`.
 
     Args:
         arguments: parsed arguments.
         beam_args: Beam options.
-        attempt: name of this attempt.
     """
     dataset = open_segments(arguments.dataset, arguments.segments)
     config = dataset.job.data.oracle
@@ -275,10 +273,7 @@ def oracle(arguments: argparse.Namespace, beam_args: list[str], attempt: str) ->
         config.order.seed if arguments.seed is None else arguments.seed,
     )
     if arguments.reindex:
-        with Lease(dataset.directory, f"oracle {attempt}") as lease:
-            builder = PartBuilder(dataset.directory, beam_args)
-            lease.hold([builder.suffix, *(segment.directory.name for segment in dataset.segments)])
-            dataset = add_index(dataset, order, builder, lease)
+        dataset = add_index(dataset, order, PartBuilder(dataset.directory, beam_args))
     if arguments.hints is not None:
         write_hints(arguments.hints, sharding_hints(dataset, order))
     cache = replace(
@@ -320,13 +315,10 @@ def at_least_one(value: int | None, default: int, option: str) -> int:
     return default if value is None else value
 
 
-def add_index(dataset: Dataset, order: Order, builder: PartBuilder, lease: Lease) -> Dataset:
+def add_index(dataset: Dataset, order: Order, builder: PartBuilder) -> Dataset:
     """Build the parts of an index that segments lack; return the dataset with them.
 
     A segment that is committed in the meantime gets its part, too, unless segments are selected.
-
-    Raises:
-        SchemaError: the lease, which names the builder, had expired.
     """
     root = dataset.directory
     ids = [s.id for s in dataset.segments] if dataset.unselected else None
@@ -340,7 +332,6 @@ def add_index(dataset: Dataset, order: Order, builder: PartBuilder, lease: Lease
             extended: IndexEntry = extended,
             segments: Sequence[Segment] = segments,
         ) -> DatasetManifest:
-            lease.check()
             return _with_parts(manifest, extended, segments)
 
         update_root(root, with_parts)

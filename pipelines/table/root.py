@@ -1,17 +1,87 @@
-"""Commit changes of the root manifest, and write the files that it names by their hash."""
+"""Commit changes of the root manifest, and write the files that it names by their hash.
+
+Writers share nothing but the numbered manifests. Each writes files under names of its own attempt,
+and its commit is refused unless they are all there and younger than what `vacuum` removes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import datetime, timedelta
 from hashlib import sha256
 
 from pipelines.table.rows import VIEW, view_sql
-from schemas.dataset import open_root, version_name
+from schemas.dataset import committed_segment, open_root, version_name
 from schemas.errors import SchemaError
-from schemas.layout import JOB, SCHEMA
+from schemas.files import parse_files
+from schemas.layout import BLOCKS, FILES, JOB, MANIFEST, SCHEMA, SEGMENTS, tombstones_path
 from schemas.manifest import DatasetManifest, Root, commit_root, read_root
-from schemas.storage import Location
+from schemas.storage import Location, store_time
 from schemas.versions import Versions, backoff
+
+MIN_AGE = timedelta(days=7)
+"""Age that files which no manifest has named reach before `vacuum` removes them."""
+_MAX_COMMIT_AGE = MIN_AGE - timedelta(days=1)
+
+
+def commit_manifest(dataset: Location, root: Root | None, manifest: DatasetManifest) -> Root | None:
+    """Commit the root manifest that follows `root`, if all files that it adds are there.
+
+    Returns:
+        The new root; None if another process was faster.
+
+    Raises:
+        SchemaError: a file of the attempt was removed, or may be removed by `vacuum` meanwhile.
+    """
+    now: datetime | None = None
+    for names_in in (directories_in, files_in):  # the list of files is in the directories
+        before = names_in(dataset, root.manifest) if root else set[str]()
+        for place in sorted(names_in(dataset, manifest) - before):
+            now = now or store_time(dataset)
+            _check_written(dataset / place, now)
+    return commit_root(dataset, root, manifest)
+
+
+def directories_in(_: Location, manifest: DatasetManifest) -> set[str]:
+    """Return the directories that a root manifest names, relative to the dataset."""
+    parts = {f"{i.id}/{part.directory}" for i in manifest.indexes for part in i.parts.values()}
+    return parts | {f"{SEGMENTS}/{segment.directory}" for segment in manifest.segments}
+
+
+def files_in(dataset: Location, manifest: DatasetManifest) -> set[str]:
+    """Return the files that a root manifest and its segments name outside of directories."""
+    files: set[str] = set()
+    for reference in manifest.segments:
+        directory = dataset / SEGMENTS / reference.directory
+        files |= committed_segment(directory, reference).fitted.keys()
+    if manifest.tombstones_sha256:
+        files.add(tombstones_path(manifest.tombstones_sha256))
+    return files
+
+
+def _check_written(place: Location, now: datetime) -> None:
+    """Check that a file, or all files of a directory, are as the attempt has written them."""
+    last = place.stat()
+    if last is None:  # a directory
+        entries = {entry.path: entry for entry in place.entries()}
+        missing = {MANIFEST, FILES, *([BLOCKS] if place.parent.name == SEGMENTS else [])}
+        missing -= entries.keys()
+        if not missing:
+            files = parse_files((place / FILES).read_bytes(), place / FILES).values()
+            found = {(path, entry.num_bytes) for path, entry in entries.items()}
+            missing = {file.path for file in files if (file.path, file.num_bytes) not in found}
+        for path in sorted(missing):
+            raise SchemaError(
+                "file of this attempt was removed before the commit; run the command again",
+                file=str(place / path if entries else place),
+            )
+        last = entries[MANIFEST]
+    if now - last.modified > _MAX_COMMIT_AGE:
+        raise SchemaError(
+            f"attempt must be committed {_MAX_COMMIT_AGE.days} days after its last file at most, "
+            f"got {now - last.modified}: `vacuum` may remove its files; run the command again",
+            file=str(place),
+        )
 
 
 def update_root(
@@ -31,7 +101,7 @@ def update_root(
         manifest = change(root.manifest)
         if manifest == root.manifest:
             return manifest
-        committed = commit_root(dataset, root, manifest)
+        committed = commit_manifest(dataset, root, manifest)
         if committed is not None:
             write_copies(dataset, committed)
             return committed.manifest

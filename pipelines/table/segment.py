@@ -8,7 +8,6 @@ dataset: if the process dies before, the dataset is unchanged.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -127,28 +126,19 @@ def segment_directory(
 
     Args:
         directory: of the segment.
-        work: where temporary directories are made; the system's choice if None.
+        work: where a temporary directory is made; the system's choice if None.
         in_place: whether to build in `directory` even at an object store; otherwise its files are
             to be uploaded from a temporary directory by `publish`.
     """
-    if directory.local is not None:
-        directory.local.mkdir(parents=True, exist_ok=True)  # of a build that is continued
     if directory.local is not None or in_place:
+        if directory.local is not None:
+            directory.local.mkdir(parents=True)
         yield directory
         return
-    if work is None:
-        with TemporaryDirectory(prefix="presage-build-") as name:
-            yield Location.parse(name)
-        return
-    building = work_directory(work, directory.name)
-    building.mkdir(parents=True, exist_ok=True)
-    yield Location.parse(building)
-    shutil.rmtree(building)
-
-
-def work_directory(work: Path, name: str) -> Path:
-    """Return the directory in which a segment for an object store is built; `name` is its name."""
-    return work / f"presage-build-{name}"
+    if work is not None:
+        work.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(prefix="presage-build-", dir=work) as name:
+        yield Location.parse(name)
 
 
 _UPLOADS = 8

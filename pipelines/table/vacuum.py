@@ -1,74 +1,61 @@
 """Remove what no readable version of the root manifest names: `pipelines vacuum`.
 
-A file is kept if the newest version names it, or one that was superseded less than the given time
-ago; if a lease names it or its directory; and if it was written less than that time ago. Times are
-those of the store, so clocks of hosts do not matter. Copies of jobs and schemas are small and stay.
+Kept is what the newest version names, or one that was superseded less than the given time ago, and
+what a lease of a reader names. Files that no version has named may be of a build, so only their age
+counts: they are removed once they are `MIN_AGE` old. Times are those of the store, so clocks of
+hosts do not matter. Copies of jobs and schemas are small and stay.
 
-Before anything is removed, directories of segments are claimed, and a version of the root without
-changes is committed. A process whose lease has expired can neither claim its directory any more,
-nor commit on the root before; on the new one it finds that its lease has expired (`Lease.check`).
+Before anything is removed, a version of the root without changes is committed, so a writer that has
+checked its files before (`root.commit_manifest`) cannot commit any more; on the new version it
+finds that they are too old.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
-from pipelines.context import INCOMING
-from pipelines.table.commit import CLAIM
-from pipelines.table.indexes import INDEX_PREFIX
-from schemas.dataset import committed_segment
+from pipelines.table.indexes import INDEX_PREFIX, segment_of_part
+from pipelines.table.root import MIN_AGE, directories_in, files_in
 from schemas.errors import SchemaError
 from schemas.fitted import FITTED_DIRECTORY, VOCABULARIES
-from schemas.layout import SEGMENTS, TOMBSTONES, tombstones_path
+from schemas.layout import SEGMENTS, TOMBSTONES
 from schemas.leases import LEASES, live_leases, remove_expired
-from schemas.manifest import DatasetManifest, commit_root, parse_root, read_root
+from schemas.manifest import commit_root, parse_root, read_root
 from schemas.storage import MANIFESTS, Entry, Location, store_time
-from schemas.versions import Versions, backoff, writer_id
+from schemas.versions import Versions, backoff
 
-KEEP = timedelta(days=1)
-"""Time for which `vacuum` keeps what is not named, unless the command says another."""
 REFUSED_PREFIX = ".refused-"
 """Names of the directories with the rejects of refused segments begin with it."""
 _FILE_DIRECTORIES = (TOMBSTONES, VOCABULARIES, FITTED_DIRECTORY)
 
 
-@dataclass(slots=True)
-class _Named:
-    """What versions of the root name, relative to the dataset."""
-
-    directories: set[str] = field(default_factory=set[str])
-    files: set[str] = field(default_factory=set[str])
-
-    def add(self, dataset: Location, manifest: DatasetManifest) -> None:
-        for reference in manifest.segments:
-            self.directories.add(f"{SEGMENTS}/{reference.directory}")
-            self.files |= committed_segment(
-                dataset / SEGMENTS / reference.directory, reference
-            ).fitted.keys()
-        for index in manifest.indexes:
-            self.directories |= {f"{index.id}/{p.directory}" for p in index.parts.values()}
-        if manifest.tombstones_sha256:
-            self.files.add(tombstones_path(manifest.tombstones_sha256))
-
-
-def vacuum(dataset: Location, older_than: timedelta = KEEP) -> dict[str, Any]:
+def vacuum(
+    dataset: Location, older_than: timedelta = MIN_AGE, now: datetime | None = None
+) -> dict[str, Any]:
     """Remove segments, indexes and other files that no manifest names any more.
 
     Args:
         dataset: directory of the dataset.
         older_than: time for which replaced versions and unfinished builds are kept.
+        now: time by the clock of the store; read if None.
 
     Returns:
         `segments` and `indexes`, the names of what was removed, `num_files` and `num_bytes`.
 
     Raises:
+        ValueError: the time is shorter than `MIN_AGE`.
         SchemaError: there is no dataset.
     """
-    removed = remove_unnamed(dataset, older_than)
+    if older_than < MIN_AGE:
+        raise ValueError(
+            f"--older-than must be at least {MIN_AGE.days}d, got {older_than}: younger files may "
+            "be of a build that has not ended; raise it or leave it out"
+        )
+    removed = _remove_unnamed(dataset, older_than, now)
     return {
         "segments": [p.partition("/")[2] for p in removed if p.startswith(f"{SEGMENTS}/")],
         "indexes": [p for p in removed if p.startswith(INDEX_PREFIX)],
@@ -77,84 +64,107 @@ def vacuum(dataset: Location, older_than: timedelta = KEEP) -> dict[str, Any]:
     }
 
 
-def remove_unnamed(dataset: Location, older_than: timedelta) -> dict[str, list[Entry]]:
-    """Remove as `vacuum`; return the removed directories and files with their entries."""
+def remove_replaced(dataset: Location) -> int:
+    """Remove at once what superseded versions name and the newest does not: no build can use it.
+
+    Rejects of refused segments are removed as well.
+
+    Returns:
+        The number of removed directories and files.
+    """
+    return len(_remove_unnamed(dataset, timedelta()))
+
+
+def _remove_unnamed(
+    dataset: Location, replaced_for: timedelta, now: datetime | None = None
+) -> dict[str, list[Entry]]:
+    """Remove what was replaced so long ago; return the directories and files with their entries."""
     read_root(dataset)  # raises if there is no dataset, before anything is written
-    now = store_time(dataset)
-    unnamed = _claim_unnamed(dataset, now - older_than, now)
-    _remove(dataset, unnamed)
-    remove_expired(dataset, now)
-    return unnamed
-
-
-def _remove(dataset: Location, unnamed: Mapping[str, list[Entry]]) -> None:
-    for place, entries in unnamed.items():
-        # The claim is the last: whoever can create it finds that the rest is missing.
-        dataset.remove([entry.path for entry in entries if entry.path != f"{place}/{CLAIM}"])
+    now = now or store_time(dataset)
+    superseded, removed = _supersede_unnamed(dataset, replaced_for, now)
+    # Files first: while a directory of a version is there, so is the list of its files.
+    for place in sorted(removed, key=lambda place: place.startswith(f"{SEGMENTS}/")):
+        dataset.remove([entry.path for entry in removed[place]])
         if "/" in place:
             (dataset / place).remove_all()
+    Versions(dataset).retire(superseded)
+    remove_expired(dataset, now)
+    return removed
 
 
-def _claim_unnamed(dataset: Location, limit: datetime, now: datetime) -> dict[str, list[Entry]]:
-    """Return the directories and files to remove, which no build can commit any more."""
-    owner = f"vacuum {writer_id()}".encode()
+def _supersede_unnamed(
+    dataset: Location, replaced_for: timedelta, now: datetime
+) -> tuple[list[int], dict[str, list[Entry]]]:
+    """Find what to remove, and commit a version: a suspended writer cannot commit it any more.
+
+    Returns:
+        The versions to retire afterwards, none while a lease keeps what they name; and the
+        directories and files to remove, with their entries.
+    """
     for _ in backoff():
         root = read_root(dataset)
-        unnamed = _find_unnamed(dataset, limit, now)
-        segments = [place for place in unnamed if place.startswith(f"{SEGMENTS}/")]
-        for place in segments:
-            (dataset / place / CLAIM).write_bytes(owner)
-        # A process that was suspended since it read the old root cannot commit on it.
+        versions = _versions_by_age(dataset, now - replaced_for)
+        leased = {name for lease in live_leases(dataset, now) for name in lease.directories}
+        places = dict(_places(dataset))
+        unnamed = {
+            place: entries
+            for place, entries in places.items()
+            if place not in versions.kept
+            and not _is_leased(place, leased)
+            and (place in versions.replaced or _is_old(place, entries, replaced_for, now))
+        }
         if not unnamed or commit_root(dataset, root, root.manifest) is not None:
-            return unnamed
+            held = versions.replaced & (places.keys() - versions.kept - unnamed.keys())
+            return [] if held else versions.superseded, unnamed
     raise AssertionError("`backoff` does not end")
 
 
-def _find_unnamed(dataset: Location, limit: datetime, now: datetime) -> dict[str, list[Entry]]:
-    """Return the directories and files to remove, with their entries.
+def _is_leased(place: str, leased: set[str]) -> bool:
+    directory = place.partition("/")[2]
+    return not leased.isdisjoint((directory, segment_of_part(directory)))
 
-    What is written is leased before, and the lease ends after its commit: so places are listed
-    first, then leases are read, then the root. Pipelines of users hold no lease: their parts are
-    kept for a day.
+
+def _is_old(place: str, entries: list[Entry], replaced_for: timedelta, now: datetime) -> bool:
+    is_refused = place.startswith(REFUSED_PREFIX)  # not of a build that goes on
+    limit = now - (replaced_for if is_refused else max(replaced_for, MIN_AGE))
+    return all(entry.modified <= limit for entry in entries)
+
+
+@dataclass(frozen=True, slots=True)
+class _VersionNames:
+    """What versions of the root name, relative to the dataset.
+
+    Attributes:
+        kept: by the newest version, and by those superseded a short time ago.
+        replaced: by the others that are not retired.
+        superseded: numbers of the others, ascending, so that none is left behind a retired one.
     """
-    places = list(_places(dataset))
-    leased = {name for lease in live_leases(dataset, now) for name in lease.directories}
-    named = _named_since(dataset, limit)
-    unnamed: dict[str, list[Entry]] = {}
-    for place, entries in places:
-        directory = place.partition("/")[2]
-        segment, _, builder = directory.rpartition("_")  # of a part of an index
-        kept_since = min(limit, now - KEEP) if place.startswith(f"{INCOMING}/") else limit
-        files = [entry for entry in entries if entry.path != f"{place}/{CLAIM}"] or entries
-        if place in named.directories or place in named.files:
-            continue
-        if not leased.isdisjoint((place, directory, segment, builder)):
-            continue
-        if all(entry.modified <= kept_since for entry in files):
-            unnamed[place] = entries
-    return unnamed
+
+    kept: set[str]
+    replaced: set[str]
+    superseded: list[int]
 
 
-def _named_since(dataset: Location, limit: datetime) -> _Named:
-    """Return what is named by the newest version and by those superseded after a time.
-
-    Older versions are retired, the oldest first, so that none is left behind a retired one.
-    """
-    versions, named = Versions(dataset), _Named()
-    superseded: list[int] = []
-    written_after = True  # the version after the one at hand
+def _versions_by_age(dataset: Location, limit: datetime) -> _VersionNames:
+    """Return what versions name that were superseded after a time, and before it."""
+    versions, found = Versions(dataset), _VersionNames(set(), set(), [])
+    is_kept = True  # the newest one
     for number in reversed(versions.all_numbers()):
-        entry = versions.path(number).stat()
-        if entry is None or not entry.num_bytes:
+        entry, version = versions.path(number).stat(), versions.read(number)
+        if entry is None or version is None:
             break  # this one and all before it are retired
-        version = versions.read(number) if written_after else None
-        if version is not None:
-            named.add(dataset, parse_root(version, versions.path(number)))
-        else:
-            superseded.append(number)
-        written_after = entry.modified > limit
-    versions.retire(reversed(superseded))
-    return named
+        manifest = parse_root(version, versions.path(number))
+        names = found.kept if is_kept else found.replaced
+        names |= directories_in(dataset, manifest)
+        try:
+            names |= files_in(dataset, manifest)
+        except SchemaError:  # removed before, with its files, by a `vacuum` that was killed
+            if is_kept:
+                raise
+        if not is_kept:
+            found.superseded.insert(0, number)
+        is_kept = is_kept and entry.modified > limit
+    return found
 
 
 def _places(dataset: Location) -> Iterator[tuple[str, list[Entry]]]:
@@ -163,7 +173,7 @@ def _places(dataset: Location) -> Iterator[tuple[str, list[Entry]]]:
     for entry in dataset.entries():
         parts = entry.path.split("/")
         top = parts[0]
-        if top in (SEGMENTS, INCOMING) or top.startswith(INDEX_PREFIX):
+        if top == SEGMENTS or top.startswith(INDEX_PREFIX):
             places["/".join(parts[:2])].append(entry)
         elif top.startswith(REFUSED_PREFIX):
             places[top].append(entry)
@@ -177,13 +187,9 @@ def _is_probe(parts: list[str]) -> bool:
 
 
 def check_unused(dataset: Location) -> None:
-    """Raise SchemaError if a run or a loader holds a lease on the dataset.
-
-    Builds do not matter: their commits notice what was replaced.
-    """
+    """Raise SchemaError if a reader holds a lease on the dataset."""
     for lease in live_leases(dataset):
-        if lease.holder.startswith(("run ", "loader ")):
-            raise SchemaError(
-                f"dataset is in use by {lease.holder}; stop it, or try again when it has ended",
-                file=str(dataset / LEASES),
-            )
+        raise SchemaError(
+            f"dataset is in use by {lease.holder}; stop it, or try again when it has ended",
+            file=str(dataset / LEASES),
+        )

@@ -18,6 +18,7 @@ import hashlib
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePosixPath
 from typing import Any
 
 import numpy as np
@@ -51,7 +52,6 @@ from schemas.fitted import (
 )
 from schemas.hashing import splitmix64
 from schemas.layout import SEGMENTS
-from schemas.leases import Lease
 from schemas.manifest import find_root
 from schemas.storage import Location
 
@@ -410,19 +410,29 @@ def stage_fitted(dataset: Location, files: Mapping[str, str], building: Location
 
 
 def publish_fitted(
-    building: Location, dataset: Location, files: Mapping[str, str], lease: Lease
-) -> None:
-    """Copy the new files of a segment into the dataset, and let a lease name them.
-
-    Names contain the hash of the content. A file that another attempt has left is written anew:
-    `vacuum` goes by age.
-    """
-    new = new_files(files, dataset)
-    lease.add(new)
-    for path in new:
-        data = read_verified(building / FITTED / path, files[path])
-        (dataset / path).write_bytes(data)
+    building: Location, dataset: Location, files: Mapping[str, str]
+) -> dict[str, str]:
+    """Copy the new files of a segment into the dataset; return all files, path to sha256."""
+    published = dict(files)
+    for path in new_files(files, dataset):
+        digest = published.pop(path)
+        data = read_verified(building / FITTED / path, digest)
+        target = free_path(dataset, path)
+        (dataset / target).write_bytes(data)
+        published[target] = digest
     (building / FITTED).remove_all()
+    return dict(sorted(published.items()))
+
+
+def free_path(dataset: Location, path: str) -> str:
+    """Return the path for a file that has the hash of its content in its name.
+
+    It has a random end if another attempt has left such a file: `vacuum` may be removing it.
+    """
+    if (dataset / path).stat() is None:
+        return path
+    name = PurePosixPath(path)
+    return str(name.with_stem(f"{name.stem}-{uuid.uuid4().hex[:6]}"))
 
 
 def returned_files(values: Mapping[str, Sequence[Any]], base: Mapping[str, str]) -> dict[str, str]:
@@ -443,10 +453,10 @@ def fitted_files_match(files: Mapping[str, str], dataset: Location) -> bool:
 
 
 def check_fitted_files(files: Mapping[str, str], dataset: Location) -> None:
-    """Check that no concurrent build has added files, and that those of the segment exist.
+    """Check that no concurrent build has added files.
 
     Raises:
-        SchemaError: the dataset has files from which the segment did not start, or lacks one.
+        SchemaError: the dataset has files from which the segment did not start.
     """
     if not fitted_files_match(files, dataset):
         missing = sorted(set(fitted_files(dataset)) - set(files))
@@ -455,6 +465,3 @@ def check_fitted_files(files: Mapping[str, str], dataset: Location) -> None:
             "run it again",
             file=str(dataset),
         )
-    for path in new_files(files, dataset):
-        if (dataset / path).stat() is None:
-            raise SchemaError("file was removed; run it again", file=str(dataset / path))

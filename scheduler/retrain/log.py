@@ -96,7 +96,7 @@ class Log:
         manifest = None if newest is None else _decode(self._versions, newest)
         if manifest is not None:
             for lease in live_leases(self._root):
-                if lease.id == manifest.owner:
+                if lease.id == manifest.owner and not _has_ended(lease.holder):
                     raise SchemaError(
                         f"another retraining uses this root: {lease.holder}; wait for it, or stop "
                         "it",
@@ -141,6 +141,19 @@ class Log:
             return False
         self._newest, self.state = version, state
         return True
+
+
+def _has_ended(holder: str) -> bool:
+    """Return whether a holder, `host:process id`, is of this host and has ended."""
+    host, _, process_id = holder.rpartition(":")
+    if host == socket.gethostname():
+        try:
+            os.kill(int(process_id), 0)
+        except ProcessLookupError:
+            return True
+        except PermissionError:  # it is of another user
+            return False
+    return False
 
 
 def _commit(

@@ -1,4 +1,4 @@
-"""Processes that append segments to one dataset at the same time, on hosts without shared locks."""
+"""Processes that append segments to one dataset at the same time."""
 
 from __future__ import annotations
 
@@ -12,22 +12,18 @@ import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from pipelines.build import build
-from pipelines.table.vacuum import vacuum
 from pipelines.table.verify import verify
-from schemas import leases
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
 from schemas.layout import SEGMENTS
-from schemas.leases import LEASES
 from schemas.manifest import read_dataset
 from schemas.storage import Location
 from tests.pipelines.appending import addition
-from tests.pipelines.logs import write_job, write_log
+from tests.pipelines.logs import vacuum_later, write_job, write_log
 
 NUM_ROWS = 24
 """Rows of a log; each gives some samples."""
@@ -81,16 +77,10 @@ def append(appends: Appends, writer: int, number: int) -> str:
 
 
 def write_rounds(
-    appends: Appends, writer: int, rounds: Sequence[int], environment: Mapping[str, str], host: int
+    appends: Appends, writer: int, rounds: Sequence[int], environment: Mapping[str, str]
 ) -> None:
     """Append a log in each round; a failed one is tried again, as an operator would."""
     os.environ.update(environment)
-    identity = leases.process_identity
-
-    def other_host() -> str:
-        return f"host-{host} {identity().partition(' ')[2]}"
-
-    leases.process_identity = other_host
     for number in rounds:
         path = appends.folder / "acknowledged" / f"{writer}-{number}"
         while not path.exists():
@@ -121,7 +111,7 @@ def run_writers(
 
     Args:
         appends: the logs.
-        writers: processes, of two hosts in turn.
+        writers: processes.
         rounds: appends of each.
         environment: by which they find the store.
         kills: seconds after the start when a random writer is killed.
@@ -131,7 +121,7 @@ def run_writers(
     context.set_forkserver_preload([__name__])
 
     def start(writer: int) -> BaseProcess:
-        arguments = (appends, writer, range(rounds), environment, writer % 2)
+        arguments = (appends, writer, range(rounds), environment)
         process = context.Process(target=write_rounds, args=arguments)
         process.start()
         return process
@@ -176,9 +166,8 @@ def check(appends: Appends, writers: int, rounds: int) -> None:
 
 
 def check_nothing_else(dataset: Location) -> None:
-    """Vacuum as after the leases of killed processes have expired; check what is left."""
-    (dataset / LEASES).remove_all()
-    vacuum(dataset, timedelta())
+    """Vacuum when what killed processes have left is old enough; check what is left."""
+    vacuum_later(dataset)
     root = read_dataset(dataset)
     # A process that is killed before its first file leaves an empty directory on a disk.
     directories = {entry.path.split("/")[0] for entry in (dataset / SEGMENTS).entries()}

@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,16 @@ import pytest
 
 from pipelines.build import build
 from pipelines.context import BuildRequest
-from pipelines.table.commit import CLAIM
 from pipelines.table.indexes import INDEX_PREFIX
+from pipelines.table.vacuum import vacuum
 from schemas.dataset import version_name
 from schemas.fitted import FITTED_DIRECTORY, VOCABULARIES
 from schemas.layout import JOB as JOB_FILE
 from schemas.layout import SCHEMA as SCHEMA_FILE
 from schemas.layout import SEGMENTS, tombstones_path
+from schemas.leases import LEASES
 from schemas.manifest import DatasetManifest, encode_manifest, find_root, read_dataset
-from schemas.storage import MANIFESTS, Location
+from schemas.storage import MANIFESTS, Location, store_time
 
 PROCESSES = ["--direct_num_workers=2", "--direct_running_mode=multi_processing"]
 """Options of a command: two worker processes, which exchange rows in files."""
@@ -164,9 +166,7 @@ def bytes_of(directory: Path | Location) -> dict[str, bytes]:
     """
     directory = Path(directory)
     files = {
-        p.relative_to(directory).as_posix(): p
-        for p in sorted(directory.rglob("*"))
-        if p.is_file() and p.name != CLAIM
+        p.relative_to(directory).as_posix(): p for p in sorted(directory.rglob("*")) if p.is_file()
     }
     root = find_root(directory) if (directory / MANIFESTS).exists() else None
     if root is None:
@@ -216,6 +216,20 @@ def unnamed_places(dataset: Path) -> list[str]:
     for index in root.manifest.indexes if root else ():
         found -= {f"{index.id}/{part.directory}" for part in index.parts.values()}
     return sorted(found)
+
+
+def vacuum_later(dataset: Path | Location, days: float = 8) -> dict[str, Any]:
+    """Vacuum a dataset as if it were so many days later by the clock of the store."""
+    location = Location.parse(dataset)
+    return vacuum(location, now=store_time(location) + timedelta(days=days))
+
+
+def age(directory: Path, seconds: float = 8 * 86_400.0) -> None:
+    """Let all files below a directory be so much older, but not leases."""
+    for path in directory.rglob("*"):
+        if path.parent.name != LEASES:
+            then = path.stat().st_mtime - seconds
+            os.utime(path, (then, then))
 
 
 def samples_of(rows: pa.Table) -> list[tuple[object, ...]]:

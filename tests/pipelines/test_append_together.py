@@ -1,23 +1,19 @@
-"""Segments appended at once, and by attempts that die."""
+"""Segments appended at once, and by attempts that are interrupted."""
 
 import json
 import subprocess
 import sys
-from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pipelines.build import build
-from pipelines.context import BuildRequest
 from pipelines.table import commit as module
-from pipelines.table.vacuum import vacuum
 from pipelines.table.verify import verify
 from schemas.dataset import open_dataset
-from schemas.storage import Location
 from tests.pipelines.appending import addition, with_logs
-from tests.pipelines.logs import bytes_of, copy_of, unnamed_places
+from tests.pipelines.logs import bytes_of, copy_of, unnamed_places, vacuum_later
 
 
 @pytest.fixture(scope="module")
@@ -61,18 +57,18 @@ def test_append_that_meets_a_faster_one_takes_the_place_after_it(
     one: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dataset, job = copy_of(one / "dataset", tmp_path / "dataset"), one / "job" / "job.yaml"
-    commit_root, outcomes = module.commit_root, list[bool]()
+    commit_manifest, outcomes = module.commit_manifest, list[bool]()
 
     def late(*arguments: object) -> object:
         if not outcomes:
-            monkeypatch.setattr(module, "commit_root", commit_root)
+            monkeypatch.setattr(module, "commit_manifest", commit_manifest)
             build(addition(job, one / "log-2", dataset, attempt="faster"))
-            monkeypatch.setattr(module, "commit_root", late)
-        committed = commit_root(*arguments)  # type: ignore[arg-type]
+            monkeypatch.setattr(module, "commit_manifest", late)
+        committed = commit_manifest(*arguments)  # type: ignore[arg-type]
         outcomes.append(committed is not None)
         return committed
 
-    monkeypatch.setattr(module, "commit_root", late)
+    monkeypatch.setattr(module, "commit_manifest", late)
     build(addition(job, one / "log-1", dataset))
     listings = [s.manifest.listing for s in open_dataset(dataset).segments]
     assert [sum(f.num_bytes for f in listing) for listing in listings[1:]] == [
@@ -83,69 +79,64 @@ def test_append_that_meets_a_faster_one_takes_the_place_after_it(
     assert unnamed_places(dataset) == []
 
 
-def interrupted(monkeypatch: pytest.MonkeyPatch, function: str, request: BuildRequest) -> None:
-    """Run a build that is interrupted when it calls a function of `commit`."""
+@pytest.mark.slow
+@pytest.mark.parametrize("is_committed", [False, True])
+def test_segment_that_an_interrupted_build_may_have_committed_is_left_to_vacuum(
+    one: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_committed: bool
+) -> None:
+    dataset, job = copy_of(one / "dataset", tmp_path / "dataset"), one / "job" / "job.yaml"
+    commit = module.commit_manifest
 
-    def interrupt(*_: object) -> None:
+    def interrupted(*arguments: Any) -> None:
+        if is_committed:
+            commit(*arguments)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(module, function, interrupt)
+        patch.setattr(module, "commit_manifest", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            build(request)
-
-
-@pytest.mark.slow
-def test_segment_that_an_interrupted_build_has_finished_is_taken_over(
-    one: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dataset, job = copy_of(one / "dataset", tmp_path / "dataset"), one / "job" / "job.yaml"
-    before = open_dataset(dataset).manifest
-    interrupted(monkeypatch, "claim", addition(job, one / "log-1", dataset, attempt="first"))
-    assert open_dataset(dataset).manifest == before
-    finished = [place for place in unnamed_places(dataset) if place.startswith("segments/")]
-    said: list[str] = []
-    build(replace(addition(job, one / "log-1", dataset), progress=said.append))
-    assert verify(dataset)["problems"] == []
-    assert "segment finished by an attempt that died: taken over" in said
-    assert [f"segments/{open_dataset(dataset).segments[1].directory.name}"] == finished
+            build(addition(job, one / "log-1", dataset, attempt="first"))
+    assert len(unnamed_places(dataset)) == (0 if is_committed else 2)  # a segment and its part
+    assert len(open_dataset(dataset).segments) == 1 + is_committed
+    build(addition(job, one / "log-1", dataset))
     other = copy_of(one / "dataset", tmp_path / "other")
     build(addition(job, one / "log-1", other))
     assert bytes_of(other) == bytes_of(dataset)
-
-
-@pytest.mark.slow
-def test_segment_that_an_interrupted_build_may_have_committed_is_built_again(
-    one: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    dataset, job = copy_of(one / "dataset", tmp_path / "dataset"), one / "job" / "job.yaml"
-    first = addition(job, one / "log-1", dataset, attempt="first")
-    interrupted(monkeypatch, "commit_root", first)
-    said: list[str] = []
-    build(replace(addition(job, one / "log-1", dataset), progress=said.append))
-    assert not [line for line in said if "taken over" in line]
-    assert verify(dataset)["problems"] == []
-    other = copy_of(one / "dataset", tmp_path / "other")
-    build(addition(job, one / "log-1", other))
-    assert bytes_of(other) == bytes_of(dataset)
-    assert len(unnamed_places(dataset)) == 2  # a segment and its part
-    vacuum(Location.parse(dataset), timedelta())
+    vacuum_later(dataset)
     assert unnamed_places(dataset) == []
     assert verify(dataset)["problems"] == []
 
 
 @pytest.mark.slow
-def test_finished_segment_is_taken_over_by_one_process_only(
-    one: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_two_processes_that_append_one_log_at_once_end_as_one_segment(
+    one: Path, tmp_path: Path
 ) -> None:
     dataset, job = copy_of(one / "dataset", tmp_path / "dataset"), one / "job" / "job.yaml"
-    interrupted(monkeypatch, "claim", addition(job, one / "log-1", dataset, attempt="first"))
     both = [process(job, one / "log-1", dataset) for _ in range(2)]
     outputs = [running.communicate(timeout=240) for running in both]
     assert [running.returncode for running in both] == [0, 0], outputs
     results = [json.loads(out) for out, _ in outputs]
     assert results[0]["segment"] == results[1]["segment"]
-    assert sum("taken over" in err for _, err in outputs) == 1
     assert len(open_dataset(dataset).segments) == 2
     assert verify(dataset)["problems"] == []
-    assert not [p for p in unnamed_places(dataset) if p.startswith("segments/")]
+    assert unnamed_places(dataset) == []
+
+
+@pytest.mark.slow
+def test_two_processes_that_replace_one_day_at_once_end_in_order_or_as_one_refusal(
+    one: Path, tmp_path: Path
+) -> None:
+    dataset, job = copy_of(one / "dataset", tmp_path / "dataset"), one / "job" / "job.yaml"
+    day = ("--day", "2026-01-02", "--replace")
+    both = [process(job, one / f"log-{i}", dataset, *day) for i in (1, 2)]
+    outputs = [running.communicate(timeout=240) for running in both]
+    assert all(running.returncode in (0, 1) for running in both), outputs
+    assert any(running.returncode == 0 for running in both), outputs
+    root = open_dataset(dataset).manifest
+    printed = [json.loads(out)["segment"] for out, _ in outputs if out]
+    assert [s.id for s in root.segments[1:]] in [[segment] for segment in printed]
+    for (_, err), running in zip(outputs, both, strict=True):
+        assert running.returncode == 0 or err.splitlines()[-1].startswith("error: "), err
+    assert verify(dataset)["problems"] == []
+    vacuum_later(dataset)
+    assert unnamed_places(dataset) == []

@@ -7,7 +7,6 @@ import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +32,6 @@ from pipelines.beam.io import (
 )
 from pipelines.beam.yaml import rows_of_table, tables_of_rows
 from pipelines.build import build
-from pipelines.context import INCOMING
-from pipelines.table.vacuum import vacuum
 from pipelines.table.verify import verify
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
@@ -47,6 +44,7 @@ from tests.pipelines.logs import (
     request,
     samples_of,
     unnamed_places,
+    vacuum_later,
     write_job,
     write_log,
 )
@@ -80,7 +78,7 @@ def test_tables_of_a_pipeline_become_a_dataset_whatever_their_order_and_cuts(
     found = [row for t in read_samples(open_dataset(whole)) for row in as_tuples(t)]
     assert sorted(found) == samples_of(ROWS)
     assert verify(whole)["problems"] == []
-    assert list(whole.glob(f"{INCOMING}*")) == []
+    assert unnamed_places(whole) == []
 
 
 @pytest.mark.slow
@@ -217,7 +215,7 @@ def test_a_build_inside_a_pipeline_gives_the_bytes_of_the_command(tmp_path: Path
             assert_that(built["segment"], equal_to([segment.id]), "segment")
         segments.append(segment.id)
         assert bytes_of(tmp_path / "dataset") == bytes_of(tmp_path / "expected")
-    assert list((tmp_path / "dataset").glob(f"{INCOMING}*")) == []
+    assert unnamed_places(tmp_path / "dataset") == []
 
 
 FILES = Path(__file__).resolve().parents[2] / "deploy" / "beam_yaml"
@@ -357,7 +355,7 @@ def test_write_that_fails_once_anywhere_loses_nothing_and_the_retry_completes(
         assert bytes_of(dataset) == wanted, f"write {failing} failed"
         failing += 1
     assert failing > 8
-    vacuum(Location.parse(dataset), timedelta())
+    vacuum_later(dataset)
     assert unnamed_places(dataset) == []
     assert open_dataset(dataset).segments[0].manifest.num_samples == len(samples_of(ROWS))
     assert verify(dataset)["problems"] == []

@@ -1,7 +1,4 @@
-"""Appends of many processes at once: each acknowledged one is there exactly once, nothing else is.
-
-The writers are of two hosts without shared locks: each takes the other's processes for unknown.
-"""
+"""Appends of many processes at once: each acknowledged one is there once, nothing else is."""
 
 from __future__ import annotations
 

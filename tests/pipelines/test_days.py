@@ -15,21 +15,21 @@ import pytest
 from pipelines.build import build
 from pipelines.cli import main
 from pipelines.table.indexes import segment_of_part
-from pipelines.table.vacuum import vacuum
 from pipelines.table.verify import verify
 from schemas.accesses import indexed_steps
 from schemas.dataset import open_dataset, select_segments
 from schemas.errors import SchemaError
 from schemas.layout import MANIFEST, SEGMENTS
 from schemas.manifest import read_dataset
-from schemas.storage import Location
 from tests.pipelines.appending import addition, changed
 from tests.pipelines.logs import (
     IN_PROCESS,
+    age,
     bytes_of,
     copy_of,
     request,
     unnamed_places,
+    vacuum_later,
     without_attempts,
     write_job,
     write_log,
@@ -40,8 +40,8 @@ FIRST, LATE, LAST = "2026-01-01", "2026-01-02", "2026-01-04"
 POINTS = {
     "before it is judged": ("table.compatibility", "pass_gate", 0),
     "before its index": ("table.indexes", "index_tables", 0),
-    "before the root": ("table.commit", "commit_root", 0),
-    "after the root": ("table.commit", "write_copies", 0),
+    "before the root": ("table.commit", "commit_manifest", 0),
+    "after the root": ("build", "write_copies", 0),
 }
 
 
@@ -178,16 +178,17 @@ def test_vacuum_removes_what_was_replaced_and_nothing_else(
     named, old = bytes_of(dataset), open_dataset(days).segments[1].directory.name
     capsys.readouterr()
     nothing = {"segments": [], "indexes": [], "num_files": 0, "num_bytes": 0}
-    assert main(["vacuum", str(dataset), "--json"]) == 0  # it was replaced less than a day ago
+    assert main(["vacuum", str(dataset), "--json"]) == 0  # it was replaced less than a week ago
     assert json.loads(capsys.readouterr().out) == nothing
-    assert main(["vacuum", str(dataset), "--older-than", "0s", "--json"]) == 0
+    age(dataset)
+    assert main(["vacuum", str(dataset), "--older-than", "7d", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["segments"] == [old]
     assert [segment_of_part(part.partition("/")[2]) for part in found["indexes"]] == [old]
     assert found["num_bytes"] > 0
     assert bytes_of(dataset) == named
     assert unnamed_places(dataset) == []
-    assert main(["vacuum", str(dataset), "--older-than", "0s", "--json"]) == 0
+    assert main(["vacuum", str(dataset), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == nothing
     assert verify(dataset)["problems"] == []
 
@@ -232,7 +233,7 @@ def test_replacement_that_is_killed_leaves_one_version(
     assert (root.segments == old.segments) == (point != "after the root")
     assert main(given) == 0
     assert bytes_of(dataset) == bytes_of(corrected(logs, days, tmp_path / "again"))
-    vacuum(Location.parse(dataset), timedelta())
+    vacuum_later(dataset)
     assert unnamed_places(dataset) == []
     assert verify(dataset)["problems"] == []
 

@@ -17,7 +17,6 @@ import pytest
 
 from pipelines.build import build
 from pipelines.cli import main
-from pipelines.table.vacuum import vacuum
 from pipelines.table.verify import verify
 from schemas.dataset import open_dataset
 from schemas.leases import Lease
@@ -33,6 +32,7 @@ from tests.pipelines.logs import (
     raw_rows,
     request,
     unnamed_places,
+    vacuum_later,
     write_job,
 )
 from tests.shared import with_long
@@ -240,7 +240,7 @@ def test_rewriting_waits_for_the_age_of_tombstones(
     two: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dataset = copy_of(two, tmp_path / "dataset")
-    vacuum(Location.parse(dataset))  # the index from before the second segment
+    vacuum_later(dataset)  # the index from before the second segment
     run(capsys, str(dataset), "--ids", ids_file(tmp_path, ID))
     before = bytes_of(dataset)
     assert (
@@ -322,8 +322,8 @@ sys.exit(main(sys.argv[1:]))
 POINTS = {
     "between two segments": ("compact", "compact_segment", 1),
     "before the index": ("indexes", "index_tables", 0),
-    "before the root": ("compact", "commit_root", 0),
-    "after the root, before old files go": ("compact", "remove_unnamed", 0),
+    "before the root": ("compact", "commit_manifest", 0),
+    "after the root, before old files go": ("compact", "remove_replaced", 0),
 }
 
 
@@ -345,4 +345,5 @@ def test_rewriting_that_is_killed_leaves_a_dataset_and_can_be_run_again(
     assert verify(dataset)["problems"] == []
     for value in (ID, ID + 1):
         assert files_with_id(dataset, value) == []
+    vacuum_later(dataset)
     assert unnamed_places(dataset) == []

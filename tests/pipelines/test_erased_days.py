@@ -16,7 +16,14 @@ from schemas.manifest import commit_root, previous_names, read_dataset, read_roo
 from schemas.storage import Location
 from tests.id_search import files_with_id
 from tests.pipelines.appending import addition
-from tests.pipelines.logs import bytes_of, copy_of, request, segment_directory
+from tests.pipelines.logs import (
+    age,
+    bytes_of,
+    copy_of,
+    request,
+    segment_directory,
+    vacuum_later,
+)
 from tests.pipelines.test_days import FIRST, LAST, LATE
 from tests.pipelines.test_erase import ID, ids_file, job_of, log_with, run, sessions
 
@@ -100,7 +107,7 @@ def test_new_version_of_a_rewritten_day_ends_the_old_one_for_good(
     assert append(logs, dataset, LATE, NEW, "--replace") == 0
     assert append(logs, dataset, LATE, LATE, "--replace") == 1
     assert "from which ids were erased; remove these ids from the files" in capsys.readouterr().err
-    assert main(["vacuum", str(dataset), "--older-than", "0s"]) == 0
+    vacuum_later(dataset)
     assert append(logs, dataset, LAST, NEW) == 1  # its files are in the dataset
     assert files_with_id(dataset, ID) == []
     assert verify(dataset)["problems"] == []
@@ -137,7 +144,8 @@ def test_old_version_of_a_day_goes_with_the_rewriting_unless_a_run_holds_it(
     ids, segments = ids_file(tmp_path, ID), read_dataset(dataset).segments
     with Lease(Location.parse(dataset), "run runs/1") as lease:
         lease.hold([old.name])
-        assert main(["vacuum", str(dataset), "--older-than", "0s"]) == 0
+        age(dataset)
+        assert main(["vacuum", str(dataset)]) == 0
         assert main(["erase", str(dataset), "--ids", ids, "--rewrite"]) == 1
         assert "dataset is in use by run runs/1 in " in capsys.readouterr().err
     assert read_dataset(dataset).segments == segments

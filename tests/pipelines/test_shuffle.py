@@ -26,15 +26,15 @@ from pipelines.cli import main
 from pipelines.samples.tuples import Tuples, hash_session_keys, separate_tuples
 from pipelines.shuffle import (
     PACKET_BYTES,
-    ByValue,
+    ReceivedPackets,
     check_same_order,
-    decode_table,
-    decode_tables,
     encode_by_target,
-    encode_tables,
+    from_ipc,
     join_packets,
+    packets_of,
     partition_of_key,
     split_packets,
+    to_ipc,
 )
 from schemas.config.job import load_job
 from tests.pipelines.logs import PROCESSES, bytes_of, write_job, write_log
@@ -70,10 +70,9 @@ def test_messages_that_come_in_another_order_again_are_refused() -> None:
 def test_a_large_table_crosses_in_packets_of_eight_mebibytes() -> None:
     values = np.random.default_rng(0).integers(0, 1 << 62, (PACKET_BYTES // 8) * 2 + 5)
     table = pa.table({"ids": pa.array([values], pa.large_list(pa.int64()))})  # one row of 16 MiB
-    cut = list(split_packets(encode_tables(table)))
+    cut = list(split_packets(to_ipc(table)))
     assert [len(p) == PACKET_BYTES for p in cut] == [True, True, False]
-    (found,) = decode_tables(next(join_packets(cut)))
-    assert found.equals(table)
+    assert from_ipc(next(join_packets(cut))).equals(table)
 
 
 def chunk(seed: int, num_rows: int = 50) -> pa.Table:
@@ -92,23 +91,18 @@ def expanded(samples: Tuples) -> pa.Table:
     return pa.table(columns)
 
 
-def test_samples_of_each_partition_arrive_whole() -> None:
-    groups, by = {"user": ("user", "history")}, ByValue(("user",))
-    coder = registry.get_coder(by.element)
+def test_samples_in_packets_arrive_whole() -> None:
+    groups = {"user": ("user", "history")}
+    coder = registry.get_coder(Tuples)
     chunks = [separate_tuples(chunk(seed), groups) for seed in range(3)]
-    arrived: dict[int, list[Any]] = {}
-    for samples in chunks:
-        for part, element in by.send([None, samples, samples]):
-            arrived.setdefault(part, []).append(coder.decode(coder.encode(element)))
-    assert sorted(arrived) == [1, 2]
-    for elements in arrived.values():
-        received = by.receive(elements[::-1])
-        found = [expanded(t) for t in received]
-        assert [expanded(t) for t in received] == found  # gone through again
-        wanted = [expanded(t) for t in chunks]
-        assert sorted(t.to_pylist().__repr__() for t in found) == sorted(
-            t.to_pylist().__repr__() for t in wanted
-        )
+    packets = [p for each in chunks for p in packets_of(coder.decode(coder.encode(each)))]
+    received = ReceivedPackets(packets[::-1])
+    found = [expanded(t) for t in received]
+    assert [expanded(t) for t in received] == found  # gone through again
+    wanted = [expanded(t) for t in chunks]
+    assert sorted(t.to_pylist().__repr__() for t in found) == sorted(
+        t.to_pylist().__repr__() for t in wanted
+    )
 
 
 def test_raw_rows_of_each_target_cross_in_elements_that_are_not_too_large(
@@ -119,7 +113,7 @@ def test_raw_rows_of_each_target_cross_in_elements_that_are_not_too_large(
     found: dict[int, list[int]] = {}
     for part, content in encode_by_target(pa.table({"x": pa.array(values)}), np.arange(900) % 2):
         assert len(content) <= 2_000
-        found.setdefault(part, []).extend(decode_table(content)["x"].to_pylist())
+        found.setdefault(part, []).extend(from_ipc(content)["x"].to_pylist())
     assert found == {0: values[::2].tolist(), 1: values[1::2].tolist()}
 
 
@@ -177,7 +171,7 @@ def run_shuffle(
     groups, received = dict(data.groups), dict[int, list[Any]]()
 
     def receive(grouped: tuple[int, Any]) -> tuple[int, list[Any]]:
-        samples = [expanded(t).to_pylist() for t in ByValue(("user",)).receive(list(grouped[1]))]
+        samples = [expanded(t).to_pylist() for t in ReceivedPackets(list(grouped[1]))]
         return grouped[0], [tuple(map(str, row.values())) for rows in samples for row in rows]
 
     pipeline = beam.Pipeline(runner=FnApiRunner())

@@ -1,14 +1,14 @@
-"""What `vacuum` keeps: what roots name, leases, what is young; and nothing that was claimed."""
+"""What `vacuum` keeps: what roots and leases name, and what is young."""
 
-import os
+import re
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from pipelines import build as build_module
@@ -16,29 +16,33 @@ from pipelines.build import build
 from pipelines.cli import main
 from pipelines.table import commit as commit_module
 from pipelines.table import delete, indexes
+from pipelines.table import root as root_module
 from pipelines.table import vacuum as vacuum_module
-from pipelines.table.commit import claim, seal, take_over
+from pipelines.table.commit import seal
+from pipelines.table.root import MIN_AGE
 from pipelines.table.vacuum import vacuum
 from pipelines.table.verify import verify
+from pipelines.transforms import fit
 from schemas import dataset as dataset_module
-from schemas import leases
 from schemas.dataset import open_dataset, open_root
 from schemas.errors import SchemaError
-from schemas.layout import SEGMENTS
+from schemas.layout import SEGMENTS, TOMBSTONES_SCHEMA
 from schemas.leases import Lease
-from schemas.manifest import DatasetManifest, find_root, read_dataset
-from schemas.storage import MANIFESTS, Entry, Location, store_time
+from schemas.manifest import DatasetManifest, read_dataset
+from schemas.storage import MANIFESTS, Location, store_time
 from tests.pipelines.appending import addition, changed, with_logs
 from tests.pipelines.logs import (
     IN_PROCESS,
+    age,
     bytes_of,
     copy_of,
     segment_directory,
     unnamed_places,
+    vacuum_later,
 )
 
 KEY = "0123456789ab"
-HOUR = 3600.0
+DAY = 86_400.0
 
 
 @pytest.fixture(scope="module")
@@ -49,19 +53,11 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def dataset(one: Path, tmp_path: Path) -> Path:
-    """A dataset of one segment, written an hour ago, with a complete copy that nothing names."""
+    """A dataset of one segment, written 8 days ago, with a complete copy that nothing names."""
     dataset = copy_of(one / "dataset", tmp_path / "dataset")
     copy_of(segment_directory(dataset), dataset / SEGMENTS / f"{KEY}-dead")
-    (dataset / SEGMENTS / f"{KEY}-dead" / "claim").unlink()
-    age(dataset, HOUR)
+    age(dataset, 8 * DAY)
     return dataset
-
-
-def age(directory: Path, seconds: float) -> None:
-    """Let all files below a directory be so much older."""
-    for path in directory.rglob("*"):
-        then = path.stat().st_mtime - seconds
-        os.utime(path, (then, then))
 
 
 LEFT = [f"{SEGMENTS}/{KEY}-dead"]
@@ -69,131 +65,159 @@ LEFT = [f"{SEGMENTS}/{KEY}-dead"]
 
 def test_unnamed_segment_is_kept_for_the_given_time(dataset: Path) -> None:
     before = bytes_of(dataset)
-    for seconds, left in ((2 * HOUR, LEFT), (HOUR / 2, [])):
-        vacuum(Location.parse(dataset), timedelta(seconds=seconds))
+    for days, left in ((9, LEFT), (7, [])):
+        vacuum(Location.parse(dataset), timedelta(days=days))
         assert unnamed_places(dataset) == left
     assert bytes_of(dataset) == before
     assert verify(dataset)["problems"] == []
 
 
-def test_one_young_file_keeps_its_directory(dataset: Path) -> None:
-    (dataset / LEFT[0] / "samples" / "00001.parquet").write_bytes(b"half")
-    vacuum(Location.parse(dataset), timedelta(seconds=HOUR / 2))
+def test_time_below_a_week_is_refused(dataset: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["vacuum", str(dataset), "--older-than", "6d"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: --older-than must be at least 7d, got 6 days, 0:00:00: younger")
     assert unnamed_places(dataset) == LEFT
 
 
-@pytest.mark.parametrize("offset", [-2 * HOUR, 2 * HOUR])
+def test_one_young_file_keeps_its_directory(dataset: Path) -> None:
+    (dataset / LEFT[0] / "samples" / "00001.parquet").write_bytes(b"half")
+    vacuum(Location.parse(dataset))
+    assert unnamed_places(dataset) == LEFT
+
+
+@pytest.mark.parametrize("offset", [-30 * DAY, 30 * DAY])
 def test_clock_of_the_store_decides(
     dataset: Path, monkeypatch: pytest.MonkeyPatch, offset: float
 ) -> None:
-    """Files have the time of the store; that of the host may be wrong by hours."""
+    """Files have the time of the store; that of the host may be wrong by days."""
     now = time.time
     monkeypatch.setattr(time, "time", lambda: now() + offset)
-    vacuum(Location.parse(dataset), timedelta(seconds=HOUR * 1.5))
+    vacuum(Location.parse(dataset), timedelta(days=9))
     assert unnamed_places(dataset) == LEFT
-    vacuum(Location.parse(dataset), timedelta(seconds=HOUR / 2))
+    vacuum(Location.parse(dataset))
     assert unnamed_places(dataset) == []
 
 
-def test_lease_keeps_what_a_run_reads(dataset: Path) -> None:
+def test_lease_keeps_what_a_run_reads_until_it_is_released_or_expires(dataset: Path) -> None:
     location = Location.parse(dataset)
     with Lease(location, "run runs/1") as lease:
         lease.hold([f"{KEY}-dead"])
-        age(dataset, 2 * HOUR)
-        for path in (dataset / "_leases").iterdir():  # renewed meanwhile
-            os.utime(path)
-        vacuum(location, timedelta())
+        vacuum(location)
         assert unnamed_places(dataset) == LEFT
-    vacuum(location, timedelta())
-    assert unnamed_places(dataset) == []
-
-
-def test_lease_that_nobody_renews_expires(dataset: Path) -> None:
-    location = Location.parse(dataset)
-    with Lease(location, "run runs/1", expiry_sec=HOUR) as lease:
+    with Lease(location, "run runs/1", expiry_sec=DAY) as lease:
         lease.hold([f"{KEY}-dead"])
-        vacuum(location, timedelta())
+        vacuum_later(dataset, days=0.5)
         assert unnamed_places(dataset) == LEFT
-        age(dataset / "_leases", 2 * HOUR)
-        vacuum(location, timedelta())
+        vacuum_later(dataset, days=1.5)
         assert unnamed_places(dataset) == []
 
 
 def test_replaced_root_keeps_what_it_names_for_the_given_time(dataset: Path) -> None:
     location, before = Location.parse(dataset), read_dataset(dataset)
     seal(location)
-    vacuum(location, timedelta(seconds=HOUR / 2))  # it was replaced a moment ago
+    vacuum(location)  # it was replaced a moment ago
     first = dataset / MANIFESTS / "00000001.json"
     assert first.stat().st_size
     assert len(open_root(location, before).segments) == 1
-    vacuum(location, timedelta())
+    vacuum_later(dataset)
     assert first.stat().st_size == 0  # its number is never used again
     assert read_dataset(dataset).sealed
     assert verify(dataset)["problems"] == []
 
 
-def test_directory_is_claimed_once(dataset: Path) -> None:
-    location = Location.parse(dataset)
-    directory = location / LEFT[0]
-    assert take_over(location, KEY, "one") == directory
-    assert take_over(location, KEY, "two") is None
-    assert not claim(directory, "two")
-    assert claim(directory, "one")  # its own claim again, after a reply was lost
-
-
-def test_leased_or_incomplete_directory_is_not_taken_over(dataset: Path) -> None:
-    location = Location.parse(dataset)
-    with Lease(location, "build other") as lease:
-        lease.hold([f"{KEY}-dead"])
-        assert take_over(location, KEY, "one") is None
-    (dataset / LEFT[0] / "MANIFEST.json").unlink()
-    assert take_over(location, KEY, "one") is None
-
-
-def sweeping(dataset: Path, call: Callable[..., object]) -> Callable[..., object]:
-    """Return a function that sweeps a dataset before it calls another."""
-
-    def swept(*arguments: object) -> object:
-        vacuum(Location.parse(dataset), timedelta())
-        return call(*arguments)
-
-    return swept
-
-
-@pytest.mark.parametrize("function", ["finish_segment", "new_segment", "commit_segment"])
+@pytest.mark.parametrize(
+    ("module", "function"),
+    [("build", "finish_segment"), ("build", "new_segment"), ("table.commit", "commit_manifest")],
+)
 def test_build_in_progress_is_not_swept(
-    one: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
+    one: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, function: str
 ) -> None:
     dataset = copy_of(one / "dataset", tmp_path / "dataset")
-    swept = sweeping(dataset, getattr(build_module, function))
-    monkeypatch.setattr(build_module, function, swept)
+    target = import_module(f"pipelines.{module}")
+    call = getattr(target, function)
+
+    def swept(*arguments: object) -> object:
+        vacuum_later(dataset, days=6.5)
+        return call(*arguments)
+
+    monkeypatch.setattr(target, function, swept)
     build(addition(one / "job" / "job.yaml", one / "log-1", dataset))
     assert len(open_dataset(dataset).segments) == 2
     assert verify(dataset)["problems"] == []
     assert unnamed_places(dataset) == []
 
 
-@pytest.mark.parametrize("function", ["_next_manifest", "claim", "commit_root"])
-def test_build_that_was_swept_in_spite_of_its_lease_commits_nothing(
-    one: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        ("_next_manifest", "missing"),
+        ("commit_manifest", "file of this attempt was removed before the commit in "),
+    ],
+)
+def test_build_that_was_swept_commits_nothing(
+    one: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, message: str
 ) -> None:
-    """A host that is suspended for longer than its lease is valid."""
+    """A host that is suspended for a week."""
     dataset = copy_of(one / "dataset", tmp_path / "dataset")
     before, call = bytes_of(dataset), getattr(commit_module, function)
 
     def late(*arguments: object) -> object:
         monkeypatch.setattr(commit_module, function, call)
-        age(dataset / "_leases", 2 * HOUR)
-        vacuum(Location.parse(dataset), timedelta())
+        vacuum_later(dataset)
         return call(*arguments)
 
     monkeypatch.setattr(commit_module, function, late)
-    with pytest.raises(SchemaError):
+    with pytest.raises(SchemaError, match=message):
         build(addition(one / "job" / "job.yaml", one / "log-1", dataset))
     assert bytes_of(dataset) == before
     assert verify(dataset)["problems"] == []
+    assert unnamed_places(dataset) == []
     build(addition(one / "job" / "job.yaml", one / "log-1", dataset, attempt="again"))
     assert verify(dataset)["problems"] == []
+
+
+@pytest.mark.parametrize("function", ["_check_written", "commit_root"])
+def test_build_that_is_suspended_in_its_commit_while_vacuum_begins_commits_nothing(
+    one: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    """`vacuum` has found the files and committed, but has not removed them yet."""
+    dataset = copy_of(one / "dataset", tmp_path / "dataset")
+    location, before = Location.parse(dataset), bytes_of(dataset)
+    call, found = getattr(root_module, function), list[list[str]]()
+
+    def suspended(*arguments: object) -> object:
+        if not found:
+            for place in unnamed_places(dataset):
+                age(dataset / place, 8 * DAY)
+            _, unnamed = vacuum_module._supersede_unnamed(location, MIN_AGE, store_time(location))
+            found.append(sorted(unnamed))
+        return call(*arguments)
+
+    monkeypatch.setattr(root_module, function, suspended)
+    with pytest.raises(SchemaError, match=r"attempt must be committed 6 days after its last file"):
+        build(addition(one / "job" / "job.yaml", one / "log-1", dataset))
+    assert [place.partition("/")[0][:6] for place in found[0]] == ["index-", SEGMENTS[:6]]
+    assert bytes_of(dataset) == before
+    assert verify(dataset)["problems"] == []
+
+
+@pytest.mark.parametrize("name", ["samples/00000.parquet", "blocks.parquet", "MANIFEST.json"])
+def test_commit_names_the_file_that_is_missing(
+    one: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    dataset = copy_of(one / "dataset", tmp_path / "dataset")
+    commit, (kept,) = commit_module.commit_manifest, (dataset / SEGMENTS).iterdir()
+
+    def damaged(*arguments: Any) -> Any:
+        (new,) = (path for path in (dataset / SEGMENTS).iterdir() if path != kept)
+        (new / name).unlink()
+        return commit(*arguments)
+
+    monkeypatch.setattr(commit_module, "commit_manifest", damaged)
+    message = rf"file of this attempt was removed before the commit in .*/{name}; run the command"
+    with pytest.raises(SchemaError, match=message):
+        build(addition(one / "job" / "job.yaml", one / "log-1", dataset))
+    assert unnamed_places(dataset) == []
 
 
 def test_vacuum_of_no_dataset_is_refused(
@@ -203,44 +227,38 @@ def test_vacuum_of_no_dataset_is_refused(
     assert capsys.readouterr().err.startswith("error: there is no dataset: no build was committed")
 
 
-def test_build_whose_directory_is_being_removed_commits_nothing(
-    one: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It reads the root and its manifest after the commit of `vacuum`, but before the removal."""
-    dataset = copy_of(one / "dataset", tmp_path / "dataset")
-    before, unnamed = bytes_of(dataset), dict[str, list[Entry]]()
-
-    def claimed_before(*arguments: Any) -> Any:
-        location = Location.parse(dataset)
-        if not unnamed:
-            age(dataset / "_leases", 2 * HOUR)
-            unnamed.update(vacuum_module._claim_unnamed(location, *[store_time(location)] * 2))
-        return find_root(*arguments)
-
-    def removed_before(*arguments: Any) -> bool:
-        vacuum_module._remove(Location.parse(dataset), unnamed)
-        return claim(*arguments)
-
-    monkeypatch.setattr(commit_module, "find_root", claimed_before)
-    monkeypatch.setattr(commit_module, "claim", removed_before)
-    with pytest.raises(SchemaError, match="claimed by another process"):
-        build(addition(one / "job" / "job.yaml", one / "log-1", dataset))
-    assert [place.partition("/")[0] for place in unnamed] == [SEGMENTS]
-    assert verify(dataset)["problems"] == []
-    assert bytes_of(dataset) == before
-
-
-@pytest.mark.parametrize(
-    ("module", "function"), [(delete, "commit_root"), (delete, "write_copies")]
-)
+@pytest.mark.parametrize("function", ["commit_manifest", "write_copies"])
 def test_tombstones_that_are_about_to_be_committed_are_kept(
-    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: Any, function: str
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
 ) -> None:
-    monkeypatch.setattr(module, function, sweeping(dataset, getattr(module, function)))
+    call = getattr(delete, function)
+
+    def swept(*arguments: object) -> object:
+        vacuum_later(dataset, days=6.5)
+        return call(*arguments)
+
+    monkeypatch.setattr(delete, function, swept)
     (tmp_path / "ids").write_text("1\n2\n3\n")
     assert main(["erase", str(dataset), "--ids", str(tmp_path / "ids")]) == 0
     assert verify(dataset)["problems"] == []
     assert unnamed_places(dataset) == []
+
+
+def test_tombstones_and_vocabularies_of_a_dead_attempt_are_not_written_again(
+    dataset: Path,
+) -> None:
+    """`vacuum` may have found the old file, and remove it after it was written again."""
+    location = Location.parse(dataset)
+    assert fit.free_path(location, "vocabularies/x/00000-0a.parquet").endswith("/00000-0a.parquet")
+    (location / "vocabularies/x/00000-0a.parquet").write_bytes(b"")
+    path = fit.free_path(location, "vocabularies/x/00000-0a.parquet")
+    assert re.fullmatch(r"vocabularies/x/00000-0a-[0-9a-f]{6}\.parquet", path)
+    rows = TOMBSTONES_SCHEMA.empty_table().to_pydict()
+    table = pa.table({name: [None] for name in rows}, TOMBSTONES_SCHEMA)
+    root = read_dataset(dataset)
+    first = delete.write_tombstones(location, table, root)
+    assert delete.write_tombstones(location, table, root) != first
+    assert delete.write_tombstones(location, table, replace(root, tombstones_sha256=first)) == first
 
 
 def test_job_that_is_used_again_outlasts_a_slow_vacuum(
@@ -250,36 +268,35 @@ def test_job_that_is_used_again_outlasts_a_slow_vacuum(
     dataset = copy_of(one / "dataset", tmp_path / "dataset")
     other = changed(tmp_path / "other", ("00:08:00", "00:09:00"))
     build(addition(other, one / "log-1", dataset))
-    remove = vacuum_module._remove
+    find = vacuum_module._supersede_unnamed
 
-    def late(*arguments: Any) -> None:
+    def late(*arguments: Any) -> Any:
+        found = find(*arguments)
         build(addition(one / "job" / "job.yaml", one / "log-2", dataset, attempt="again"))
-        remove(*arguments)
+        return found
 
-    monkeypatch.setattr(vacuum_module, "_remove", late)
-    age(dataset, 2 * HOUR)
-    vacuum(Location.parse(dataset), timedelta(seconds=HOUR))
+    monkeypatch.setattr(vacuum_module, "_supersede_unnamed", late)
+    age(dataset, 8 * DAY)
+    vacuum(Location.parse(dataset))
     assert len(open_dataset(dataset).segments) == 3
     assert verify(dataset)["problems"] == []
 
 
-def test_index_of_a_process_whose_lease_expired_is_not_committed(
-    dataset: Path, monkeypatch: pytest.MonkeyPatch
+def test_index_of_a_process_that_was_suspended_is_not_committed(
+    dataset: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["oracle", str(dataset), "--reindex", "--epochs", "2", IN_PROCESS]
     update = indexes.update_root
 
     def suspended(*arguments: Any) -> Any:
         monkeypatch.setattr(indexes, "update_root", update)
-        time.sleep(0.3)
-        vacuum(Location.parse(dataset), timedelta())
+        vacuum_later(dataset)
         return update(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(leases._Body, "renew", lambda _: None)
-        patch.setattr(indexes, "Lease", partial(Lease, expiry_sec=0.2))
         patch.setattr(indexes, "update_root", suspended)
         assert main(command) == 1
+    assert "file of this attempt was removed before the commit" in capsys.readouterr().err
     assert verify(dataset)["problems"] == []
     assert main(command) == 0
     assert verify(dataset)["problems"] == []
@@ -296,7 +313,7 @@ def test_reader_opens_the_newest_version_if_files_of_its_version_are_removed(
     def late(*arguments: Any) -> Any:
         monkeypatch.setattr(dataset_module, "open_root", open_version)
         build(replace(with_day, input_root=one / "log-2", replaces=True, attempt="new"))
-        vacuum(Location.parse(dataset), timedelta())
+        vacuum_later(dataset)
         dataset_module.committed_segment.cache_clear()
         return open_version(*arguments)
 
@@ -316,18 +333,18 @@ def test_segment_that_is_replaced_as_its_build_ends_is_kept_for_readers(
 ) -> None:
     dataset = copy_of(one / "dataset", tmp_path / "dataset")
     with_day = replace(addition(one / "job" / "job.yaml", one / "log-1", dataset), day="2026-01-02")
-    write_copies, manifests = commit_module.write_copies, list[DatasetManifest]()
+    write_copies, manifests = build_module.write_copies, list[DatasetManifest]()
 
     def replaced_before(*arguments: Any) -> None:
-        monkeypatch.setattr(commit_module, "write_copies", write_copies)
+        monkeypatch.setattr(build_module, "write_copies", write_copies)
         manifests.append(read_dataset(dataset))
         build(replace(with_day, input_root=one / "log-2", replaces=True, attempt="new"))
         write_copies(*arguments)
 
-    monkeypatch.setattr(commit_module, "write_copies", replaced_before)
+    monkeypatch.setattr(build_module, "write_copies", replaced_before)
     with pytest.raises(SchemaError, match="was committed, and another process has replaced it"):
         build(with_day)
-    vacuum(Location.parse(dataset), timedelta(seconds=HOUR))
+    vacuum(Location.parse(dataset))
     assert manifests != [read_dataset(dataset)]
     dataset_module.committed_segment.cache_clear()
     assert len(open_root(Location.parse(dataset), *manifests).segments) == 2
@@ -350,8 +367,8 @@ def test_vacuum_that_is_killed_leaves_no_version_behind(
 
     monkeypatch.setattr(Location, "write_bytes", killed)
     with pytest.raises(KeyboardInterrupt):
-        vacuum(location, timedelta())
+        vacuum_later(dataset)
     monkeypatch.setattr(Location, "write_bytes", write)
-    vacuum(location, timedelta())
+    vacuum_later(dataset)
     sizes = [path.stat().st_size for path in sorted((dataset / MANIFESTS).glob("0*.json"))]
     assert [size > 0 for size in sizes][:-2] == [False] * (len(sizes) - 2)

@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from schemas.leases import LEASES, live_leases
 from schemas.manifest import commit_root, find_root, read_dataset
 from schemas.storage import Location
 from tests.object_store import Store
+from tests.pipelines.logs import age
 from tests.presage.test_loader import ORDER, samples_of, through_json
 from tests.shared import hard_links
 from tests.trainer.growing import commit, grown_versions
@@ -79,9 +79,10 @@ def test_vacuum_keeps_what_a_loader_reads(tmp_path: Path) -> None:
     root = read_dataset(dataset)
     without = replace(root, segments=root.segments[1:])
     assert commit_root(dataset, find_root(dataset), without) is not None
-    vacuum(location, timedelta())
+    age(dataset)
+    vacuum(location)
     assert len(list(batches)) == 61
-    vacuum(location, timedelta())
+    vacuum(location)
     assert not (dataset / SEGMENTS / removed).exists()
 
 

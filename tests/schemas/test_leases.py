@@ -1,4 +1,4 @@
-"""Leases: valid while renewed, by the clock of the store; dead holders of this machine at once."""
+"""Leases: valid while renewed, by the clock of the store."""
 
 import gc
 import json
@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from schemas import leases
 from schemas.errors import SchemaError
-from schemas.leases import LEASES, Lease, is_dead, live_leases, process_identity, remove_expired
+from schemas.leases import LEASES, Lease, live_leases, remove_expired
 from schemas.storage import Location, store_time
 
 
@@ -66,22 +65,6 @@ def test_holder_renews_its_lease(root: Location) -> None:
         assert held(root)
 
 
-def _hold_and_die(path: Path) -> None:
-    lease = Lease(Location.parse(path), "run")
-    lease.hold(["x"])
-    os._exit(0)
-
-
-def test_lease_of_a_dead_process_of_this_machine_is_no_lease(
-    root: Location, tmp_path: Path
-) -> None:
-    child = multiprocessing.get_context("spawn").Process(target=_hold_and_die, args=(tmp_path,))
-    child.start()
-    child.join()
-    assert len((root / LEASES).entries()) == 1
-    assert held(root) == []
-
-
 def _fork_and_release(path: Path) -> None:
     """Release in a forked child; end with status 0 if the lease of this process is valid then."""
     root = Location.parse(path)
@@ -104,17 +87,6 @@ def test_child_of_a_fork_does_not_release_the_lease(tmp_path: Path) -> None:
     assert parent.exitcode == 0
 
 
-def test_process_of_another_machine_is_not_taken_for_dead() -> None:
-    own = process_identity()
-    assert not is_dead(own)
-    boot, namespace, process_id, start = own.split()
-    assert is_dead(f"{boot} {namespace} {process_id} 1")  # another process had the id before
-    assert not is_dead(f"x {namespace} {process_id} {start}")
-    assert not is_dead(f"{boot} pid:[1] {process_id} {start}")
-    assert not is_dead("")
-    assert not is_dead("a b c d")
-
-
 @pytest.mark.parametrize("data", [b"", b"[]", b"{}", b'{"holder": 1, "directories": 2}', b"\xff"])
 def test_file_that_is_no_lease_is_refused_by_name(root: Location, data: bytes) -> None:
     (root / LEASES / "x.json").write_bytes(data)
@@ -132,28 +104,13 @@ def test_lease_that_cannot_be_written_is_logged(
 
 
 def test_expired_leases_are_removed_after_a_day(root: Location) -> None:
-    body = {"holder": "x", "directories": [], "expiry_sec": 1, "process": ""}
+    body = {"holder": "x", "directories": [], "expiry_sec": 1}
     (root / LEASES / "x.json").write_bytes(json.dumps(body).encode())
     now = store_time(root)
     remove_expired(root, now + timedelta(hours=23))
     assert len((root / LEASES).entries()) == 1
     remove_expired(root, now + timedelta(days=2))
     assert (root / LEASES).entries() == []
-
-
-def test_lease_that_was_not_renewed_in_time_has_expired_for_good(
-    root: Location, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its holder was suspended: what it names may have been removed since."""
-    monkeypatch.setattr(leases._Body, "renew", lambda _: None)
-    with Lease(root, "build", expiry_sec=0.2) as lease:
-        lease.hold(["x"])
-        lease.check()
-        time.sleep(0.3)
-        for _ in range(2):
-            with pytest.raises(SchemaError, match=r"^lease of this process has expired, .*; run"):
-                lease.check()
-        assert held(root) == [frozenset({"x"})]
 
 
 def test_lease_that_is_renewed_while_it_is_released_ends(
@@ -180,22 +137,9 @@ def test_names_that_are_added_during_a_renewal_are_held_after_it(
 
         def added_before(file: Location, data: bytes) -> None:
             monkeypatch.setattr(Location, "write_bytes", write)
-            lease.add(["y"])
+            lease.hold(["x", "y"])
             write(file, data)
 
         monkeypatch.setattr(Location, "write_bytes", added_before)
         lease._body.try_to_write()
         assert held(root) == [frozenset({"x", "y"})]
-
-
-def test_process_of_another_user_that_is_not_shown_is_not_taken_for_dead(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """With `hidepid`, /proc shows a user's own processes only."""
-
-    def refuse(process_id: int, signal: int) -> None:
-        raise PermissionError
-
-    boot, namespace, process_id, _ = process_identity().split()
-    monkeypatch.setattr(os, "kill", refuse)
-    assert not is_dead(f"{boot} {namespace} {process_id} 1")
