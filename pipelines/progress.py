@@ -173,23 +173,13 @@ _SOME_SEC = 10.0
 """Time after which the rate and the remaining time are reported."""
 
 
-class _Timer:
-    """Rate and remaining time, from the first progress on: a build may have been continued."""
-
-    def __init__(self) -> None:
-        self._started = time.perf_counter()
-        self._first: tuple[int, float] | None = None
-
-    def text(self, num_rows: int, share: float) -> str:
-        """Return the text for rows read and the share of the work that is done."""
-        self._first = first_rows, first_share = self._first or (num_rows, share)
-        elapsed_sec = time.perf_counter() - self._started
-        if elapsed_sec < _SOME_SEC or share <= first_share:
-            return ""
-        remaining_sec = elapsed_sec * max(0.0, 1 - share) / (share - first_share)
-        rate = (num_rows - first_rows) / elapsed_sec
-        left = f"{remaining_sec:.0f} s" if remaining_sec < 120 else f"{remaining_sec / 60:.0f} min"
-        return f"; {rate:,.0f} rows/s, about {left} left"
+def _rate(num_rows: int, share: float, elapsed_sec: float) -> str:
+    """Return the text for rows read and the share of the work that is done."""
+    if elapsed_sec < _SOME_SEC or not share:
+        return ""
+    remaining_sec = elapsed_sec * max(0.0, 1 - share) / share
+    left = f"{remaining_sec:.0f} s" if remaining_sec < 120 else f"{remaining_sec / 60:.0f} min"
+    return f"; {num_rows / elapsed_sec:,.0f} rows/s, about {left} left"
 
 
 @contextmanager
@@ -211,7 +201,7 @@ def report_progress(
         yield
         return
     done = threading.Event()
-    timer = _Timer()
+    started_sec = time.perf_counter()
 
     def watch() -> None:
         last_line = ""
@@ -221,9 +211,8 @@ def report_progress(
                 counted_rows(building),
             )
             share = _READING * counts.num_bytes / max(1, num_bytes) + _WRITING * written / num_parts
-            line = (
-                f"{counts}; parts written: {written} of {num_parts}{timer.text(counts.read, share)}"
-            )
+            rate = _rate(counts.read, share, time.perf_counter() - started_sec)
+            line = f"{counts}; parts written: {written} of {num_parts}{rate}"
             if line != last_line:
                 progress(line)
                 last_line = line
