@@ -24,6 +24,7 @@ PACKET_BYTES = 8 << 20
 
 _SIZE = struct.Struct(">Q")  # bytes of encoded tables before compression
 _CODEC = "lz4"
+_ELEMENT = b"element"
 _HEADER = struct.Struct(">16sII")  # digest of the message, index of the packet, number of packets
 
 
@@ -55,7 +56,8 @@ def to_ipc(element: Element) -> bytes:
         names, tables = {}, [element]
     sink = pa.BufferOutputStream()
     options = pa.ipc.IpcWriteOptions(use_threads=False)
-    tables[0] = tables[0].replace_schema_metadata({"names": json.dumps(names)})
+    metadata = {**(tables[0].schema.metadata or {}), _ELEMENT: json.dumps(names)}
+    tables[0] = tables[0].replace_schema_metadata(metadata)
     for table in tables:
         with pa.ipc.new_stream(sink, table.schema, options=options) as writer:
             writer.write_table(table)
@@ -71,8 +73,9 @@ def from_ipc(data: bytes) -> Any:
     tables: list[pa.Table] = []
     while source.tell() < size:
         tables.append(pa.ipc.open_stream(source).read_all())
-    names = json.loads(tables[0].schema.metadata[b"names"])
-    first = tables[0].replace_schema_metadata()
+    metadata = dict(tables[0].schema.metadata)
+    names = json.loads(metadata.pop(_ELEMENT))
+    first = tables[0].replace_schema_metadata(metadata or None)
     if "groups" in names:
         return without_references(first, dict(zip(names["groups"], tables[1:], strict=True)))
     return (names["source"], first) if "source" in names else first

@@ -192,7 +192,7 @@ def sample_sessions(context: BuildContext) -> SessionSample | None:
     total = sum(f.num_bytes for f in context.listing if f.source in data.sources)
     side_bytes = sum(f.num_bytes for f in context.listing) - total
     in_memory = holds_in_memory(LocalOptions(), min(total, INPUT_BYTES) + side_bytes)
-    with executor.open_exchange(context, 1, in_memory) as exchange:
+    with executor.open_exchange(context, 0, in_memory) as exchange:
         splits = executor.list_splits(context, exchange)
         sides = executor.bundles_of((s for s in splits if s[0].source in data.sides), exchange)
         sources = {name: [s for s in splits if s[0].source == name] for name in data.sources}

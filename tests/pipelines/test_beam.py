@@ -367,6 +367,6 @@ def test_commit_whose_parts_are_gone_is_refused_instead_of_committing_what_is_le
     dataset, commit = uncommitted
     shutil.rmtree(dataset)
     (dataset / "segments").mkdir(parents=True)
-    with pytest.raises(SchemaError, match="parts of the segment are missing"):
+    with pytest.raises(SchemaError, match="file of a part was removed"):
         commit()
     assert find_root(dataset) is None
