@@ -31,7 +31,7 @@ from pipelines.autogroup.job import with_groups
 from pipelines.build import check_usable, group_warnings, label_warnings, load_request
 from pipelines.clustering.part import PartResult
 from pipelines.context import IN_PROCESS, BuildContext, BuildRequest
-from pipelines.exchange import Exchange, Received, TaskResult
+from pipelines.exchange import Received, TaskResult
 from pipelines.prepare import prepare
 from pipelines.quality.gate import reject_findings
 from pipelines.samples.lookups import broadcast_sides, key_column, key_type
@@ -134,9 +134,9 @@ def _preview(request: BuildRequest, folder: Folder, rows: int) -> dict[str, Any]
 
 
 def _run_stages(context: BuildContext, copies: Mapping[str, Excerpt]) -> dict[str, Any]:
+    raw_rows, num_read = _read_rows(context)
     with executor.open_exchange(context, 1, in_memory=True) as exchange:
         sources, sides = executor.split_inputs(context, exchange)
-        raw_rows, num_read = _read_rows(context, exchange, [*sides, *sources])
         made = executor.make_samples(context, exchange, sources, sides)
         sent = exchange.take(SAMPLES)
         samples = SampleTable.of(
@@ -173,21 +173,21 @@ def _run_stages(context: BuildContext, copies: Mapping[str, Excerpt]) -> dict[st
     }
 
 
-def _read_rows(
-    context: BuildContext, exchange: Exchange, bundles: Sequence[executor.Bundle]
-) -> tuple[dict[str, list[pa.Table]], Counter[str]]:
+def _read_rows(context: BuildContext) -> tuple[dict[str, list[pa.Table]], Counter[str]]:
     """Return the raw rows of each source, and how many were read or rejected by a reader."""
     num_read, raw_rows = Counter[str](), dict[str, list[pa.Table]]()
-    exchange.run("raw", _send_rows, bundles)
-    for sent in exchange.take(SAMPLES).values():
-        for source, table in Received(sent):
-            num_read[source] += table.num_rows
-            raw_rows.setdefault(source, []).append(table)
     source_of = {file.path: file.source for file in context.listing}
-    for sent in exchange.take(REJECTS).values():
-        for _, rejects in Received(sent):
-            positions = rejects.filter(rejects["position"].is_valid())
-            num_read.update(source_of[file] for file in positions["file"].to_pylist())
+    with executor.open_exchange(context, 1, in_memory=True) as exchange:
+        sources, sides = executor.split_inputs(context, exchange)
+        exchange.run("read", _send_rows, [*sides, *sources])
+        for sent in exchange.take(SAMPLES).values():
+            for source, table in Received(sent):
+                num_read[source] += table.num_rows
+                raw_rows.setdefault(source, []).append(table)
+        for sent in exchange.take(REJECTS).values():
+            for _, rejects in Received(sent):
+                positions = rejects.filter(rejects["position"].is_valid())
+                num_read.update(source_of[file] for file in positions["file"].to_pylist())
     return raw_rows, num_read
 
 

@@ -343,7 +343,7 @@ def test_write_that_fails_once_anywhere_loses_nothing_and_the_retry_completes(
         monkeypatch.setattr(Location, name, fails_once(getattr(Location, name)))
     wanted: dict[str, bytes] = {}
     num_written = 0
-    while failing <= num_written:
+    while failing < num_written:
         shutil.rmtree(dataset)
         shutil.copytree(tmp_path / "before", dataset)
         written.clear()

@@ -2,6 +2,7 @@
 
 import json
 import os
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -225,7 +226,8 @@ def test_build_whose_commit_may_have_succeeded_can_be_run_again(
         with pytest.raises(OSError, match=r"^$"):
             built(tmp_path)
     assert find_root(tmp_path / "dataset") is None
-    build(request(tmp_path / "job" / "job.yaml", tmp_path / "log", tmp_path / "dataset"))
+    again = request(tmp_path / "job" / "job.yaml", tmp_path / "log", tmp_path / "dataset")
+    build(replace(again, attempt="again"))
     assert bytes_of(tmp_path / "dataset") == bytes_of(dataset)
     vacuum_later(tmp_path / "dataset")
     assert unnamed_places(tmp_path / "dataset") == []
