@@ -7,7 +7,7 @@ Each log is built by its job: the shipped ones, and synthetic logs of clickouts 
 repeats (`logs.py`); `--groups auto` replaces the groups of the job by `groups: auto`. A peer holds
 the expanded rows, with all columns of the job's SQL, in one file: shuffled, in time order, or
 clustered by session (in the order of the dataset), each with pyarrow's defaults and with encodings
-and page size from the same trial as in a build. All sides use zstd 3. `ours` is samples and groups
+from the same trial as in a build. All sides use zstd 3. `ours` is samples and groups
 without derived columns (from transforms), which the peers do not have; derived columns and the
 oracle are reported separately.
 

@@ -431,8 +431,8 @@ def write_parts(
     fitted = load_staged(context.segment_root, files, context.data)
     first = Received(samples[min(samples)])
     tasks = ((part, samples.pop(part)) for part in list(samples))  # frees memory part by part
-    with ThreadPoolExecutor(num_threads()) as pool, ThreadPoolExecutor(1) as chooser:
-        layout = chooser.submit(layout_of, context, first, fitted, pool.map)
+    with ThreadPoolExecutor(1) as chooser:
+        layout = chooser.submit(layout_of, context, first, fitted)
         del first
         ready = layout if exchange.in_memory else layout.result()  # processes receive no future
         return exchange.run("part", build_part, tasks, ready, files)

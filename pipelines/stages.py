@@ -13,7 +13,6 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipelines.clustering.layout import RunAll
 from pipelines.clustering.part import PartResult, build_part
 from pipelines.clustering.writer import SegmentLayout, choose_segment_layout
 from pipelines.context import BuildContext
@@ -268,7 +267,7 @@ def partition_by_session(context: BuildContext, samples: Tuples) -> list[Tuples 
 
 
 def layout_of(
-    context: BuildContext, samples: Iterable[Tuples], fitted: FittedValues, run_all: RunAll = map
+    context: BuildContext, samples: Iterable[Tuples], fitted: FittedValues
 ) -> SegmentLayout:
     """Return the layout that the samples of the first part determine for all parts.
 
@@ -276,9 +275,8 @@ def layout_of(
         context: of the build.
         samples: of the first part.
         fitted: fitted values of transforms.
-        run_all: runs the trials.
     """
-    return choose_segment_layout(samples, context.data, fitted, context.num_parts, run_all)
+    return choose_segment_layout(samples, context.data, fitted, context.num_parts)
 
 
 def write_part(

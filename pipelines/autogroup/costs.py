@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from pipelines.clustering.layout import SKIP_RATIO
+from pipelines.clustering.layout import WINDOWS_RATIO
 from schemas.arrays import (
     Array,
     Jagged,
@@ -91,7 +91,7 @@ class Feature:
             return None
         lists = self.values.take(rows)
         windows = to_windows(Jagged(lists.values.astype(np.uint64), lists.offsets))
-        if len(windows.source) > SKIP_RATIO * len(lists.values):
+        if len(windows.source) > WINDOWS_RATIO * len(lists.values):
             return None
         fields = (windows.buffer, windows.start, windows.length, np.diff(windows.offsets))
         return packed_bytes(lists.values[windows.source]) + sum(packed_bytes(p) for p in fields)

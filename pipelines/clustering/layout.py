@@ -1,18 +1,18 @@
 """How a segment is stored: the layout of each group, and the encodings of each file.
 
 A group has one row per unique tuple of a block. Its tuples may be stored once per row group instead
-(shared tuples), and its lists as windows over buffers; both are chosen by measured bytes. Parquet
-encodings and page sizes are chosen by trial writes. Every choice is a function of the rows alone.
+(shared tuples), and its lists as windows over buffers; both are chosen by what repeats. Parquet
+encodings are chosen by trial writes. Every choice is a function of the rows alone.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
+from math import inf
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -32,7 +32,6 @@ from schemas.arrays import (
     take_rows,
     take_values,
 )
-from schemas.config.job import StorageConfig, resolve_choice
 from schemas.group_files import Windows, to_windows
 from schemas.layout import (
     BLOCK,
@@ -52,45 +51,18 @@ COMPRESSION_LEVEL = 3
 TRIAL_ROWS = 1 << 16
 """Rows of a trial; more changed no choice on MIND, demo and EB-NeRD (2026-11-21)."""
 TRIAL_BYTES = 8 << 20
-"""Uncompressed bytes of one column in a trial: the size of the largest page."""
-PAGE_BYTES = (8 << 20, 1 << 20, 64 << 10)
-"""Candidate page sizes, uncompressed; the earlier one wins ties. Each page is compressed by itself:
-histories need large pages (EB-NeRD's take 53.6 kB at 1 MiB and 36.2 kB at 8 MiB), and large
-dictionaries small ones, because their indices start narrow (1.3 % of MIND's samples;
-benchmarks/storage.md)."""
+"""Uncompressed bytes of one column in a trial."""
+PAGE_BYTES = 8 << 20
+"""Uncompressed bytes of a page. Each page is compressed by itself, and histories need large pages:
+EB-NeRD's take 53.6 kB at 1 MiB and 36.2 kB at 8 MiB (benchmarks/storage.md)."""
 
 DICTIONARY = "DICTIONARY"
 
-RunAll = Callable[[Callable[[Any], Any], Iterable[Any]], Iterable[Any]]
-"""Runs a function on all items, as `map`, perhaps on several threads."""
+Encodings = Mapping[str, str]
+"""Parquet column path (`a`, `list.list.element`) to encoding name."""
 
 _MAX_ROWS_PER_PAGE = 1 << 30
 """No limit: the default of 20,000 rows costs 4 % (benchmarks/layout.md)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Encodings:
-    """The encodings of one file.
-
-    Attributes:
-        by_path: Parquet column path (`a`, `list.list.element`) to encoding name.
-        page_bytes: maximum uncompressed bytes of a page.
-    """
-
-    by_path: Mapping[str, str]
-    page_bytes: int = PAGE_BYTES[0]
-
-    @property
-    def dictionary_paths(self) -> list[str]:
-        """The dictionary-encoded paths."""
-        return [p for p, e in self.by_path.items() if e == DICTIONARY]
-
-    @property
-    def column_encoding(self) -> dict[str, str]:
-        """The encodings of the other paths; plain ones are left out."""
-        return {p: e for p, e in self.by_path.items() if e not in (DICTIONARY, "PLAIN")}
-
-
 _CANDIDATES: Mapping[str, Sequence[str]] = {
     "BYTE_ARRAY": (DICTIONARY, "DELTA_LENGTH_BYTE_ARRAY", "DELTA_BYTE_ARRAY", "PLAIN"),
     "FIXED_LEN_BYTE_ARRAY": (DICTIONARY, "BYTE_STREAM_SPLIT", "PLAIN"),
@@ -100,7 +72,8 @@ _CANDIDATES: Mapping[str, Sequence[str]] = {
     "INT32": (DICTIONARY, "DELTA_BINARY_PACKED", "BYTE_STREAM_SPLIT", "PLAIN"),
     "INT64": (DICTIONARY, "DELTA_BINARY_PACKED", "BYTE_STREAM_SPLIT", "PLAIN"),
 }
-"""Physical type to its candidate encodings; the earlier one wins ties."""
+"""Physical type to its candidate encodings; the earlier one wins ties. Fixed encodings by type take
+2 to 12 % more bytes (benchmarks/storage.md)."""
 
 
 def candidate_encodings(field: pa.Field) -> dict[str, Sequence[str]]:
@@ -120,104 +93,23 @@ def _candidates_of(kind: pa.DataType) -> dict[str, Sequence[str]]:
     return {c.path[1:]: _CANDIDATES.get(c.physical_type, ("PLAIN",)) for c in columns}
 
 
-def choose_encodings(table: pa.Table, run_all: RunAll = map) -> Encodings:
-    """Try every encoding on the first rows of each column, then every page size on all of them.
+def choose_encodings(table: pa.Table) -> dict[str, str]:
+    """Write the first rows of each column in every encoding, and return the smallest ones.
 
     Args:
         table: the rows of a file, or of its first row group.
-        run_all: runs the trials.
     """
-    samples = [trial_rows(table.select([name])) for name in table.column_names]
-    smallest = [
-        {path: min(trials) for path, trials in leaves.items()}
-        for leaves in _trial_sizes(samples, run_all)
-    ]
-    by_path = {path: best[2] for leaves in smallest for path, best in leaves.items()}
-    sizes = [sum(best[0] for best in leaves.values()) for leaves in smallest]
-    chosen, least = Encodings(by_path), sum(sizes)
-    largest = max((sample.nbytes for sample in samples), default=0)
-    for page_bytes in PAGE_BYTES[1:]:
-        encodings = Encodings(by_path, page_bytes)
-        if page_bytes >= largest:
-            continue
-        fits = [_fits_page(sample, page_bytes) for sample in samples]
-        larger = [sample for sample, fit in zip(samples, fits, strict=True) if not fit]
-        total = sum(size for size, fit in zip(sizes, fits, strict=True) if fit)
-        for leaves in run_all(partial(_leaf_bytes, encodings=encodings), larger):
-            total += sum(leaves.values())
-        if total < least:
-            chosen, least = encodings, total
+    chosen: dict[str, str] = {}
+    for name in table.column_names:
+        column = trial_rows(table.select([name]))
+        candidates = candidate_encodings(column.schema.field(0))
+        smallest = dict.fromkeys(candidates, inf)
+        for index in range(max(map(len, candidates.values()), default=0)):
+            trial = {path: names[min(index, len(names) - 1)] for path, names in candidates.items()}
+            for path, size in encoded_bytes(column, trial).items():
+                if size < smallest[path]:
+                    smallest[path], chosen[path] = size, trial[path]
     return chosen
-
-
-def _fits_page(column: pa.Table, page_bytes: int) -> bool:
-    """Return whether no encoding of a column has several pages; narrow values take 4 bytes."""
-    kind = column.schema.field(0).type
-    is_wide = is_text(kind) or (not pa.types.is_nested(kind) and kind.bit_width >= 32)
-    return (1.25 if is_wide else 40) * column.nbytes <= page_bytes
-
-
-def min_encoded_bytes(table: pa.Table, run_all: RunAll = map) -> int:
-    """Return the size of a file with one row group and the smallest encoding of each column.
-
-    Args:
-        table: at least one row.
-        run_all: runs the trials.
-    """
-    sink = pa.BufferOutputStream()
-    with open_writer(sink, table.schema, Encodings({})) as writer:
-        writer.write_table(table.slice(0, 1))
-    file = sink.getvalue()
-    row = pq.read_metadata(pa.BufferReader(file)).row_group(0)
-    total = file.size - sum(row.column(i).total_compressed_size for i in range(row.num_columns))
-    columns = [table.select([name]) for name in table.column_names]
-    for leaves in _trial_sizes(columns, run_all):
-        total += sum(min(trials)[0] for trials in leaves.values())
-    return total
-
-
-Trials = dict[str, list[tuple[int, int, str]]]
-"""(bytes, index, name) of each candidate encoding, for each leaf of a column."""
-
-
-def _trial_sizes(columns: Sequence[pa.Table], run_all: RunAll) -> list[Trials]:
-    """Try all encodings of some tables of one column each, whose names differ.
-
-    One write tries one encoding of several columns: a file costs as much time as 4,000 values.
-    """
-    candidates = [candidate_encodings(column.schema.field(0)) for column in columns]
-    trials: list[Trials] = [{path: [] for path in paths} for paths in candidates]
-    by_rows: dict[int, list[int]] = {}
-    for position, column in enumerate(columns):
-        by_rows.setdefault(column.num_rows, []).append(position)
-    jobs: list[tuple[int, list[int], Encodings]] = []
-    for index in range(max(map(len, _CANDIDATES.values()))):
-        for same_rows in by_rows.values():
-            left = [p for p in same_rows if any(index < len(c) for c in candidates[p].values())]
-            for start in range(0, len(left), _TRIAL_COLUMNS):
-                positions = left[start : start + _TRIAL_COLUMNS]
-                by_path = {
-                    path: names[min(index, len(names) - 1)]
-                    for position in positions
-                    for path, names in candidates[position].items()
-                }
-                jobs.append((index, positions, Encodings(by_path)))
-
-    def run(job: tuple[int, list[int], Encodings]) -> dict[str, int]:
-        _, positions, encodings = job
-        schema = pa.schema([columns[p].schema.field(0) for p in positions])
-        table = pa.table([columns[p][0] for p in positions], schema=schema)
-        return _leaf_bytes(table, encodings)
-
-    for (index, positions, encodings), sizes in zip(jobs, run_all(run, jobs), strict=True):
-        for position in positions:
-            for path, of_path in trials[position].items():
-                of_path.append((sizes[path], index, encodings.by_path[path]))
-    return trials
-
-
-_TRIAL_COLUMNS = 8
-"""Columns of one trial write, so that several processors have work."""
 
 
 def trial_rows(column: pa.Table) -> pa.Table:
@@ -227,13 +119,14 @@ def trial_rows(column: pa.Table) -> pa.Table:
     return sample.slice(0, max(1, rows * TRIAL_BYTES // max(TRIAL_BYTES, sample.nbytes)))
 
 
-def _leaf_bytes(column: pa.Table, encodings: Encodings) -> dict[str, int]:
+def encoded_bytes(column: pa.Table, encodings: Encodings) -> dict[str, int]:
+    """Return the bytes of each leaf of a table of one column."""
     sink = pa.BufferOutputStream()
     with open_writer(sink, column.schema, encodings) as writer:
         writer.write_table(column)
     metadata = pq.read_metadata(pa.BufferReader(sink.getvalue()))
     if metadata.num_row_groups == 0:
-        return dict.fromkeys(encodings.by_path, 0)
+        return dict.fromkeys(encodings, 0)
     chunks = [metadata.row_group(0).column(i) for i in range(metadata.num_columns)]
     return {c.path_in_schema: c.total_compressed_size for c in chunks}
 
@@ -245,16 +138,18 @@ def open_writer(
 
     Readers find blocks through `blocks.parquet` and do not prune by statistics.
     """
+    dictionaries = [path for path, name in encodings.items() if name == DICTIONARY]
+    others = {p: name for p, name in encodings.items() if name not in (DICTIONARY, "PLAIN")}
     return pq.ParquetWriter(
         sink,
         schema,
         compression=COMPRESSION,
         compression_level=COMPRESSION_LEVEL,
-        use_dictionary=encodings.dictionary_paths or False,  # pyright: ignore[reportArgumentType] - takes paths too
-        column_encoding=encodings.column_encoding or None,
+        use_dictionary=dictionaries or False,  # pyright: ignore[reportArgumentType] - takes paths too
+        column_encoding=others or None,
         write_statistics=False,
         write_page_checksum=True,
-        data_page_size=encodings.page_bytes,
+        data_page_size=PAGE_BYTES,
         max_rows_per_page=_MAX_ROWS_PER_PAGE,
         store_schema=True,
     )
@@ -433,96 +328,50 @@ def _buffers_table(
 # Choice of layouts: once per segment, for all its parts
 
 SAMPLE_ROWS = 1 << 15
-"""Maximum number of a group's unique tuples that are measured."""
+"""Maximum number of a group's unique tuples that are examined."""
 SAMPLE_BYTES = 4 << 20
-"""Maximum uncompressed bytes of a column that are measured."""
-MAX_SIZE_RATIO = 0.98
-"""A layout is chosen if its bytes are at most this share; a smaller gain is not worth a file."""
-SKIP_RATIO = 0.9
-"""Bytes are not measured if more than this share of the tuples or values would remain."""
+"""Maximum uncompressed bytes of a column that are examined."""
+SHARED_RATIO = 0.7
+"""Tuples are shared if at most this share of them is distinct in a row group. Of 20 groups of nine
+logs, those at 0.11 and 0.23 take 0.38 and 0.30 times the bytes, one at 0.84 takes 1.3 times, and
+all others are above 0.95 (benchmarks/storage.md)."""
+WINDOWS_RATIO = 0.9
+"""Lists are windows over buffers if these hold at most this share of the values. Of 13 lists, those
+up to 0.88 take 0.21 to 0.95 times the bytes, those above 0.99 take 1.01 to 1.03 times."""
 _PATH = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
 
 Layouts = Mapping[str, GroupLayout]
 """Group to its layout."""
 
 
-def choose_layouts(
-    star: Star, storage: StorageConfig, run_all: RunAll = map
-) -> dict[str, GroupLayout]:
+def choose_layouts(star: Star) -> dict[str, GroupLayout]:
     """Choose the layout of every group from some sessions of one part."""
     layouts: dict[str, GroupLayout] = {}
     for group, table in star.groups.items():
         rows = min(table.num_rows, SAMPLE_ROWS)
         largest = max((table[c].nbytes for c in table.column_names), default=0)
         rows = min(rows, max(1, SAMPLE_BYTES * table.num_rows // max(1, largest)))
-        sample = table.slice(0, rows).combine_chunks()
-        layouts[group] = choose_layout(sample, star.tuples[group][:rows], group, storage, run_all)
+        layouts[group] = choose_layout(table.slice(0, rows), star.tuples[group][:rows])
     return layouts
 
 
-def choose_layout(
-    table: pa.Table,
-    tuples: NDArray[np.int64],
-    group: str,
-    storage: StorageConfig,
-    run_all: RunAll = map,
-) -> GroupLayout:
-    """Choose the layout of one group.
+def choose_layout(table: pa.Table, tuples: NDArray[np.int64]) -> GroupLayout:
+    """Choose the layout of one group by what repeats.
 
     Args:
         table: some rows of the group, as one row group.
         tuples: (num_rows,) equal rows have equal numbers.
-        group: its name in the job.
-        storage: settings of the job, which take precedence.
-        run_all: runs the trials.
     """
-    shared = resolve_choice(storage.shared_tuples, group)
-    index, unique, _ = dedup_tuples(table, tuples, [table.num_rows])
-    if shared is None and unique.num_rows > SKIP_RATIO * table.num_rows:
-        shared = False
-    plain = table.drop_columns([BLOCK, UNIQUE_INDEX])
-    choose_windows = partial(_choose_windows, group=group, storage=storage, run_all=run_all)
-    if shared is not None:
-        return GroupLayout(shared, choose_windows(unique if shared else plain)[0])
-    plain_windows, plain_saved = choose_windows(plain)
-    shared_windows, shared_saved = choose_windows(unique)
-    plain_bytes = min_encoded_bytes(plain, run_all) - plain_saved
-    shared_bytes = min_encoded_bytes(unique, run_all) - shared_saved
-    shared_bytes += _index_bytes(index) + _index_bytes(np.arange(unique.num_rows))
-    if shared_bytes <= MAX_SIZE_RATIO * plain_bytes:
-        return GroupLayout(True, shared_windows)
-    return GroupLayout(False, plain_windows)
+    _, unique, _ = dedup_tuples(table, tuples, [table.num_rows])
+    shared = unique.num_rows <= SHARED_RATIO * table.num_rows
+    stored = unique if shared else table
+    windows = (f.name for f in stored.schema if _overlaps(stored, f))
+    return GroupLayout(shared, tuple(windows))
 
 
-def _choose_windows(
-    table: pa.Table, group: str, storage: StorageConfig, run_all: RunAll
-) -> tuple[tuple[str, ...], int]:
-    """Return the list features to store as windows, and the bytes that this saves."""
-    enabled = resolve_choice(storage.windows, group)
-    saved, features = 0, []
-    for field in table.schema:
-        if enabled is False or not supports_windows(field.type) or not _PATH.fullmatch(field.name):
-            continue
-        column = table[field.name]
-        windows, values = list_windows(column.combine_chunks())
-        if enabled is None and len(windows.source) > SKIP_RATIO * len(values):
-            continue
-        columns, buffers = encode_windows(column, [table.num_rows], 0)
-        names = window_columns(field.name)
-        list_bytes = min_encoded_bytes(table.select([field.name]), run_all)
-        index = pa.array(segment_indices(0, np.arange(len(buffers[0]))))
-        window_bytes = sum(
-            min_encoded_bytes(pa.table(stored), run_all)
-            for stored in (
-                dict(zip(names, columns, strict=True)),
-                {BUFFER_INDEX: index, field.name: buffers[0]},
-            )
-        )
-        if enabled or window_bytes <= MAX_SIZE_RATIO * list_bytes:
-            features.append(field.name)
-            saved += list_bytes - window_bytes
-    return tuple(features), saved
-
-
-def _index_bytes(index: NDArray[np.int64]) -> int:
-    return min_encoded_bytes(pa.table({TUPLE_INDEX: pa.array(segment_indices(0, index))}))
+def _overlaps(table: pa.Table, field: pa.Field) -> bool:
+    """Return whether a column has lists whose buffers are enough smaller."""
+    if not supports_windows(field.type) or not _PATH.fullmatch(field.name):
+        return False
+    windows, values = list_windows(one_chunk(table[field.name]))
+    return 0 < len(windows.source) <= WINDOWS_RATIO * len(values)

@@ -24,7 +24,6 @@ from pipelines.clustering.layout import (
     TRIAL_ROWS,
     Encodings,
     Layouts,
-    RunAll,
     choose_encodings,
     choose_layouts,
     directory_of,
@@ -74,7 +73,6 @@ def choose_segment_layout(
     data: DataConfig,
     fitted: FittedValues | None = None,
     num_parts: int = 1,
-    run_all: RunAll = map,
 ) -> SegmentLayout:
     """Choose the layout of a segment from the samples of one part.
 
@@ -83,13 +81,11 @@ def choose_segment_layout(
         data: the job's data section.
         fitted: fitted parameters of transforms.
         num_parts: parts of the segment.
-        run_all: runs the trials.
     """
     star = to_star(cluster(sample_sessions(parts, data), data), 0, data, fitted)
-    layouts = choose_layouts(star, data.storage, run_all)
+    layouts = choose_layouts(star)
     encodings = {
-        directory: choose_encodings(table, run_all)
-        for directory, table in iter_tables(star, layouts)
+        directory: choose_encodings(table) for directory, table in iter_tables(star, layouts)
     }
     return SegmentLayout(layouts, encodings, num_parts)
 

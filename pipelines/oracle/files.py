@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from pipelines.clustering.layout import Encodings, open_writer
+from pipelines.clustering.layout import open_writer
 from schemas.arrays import Jagged, large_list, offsets_of, ranges
 from schemas.files import FileEntry, describe_new_file
 from schemas.layout import (
@@ -36,19 +36,17 @@ ENTRIES_PER_FILE = 1 << 21
 """Entries after which a file ends: 16 MiB as int64, so that a worker can hold a file."""
 
 
-ENCODINGS = Encodings(
-    {
-        BLOCK: "DELTA_BINARY_PACKED",
-        "step": "DELTA_BINARY_PACKED",
-        "first_position": "DELTA_BINARY_PACKED",
-        "last_position": "BYTE_STREAM_SPLIT",
-        "first_step": "BYTE_STREAM_SPLIT",
-        "last_step": "BYTE_STREAM_SPLIT",
-        "row": "BYTE_STREAM_SPLIT",
-        "gaps.list.element": "BYTE_STREAM_SPLIT",
-        "distances.list.element": "BYTE_STREAM_SPLIT",
-    }
-)
+ENCODINGS = {
+    BLOCK: "DELTA_BINARY_PACKED",
+    "step": "DELTA_BINARY_PACKED",
+    "first_position": "DELTA_BINARY_PACKED",
+    "last_position": "BYTE_STREAM_SPLIT",
+    "first_step": "BYTE_STREAM_SPLIT",
+    "last_step": "BYTE_STREAM_SPLIT",
+    "row": "BYTE_STREAM_SPLIT",
+    "gaps.list.element": "BYTE_STREAM_SPLIT",
+    "distances.list.element": "BYTE_STREAM_SPLIT",
+}
 """Encodings of all files, by column path."""
 
 

@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 
 import pyarrow as pa
 
-from pipelines.clustering.layout import DICTIONARY, Encodings, open_writer
+from pipelines.clustering.layout import DICTIONARY, open_writer
 from pipelines.clustering.part import PartResult
 from pipelines.clustering.writer import LOOKUPS, merge_blocks
 from pipelines.oracle.numbering import NumberedTable
@@ -194,7 +194,7 @@ def finish_segment(
     blocks = merge_blocks(r.blocks for r in results)
     encodings = {c: "DELTA_BINARY_PACKED" for c in blocks.column_names} | {"split": DICTIONARY}
     with (root / BLOCKS).new_file() as partial:
-        with open_writer(partial, blocks.schema, Encodings(encodings)) as writer:
+        with open_writer(partial, blocks.schema, encodings) as writer:
             writer.write_table(blocks)
         blocks_sha256 = describe_new_file(partial, BLOCKS).sha256
     number_reject_files(root)

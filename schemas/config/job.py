@@ -6,7 +6,7 @@ example.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import date, datetime, time, timedelta
 from pathlib import Path
@@ -112,43 +112,6 @@ class SplitConfig:
             return self
         end = datetime.combine(day, time()) + timedelta(days=1)
         return replace(self, evaluation_from=end - self.evaluation_last)
-
-
-GroupSelection = Literal["auto", "none"] | tuple[str, ...]
-"""`auto`: where it saves bytes; `none`: never; or the named groups."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StorageConfig:
-    """Storage of groups whose tuples share parts."""
-
-    windows: GroupSelection = "auto"
-    """Groups whose lists are stored as windows over shared buffers; `auto` decides per list."""
-    shared_tuples: GroupSelection = "auto"
-    """Groups whose tuples are stored once per row group instead of once per block."""
-
-    def check_groups(self, groups: Collection[str]) -> None:
-        """Raise ValueError if a named group is not declared."""
-        for key in ("windows", "shared_tuples"):
-            choice = getattr(self, key)
-            for name in () if isinstance(choice, str) else choice:
-                if name not in groups:
-                    raise ValueError(
-                        f"storage.{key} names an unknown group: {name!r}; "
-                        f"{suggest_name(name, groups)}"
-                    )
-
-
-def resolve_choice(choice: GroupSelection, group: str) -> bool | None:
-    """Return whether a group is selected; None if bytes decide.
-
-    Example:
-        >>> [resolve_choice(choice, "user") for choice in ("auto", "none", ("user",))]
-        [None, False, True]
-    """
-    if isinstance(choice, str):
-        return None if choice == "auto" else False
-    return group in choice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,8 +225,6 @@ class DataConfig:
     """Evaluation range."""
     block_samples: int = 1024
     """Samples of a block, a power of two."""
-    storage: StorageConfig = field(default_factory=StorageConfig)
-    """Storage of values shared by several blocks."""
     oracle: OracleConfig = field(default_factory=OracleConfig)
     """Default index."""
     gate: GateConfig | None = None
@@ -295,7 +256,6 @@ class DataConfig:
         if self.on_error == "drop_key" and self.samples.per is None:
             raise ValueError("on_error is drop_key without samples.per; write reject or fail")
         _check_groups(self.groups, self.transforms, [SAMPLE_WEIGHT] if self.sampling else [])
-        self.storage.check_groups(self.groups)
         _check_tables(self.tables)
         check_names("vocabularies", self.vocabularies)
         check_vocabularies(self.vocabularies, self.transforms)

@@ -15,7 +15,9 @@ import polars as pl
 import pytest
 
 from pipelines.cli import main
+from pipelines.clustering.layout import GroupLayout
 from tests.pipelines.logs import IN_PROCESS
+from tests.pipelines.shifting import stored_as
 
 NUM_SAMPLES = 3000
 JOB = """\
@@ -36,7 +38,6 @@ data:
     users: {features: [user_id], num_rows: 1000}
     codes: {features: [item_code, clicked_codes], num_rows: 1000}
   block_samples: 64
-  storage: {windows: [clicks], shared_tuples: [user, clicks]}
   oracle: {batch_samples: 128, epochs: 2, order: {shuffle: blocks, seed: 5}}
   generate: {num_samples: 3000, seed: 2, start: 2026-01-01, span: 2d}
 train: {batch_samples: 128, epochs: 2}
@@ -98,10 +99,10 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     job, output = str(folder / "job.yaml"), str(folder / "log")
     assert main(["generate", job, "--output", output]) == 0
-    assert (
-        main(["build", job, "--input", output, "--output", str(folder / "dataset"), IN_PROCESS])
-        == 0
-    )
+    command = ["build", job, "--input", output, "--output", str(folder / "dataset"), IN_PROCESS]
+    windows = ("clicked_items", "clicked_codes")
+    with stored_as({"user": GroupLayout(True), "clicks": GroupLayout(True, windows)}):
+        assert main(command) == 0
     return folder
 
 

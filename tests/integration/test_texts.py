@@ -42,7 +42,6 @@ data:
     cities: {features: [city_row], num_rows: 50, rows: identity}
     tags: {features: [tag_rows], num_rows: 50, rows: identity}
   block_samples: 32
-  storage: {windows: [clicks], shared_tuples: [user]}
   oracle: {batch_samples: 64}
 train:
   model: {top_layers: [16]}

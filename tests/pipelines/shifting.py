@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 
 from pipelines.build import build
+from pipelines.clustering.layout import GroupLayout
+from pipelines.clustering.star import Star
 from tests.pipelines.logs import SCHEMA, request
 
 JOB = """
@@ -21,20 +26,32 @@ data:
   groups: {user: [session, user, history], item: [item]}
   transforms: {user: {num_history: ln(1 + len(history))}}
   block_samples: 16
-  storage: {storage}
   tables:
     items: {features: [item, history], rows: identity, num_rows: 1000}
     users: {features: [user], rows: hash, num_rows: 65536}
   oracle: {batch_samples: 32}
 train: {batch_samples: 32}
 """
-STORAGES = {
-    "plain": "{windows: none, shared_tuples: none}",
-    "auto": "{windows: auto, shared_tuples: auto}",
-    "windows": "{windows: [user], shared_tuples: none}",
-    "shared": "{windows: none, shared_tuples: [user, item]}",
-    "both": "{windows: [user], shared_tuples: [user, item]}",
+STORAGES: dict[str, Mapping[str, GroupLayout] | None] = {
+    "plain": {},
+    "auto": None,
+    "windows": {"user": GroupLayout(False, ("history",))},
+    "shared": {"user": GroupLayout(True), "item": GroupLayout(True)},
+    "both": {"user": GroupLayout(True, ("history",)), "item": GroupLayout(True)},
 }
+
+
+@contextmanager
+def stored_as(layouts: Mapping[str, GroupLayout] | None) -> Iterator[None]:
+    """Build with these layouts of groups, plain ones for others; chosen by the rows if None."""
+
+    def choose(star: Star) -> dict[str, GroupLayout]:
+        return {group: (layouts or {}).get(group, GroupLayout()) for group in star.groups}
+
+    with pytest.MonkeyPatch.context() as patch:
+        if layouts is not None:
+            patch.setattr("pipelines.clustering.writer.choose_layouts", choose)
+        yield
 
 
 def shifting_log(directory: Path, num_rows: int) -> None:
@@ -65,11 +82,12 @@ def built_in_every_layout(directory: Path, num_rows: int = 2000) -> dict[str, Pa
     """Build one log under each of `STORAGES` and return the datasets by its name."""
     shifting_log(directory / "log", num_rows)
     found: dict[str, Path] = {}
-    for name, storage in STORAGES.items():
+    for name, layouts in STORAGES.items():
         (directory / name).mkdir()
         job = directory / name / "job.yaml"
-        job.write_text(JOB.replace("{storage}", storage))
+        job.write_text(JOB)
         (directory / name / "schema.pbtxt").write_text(SCHEMA)
-        build(request(job, directory / "log", directory / name / "dataset"))
+        with stored_as(layouts):
+            build(request(job, directory / "log", directory / name / "dataset"))
         found[name] = directory / name / "dataset"
     return found

@@ -20,13 +20,10 @@ from hypothesis import strategies as st
 
 from pipelines.build import build
 from pipelines.clustering.layout import (
-    PAGE_BYTES,
     TRIAL_BYTES,
     Encodings,
     GroupLayout,
     StoredTable,
-    _fits_page,
-    _leaf_bytes,
     candidate_encodings,
     choose_encodings,
     choose_layout,
@@ -44,7 +41,7 @@ from pipelines.sources.rows import ORIGIN
 from pipelines.table.rows import content_hash, expand
 from pipelines.table.verify import verify
 from schemas.arrays import Jagged, comparable_tuple, large_list, offsets_of
-from schemas.config.job import DataConfig, SamplesConfig, SessionConfig, SourceConfig, StorageConfig
+from schemas.config.job import DataConfig, SamplesConfig, SessionConfig, SourceConfig
 from schemas.dataset import Dataset, open_dataset
 from schemas.errors import SchemaError
 from schemas.files import CheckedFile
@@ -53,7 +50,7 @@ from schemas.layout import BLOCK, DATA_DIRECTORIES, UNIQUE_INDEX, window_columns
 from schemas.samples import read_samples
 from schemas.storage import Location
 from tests.pipelines.logs import bytes_of, request
-from tests.pipelines.shifting import STORAGES, built_in_every_layout
+from tests.pipelines.shifting import STORAGES, built_in_every_layout, stored_as
 
 LAYOUTS = [
     GroupLayout(),
@@ -184,27 +181,24 @@ def part_of_shifting_histories(num_rows: int, num_users: int = 1) -> pa.Table:
 def test_choice_follows_what_repeats() -> None:
     shifting = part_of_shifting_histories(3000)
     alone = np.arange(3000)
-    auto = StorageConfig()
-    assert choose_layout(shifting, alone, "g", auto) == GroupLayout(False, ("items",))
-    assert choose_layout(shifting, alone, "g", StorageConfig(windows="none")) == GroupLayout()
+    assert choose_layout(shifting, alone) == GroupLayout(False, ("items",))
     items = np.random.default_rng(2).integers(0, 1 << 40, 3000)
     again = np.random.default_rng(3).integers(0, 3000, 20_000)
     columns = {"item": items, "price": items // 7, "brand": items // 11}
     catalogue = pa.table(columns).take(pa.array(again))
     place = pa.array(np.arange(20_000))
     catalogue = catalogue.add_column(0, BLOCK, place).add_column(1, UNIQUE_INDEX, place)
-    assert choose_layout(catalogue, again, "g", auto) == GroupLayout(True)
-    assert choose_layout(catalogue.slice(0, 50), again[:50], "g", auto) == GroupLayout()
+    assert choose_layout(catalogue, again) == GroupLayout(True)
+    assert choose_layout(catalogue.slice(0, 50), again[:50]) == GroupLayout()
     rng = np.random.default_rng(1)
     random = shifting.set_column(
         3,
         "items",
         pa.array(rng.integers(0, 1 << 40, (3000, 20)).tolist(), pa.large_list(pa.int64())),
     )
-    assert choose_layout(random, alone, "g", auto) == GroupLayout()
-    forced = StorageConfig(windows=("g",), shared_tuples=("g",))
-    assert choose_layout(random, alone, "g", forced) == GroupLayout(True, ("items",))
-    assert choose_layout(random, alone, "other", forced) == GroupLayout()
+    assert choose_layout(random, alone) == GroupLayout()
+    empty = shifting.set_column(3, "items", pa.array([[]] * 3000, pa.large_list(pa.int64())))
+    assert choose_layout(empty, alone) == GroupLayout()
 
 
 def test_reference_outside_its_row_group_is_refused() -> None:
@@ -267,7 +261,7 @@ def test_layouts_lie_where_the_format_says(datasets: dict[str, Path]) -> None:
     assert directories["both"] == {"tuples/user", "tuples/item", "buffers/history"}
 
 
-def test_automatic_layout_is_never_larger_than_plain(datasets: dict[str, Path]) -> None:
+def test_chosen_layout_is_not_larger_than_plain(datasets: dict[str, Path]) -> None:
     sizes = {name: bytes_by_table(open_dataset(d)) for name, d in datasets.items()}
     for group in ("user", "item"):
         assert sizes["auto"][group] <= sizes["plain"][group]
@@ -335,10 +329,9 @@ def test_chosen_encoding_keeps_every_value_and_is_the_smallest_candidate(name: s
     chosen = choose_encodings(table)
     buffer = written(table, chosen)
     others = [
-        chunk_bytes(written(table, Encodings({path: e}, p)))
+        chunk_bytes(written(table, {path: e}))
         for path, usable in candidate_encodings(table.schema.field(0)).items()
         for e in usable
-        for p in PAGE_BYTES
     ]
     assert chunk_bytes(buffer) == min(others)
     back = pq.read_table(pa.BufferReader(buffer), page_checksum_verification=True)
@@ -359,7 +352,7 @@ def test_microbatches_of_nested_columns_are_encoded_one_by_one() -> None:
         }
     )
     chosen = choose_encodings(table)
-    assert set(chosen.by_path) == {
+    assert set(chosen) == {
         "pair.id",
         "pair.tags.list.element",
         "map.key_value.key",
@@ -368,9 +361,9 @@ def test_microbatches_of_nested_columns_are_encoded_one_by_one() -> None:
         "category",
         "half",
     }
-    assert chosen.by_path["pair.id"] == "DELTA_BINARY_PACKED"
+    assert chosen["pair.id"] == "DELTA_BINARY_PACKED"
     buffer = written(table, chosen)
-    plain = Encodings(dict.fromkeys(chosen.by_path, "PLAIN"))
+    plain = dict.fromkeys(chosen, "PLAIN")
     assert chunk_bytes(buffer) < 0.7 * chunk_bytes(written(table, plain))
     assert pq.read_table(pa.BufferReader(buffer)).equals(table)
 
@@ -381,42 +374,11 @@ def test_choice_does_not_depend_on_chunks() -> None:
     assert choose_encodings(cut) == choose_encodings(table)
 
 
-def test_long_histories_that_return_late_get_large_pages() -> None:
+def test_long_histories_that_return_late_are_found_again() -> None:
     rng = np.random.default_rng(1)
     users = [rng.integers(0, 1 << 40, 5000).tolist() for _ in range(4)]  # 160 kB together
     table = pa.table({"history": pa.array(users * 20, pa.large_list(pa.int64()))})
-    chosen = choose_encodings(table)
-    assert chosen.page_bytes == PAGE_BYTES[0]
-    small = Encodings(chosen.by_path, 64 << 10)
-    assert written(table, chosen).size < 0.2 * written(table, small).size
-
-
-def test_dictionary_that_grows_gets_small_pages() -> None:
-    rng = np.random.default_rng(2)
-    item = (np.arange(60_000) * rng.random(60_000) / 3).astype(np.int64)  # new ones all the time
-    prices = rng.random(20_000).astype(np.float32)[item]
-    chosen = choose_encodings(pa.table({"price": pa.array(prices)}))
-    assert chosen == Encodings({"price": "DICTIONARY"}, PAGE_BYTES[-1])
-
-
-LARGEST = {"bool": 1, "int8": 127, "uint16": 9, "int32": 2**31 - 1, "int64": 2**62}
-LARGEST |= {"float32": 2**24, "float64": 2**53, "string": 2**62}
-
-
-@pytest.mark.parametrize(("kind", "largest"), LARGEST.items())
-def test_a_column_that_fits_a_page_takes_the_same_bytes_with_larger_pages(
-    kind: str, largest: int
-) -> None:
-    rng = np.random.default_rng(4)
-    for count in (1_600, 6_300, 13_000, 100_000):
-        column = pa.table(
-            {"a": pa.array(rng.integers(0, largest, count, endpoint=True)).cast(kind)}
-        )
-        fitting = [PAGE_BYTES[0], *(b for b in PAGE_BYTES[1:] if _fits_page(column, b))]
-        for name in candidate_encodings(column.schema.field(0))["a"]:
-            sizes = [_leaf_bytes(column, Encodings({"a": name}, b))["a"] for b in fitting]
-            assert len(set(sizes)) == 1
-        assert len(fitting) > 1 or count > 1_600
+    assert written(table, choose_encodings(table)).size < 1.2 * 160_000
 
 
 def test_trial_sees_a_page_of_long_lists_and_at_least_one_row() -> None:
@@ -468,7 +430,6 @@ def test_a_hot_session_is_cut_by_time() -> None:
     assert found["t"].to_pylist() == list(range(200))
 
 
-PLAIN = "  storage: {windows: none, shared_tuples: none}\n  oracle:"
 OF_SESSIONS = ("key: session_id", "key: session_id")
 OF_USERS = ("key: session_id", "key: user_id")
 
@@ -501,12 +462,13 @@ def test_histories_that_shift_take_two_and_a_half_times_less_as_windows(
     source = repository / "schemas" / "thirtymusic"
     text = (source / "job.yaml").read_text().replace(*keys)
     found: dict[str, Dataset] = {}
-    for name, job in {"auto": text, "none": text.replace("  oracle:", PLAIN)}.items():
+    for name, layouts in {"auto": None, "none": {}}.items():
         directory = tmp_path / name
         directory.mkdir()
-        (directory / "job.yaml").write_text(job)
+        (directory / "job.yaml").write_text(text)
         shutil.copy(source / "schema.pbtxt", directory)
-        build(request(directory / "job.yaml", log, directory / "dataset"))
+        with stored_as(layouts):
+            build(request(directory / "job.yaml", log, directory / "dataset"))
         found[name] = open_dataset(directory / "dataset")
     auto, none = (content_hash(read_samples(found[n], True)) for n in ("auto", "none"))
     assert auto == none

@@ -19,7 +19,7 @@ from schemas.storage import Location
 from tests import real_logs
 from tests.pipelines.appending import DEFAULT, EXTRA, addition, changed
 from tests.pipelines.logs import SCHEMA, built, bytes_of, request, write_log
-from tests.pipelines.shifting import JOB, STORAGES, shifting_log
+from tests.pipelines.shifting import JOB, STORAGES, shifting_log, stored_as
 
 
 def by_view(dataset: Path, name: str) -> pa.Table:
@@ -50,9 +50,10 @@ def check(dataset: Path, scratch: Path) -> None:
 @pytest.mark.parametrize("name", STORAGES)
 def test_view_covers_every_layout_of_a_group(name: str, tmp_path: Path) -> None:
     shifting_log(tmp_path / "log", 1000)
-    (tmp_path / "job.yaml").write_text(JOB.replace("{storage}", STORAGES[name]))
+    (tmp_path / "job.yaml").write_text(JOB)
     (tmp_path / "schema.pbtxt").write_text(SCHEMA)
-    build(request(tmp_path / "job.yaml", tmp_path / "log", tmp_path / "dataset"))
+    with stored_as(STORAGES[name]):
+        build(request(tmp_path / "job.yaml", tmp_path / "log", tmp_path / "dataset"))
     check(tmp_path / "dataset", tmp_path)
     found = by_view(tmp_path / "dataset", "samples")["history"]
     assert found.null_count > 0

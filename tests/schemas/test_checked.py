@@ -9,7 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipelines.clustering.layout import Encodings, open_writer
+from pipelines.clustering.layout import open_writer
 from schemas.dataset import IndexPart, Segment, committed_segment, open_dataset, version_name
 from schemas.errors import SchemaError
 from schemas.files import CheckedFile, describe_file, find_damaged_files, parse_files
@@ -74,7 +74,7 @@ def test_texts_are_read_as_codes_where_their_encoding_allows_it(
     encoding: str, tmp_path: Path
 ) -> None:
     rows = pa.table({"a": ["x", "y", None, "x"], "b": [["x", ""], [], None, ["x"]], "c": range(4)})
-    encodings = Encodings(dict.fromkeys(["a", "b.list.element"], encoding) | {"c": "PLAIN"})
+    encodings = dict.fromkeys(["a", "b.list.element"], encoding) | {"c": "PLAIN"}
     with open_writer(str(tmp_path / "x.parquet"), rows.schema, encodings) as writer:
         writer.write_table(rows, row_group_size=2)
     entry = describe_file(tmp_path, "x.parquet")

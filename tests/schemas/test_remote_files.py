@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipelines.clustering.layout import Encodings, open_writer
+from pipelines.clustering.layout import open_writer
 from schemas.accesses import NextUses, TableAccesses
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
@@ -36,7 +36,7 @@ def written(tmp_path: Path) -> tuple[Path, FileEntry]:
     """A Parquet file of eight row groups that do not compress, and its entry."""
     numbers = np.random.default_rng(0).integers(0, 1 << 60, NUM_GROUPS * GROUP_ROWS)
     table = pa.table({"x": numbers, "y": numbers[::-1]})
-    with open_writer(tmp_path / "a.parquet", table.schema, Encodings({})) as writer:
+    with open_writer(tmp_path / "a.parquet", table.schema, {}) as writer:
         writer.write_table(table, row_group_size=GROUP_ROWS)
     return tmp_path, describe_file(tmp_path, "a.parquet")
 

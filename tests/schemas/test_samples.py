@@ -16,16 +16,17 @@ from schemas.layout import EVALUATION, TRAIN, inverse_column
 from schemas.samples import column_names, read_columns, read_samples
 from schemas.storage import Location
 from tests.pipelines.logs import SCHEMA, built, request
-from tests.pipelines.shifting import JOB, STORAGES, shifting_log
+from tests.pipelines.shifting import JOB, STORAGES, shifting_log, stored_as
 from tests.schemas.test_remote_files import copied
 from tests.shared import make_once
 
 
 def _shifting(folder: Path, name: str) -> None:
     shifting_log(folder / "log", 1000)
-    (folder / "job.yaml").write_text(JOB.replace("{storage}", STORAGES[name]))
+    (folder / "job.yaml").write_text(JOB)
     (folder / "schema.pbtxt").write_text(SCHEMA)
-    build(request(folder / "job.yaml", folder / "log", folder / "dataset"))
+    with stored_as(STORAGES[name]):
+        build(request(folder / "job.yaml", folder / "log", folder / "dataset"))
 
 
 def _shop(folder: Path) -> None:
