@@ -2,8 +2,8 @@
 
 Features of a group share one tuple: one inverse column, one file, one look-up of all of them per
 distinct tuple. The search starts with every feature alone and merges the pair that saves most until
-none saves any more; then it moves single features while that saves. A feature that hardly repeats
-costs more in a group than with the samples, so it stays there.
+none saves any more. A feature that hardly repeats costs more in a group than with the samples, so
+it stays there.
 """
 
 from __future__ import annotations
@@ -170,14 +170,11 @@ def group_name(feature: str, used_names: Sequence[str], columns: Sequence[str]) 
 
 
 def search(costs: Costs) -> list[Set]:
-    """Return the cheapest groups that greedy merges and single moves find."""
+    """Return the cheapest groups that greedy merges find."""
     useful = [i for i in range(len(costs.features)) if _may_save(costs, i)]
-    sets = _merged(costs, [frozenset([i]) for i in useful])
-    chosen = [s for s in sets if costs.as_group(s) < sum(costs.in_samples(m) for m in s)]
-    while len(chosen) > MAX_GROUPS:
-        chosen = _one_less(costs, chosen)
     min_saving = MIN_SAVING * sum(costs.in_samples(m) for m in range(len(costs.features)))
-    return [s for s in _moved(costs, chosen, useful) if _saved(costs, s) > min_saving]
+    sets = _merged(costs, [frozenset([i]) for i in useful])
+    return [s for s in sets if _saved(costs, s) > min_saving]
 
 
 def _saved(costs: Costs, members: Set) -> float:
@@ -191,11 +188,11 @@ def _may_save(costs: Costs, member: int) -> bool:
 
 
 def _merged(costs: Costs, sets: list[Set]) -> list[Set]:
-    """Merge the pair that saves most, as long as one saves."""
+    """Merge the pair that saves most, as long as one saves or there are too many groups."""
     gains = {frozenset(pair): _gain(costs, *pair) for pair in combinations(sets, 2)}
     while gains:
         pair = max(gains, key=lambda p: (gains[p], sorted(map(sorted, p))))
-        if gains[pair] <= 0:
+        if gains[pair] <= 0 and sum(_saved(costs, s) > 0 for s in sets) <= MAX_GROUPS:
             break
         left, right = sorted(pair, key=sorted)
         merged = left | right
@@ -210,36 +207,9 @@ def _gain(costs: Costs, left: Set, right: Set) -> float:
     return costs.best(left) + costs.best(right) - costs.best(left | right)
 
 
-def _moved(costs: Costs, sets: list[Set], useful: Sequence[int]) -> list[Set]:
-    """Move single features between groups and samples, or merge two groups, while that saves."""
-    improved = True
-    while improved:
-        improved = False
-        for member in useful:
-            options = [sets, *(p for p in _placements(sets, member) if len(p) <= MAX_GROUPS)]
-            best = min(options, key=lambda o: _total(costs, o, useful))
-            if _total(costs, best, useful) < _total(costs, sets, useful):
-                sets, improved = best, True
-        for left, right in combinations(sets, 2):
-            if costs.as_group(left | right) < costs.as_group(left) + costs.as_group(right):
-                sets = [*(s for s in sets if s not in (left, right)), left | right]
-                improved = True
-                break
-    return sets
-
-
-def _placements(sets: list[Set], member: int) -> list[list[Set]]:
-    """Return the groups after each move of a feature: to the samples, alone, to another group."""
-    without = [s - {member} for s in sets]
-    rest = [s for s in without if s]
-    placements = [rest, [*rest, frozenset([member])]]
-    placements += [[s | {member} if s == target else s for s in rest] for target in rest]
-    return placements
-
-
-def _total(costs: Costs, sets: Sequence[Set], useful: Sequence[int]) -> float:
+def _total(costs: Costs, sets: Sequence[Set]) -> float:
     grouped = frozenset[int]().union(*sets)
-    ungrouped = sum(costs.in_samples(m) for m in useful if m not in grouped)
+    ungrouped = sum(costs.in_samples(m) for m in range(len(costs.features)) if m not in grouped)
     return ungrouped + sum(costs.as_group(s) for s in sets)
 
 
@@ -252,14 +222,4 @@ def _keep_together(costs: Costs, sets: list[Set], names: frozenset[str]) -> list
         options += [[s | members if s == target else s for s in rest] for target in rest]
         options += [[*rest, members]] if len(rest) < MAX_GROUPS else []
         options += [sets] if any(members <= s for s in sets) else []
-    return min(options, key=lambda o: _total(costs, o, range(len(costs.features))))
-
-
-def _one_less(costs: Costs, sets: list[Set]) -> list[Set]:
-    """Merge two groups, or dissolve one, whichever is cheapest."""
-    useful = sorted(frozenset[int]().union(*sets))
-    options = [[s for s in sets if s != dropped] for dropped in sets]
-    for left, right in combinations(sets, 2):
-        rest = [s for s in sets if s not in (left, right)]
-        options.append([*rest, left | right])
-    return min(options, key=lambda o: _total(costs, o, useful))
+    return min(options, key=lambda o: _total(costs, o))
