@@ -33,12 +33,10 @@ class Repetition:
 
     Attributes:
         change_rate: share of samples whose value differs from the previous one in the session.
-        expected_factor: samples per stored value by RecD's formula for that rate.
         dedup_factor: samples per stored value, if each block stores a value once.
     """
 
     change_rate: float
-    expected_factor: float
     dedup_factor: float
 
 
@@ -80,25 +78,6 @@ class GroupChoice:
         return {g.name: g.features for g in self.groups}
 
 
-def expected_factor(change_rate: float, samples_per_session: float) -> float:
-    """Return the expected number of samples per stored value.
-
-    With S samples a session, of which each after the first changes the value with probability
-    1 - d, a batch of B samples stores B / S * (1 + (S - 1) * (1 - d)) values.
-
-    Args:
-        change_rate: 1 - d.
-        samples_per_session: S, at least 1.
-
-    Source: RecD (MLSys 2023), DedupeLen and DedupeFactor.
-
-    Example:
-        >>> expected_factor(0.0, 20.0), expected_factor(1.0, 20.0)
-        (20.0, 1.0)
-    """
-    return samples_per_session / (1 + (samples_per_session - 1) * change_rate)
-
-
 def repetition_of(costs: Costs, members: Set, starts_session: NDArray[np.bool_]) -> Repetition:
     """Return the repetition of the tuple of some features.
 
@@ -113,9 +92,8 @@ def repetition_of(costs: Costs, members: Set, starts_session: NDArray[np.bool_])
     for member in members:
         changed |= np.diff(costs.features[member].codes, prepend=-1) != 0
     rate = float(changed[follows].mean()) if follows.any() else 1.0
-    per_session = costs.num_samples / int((~follows).sum())
     factor = costs.num_samples / costs.num_unique(members)
-    return Repetition(rate, expected_factor(rate, per_session), factor)
+    return Repetition(rate, factor)
 
 
 def choose_groups(

@@ -8,26 +8,18 @@ from typing import Any
 
 import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from numpy.typing import NDArray
 
 from pipelines.report.charts import (
     ACCENT,
-    HALF,
     OTHER,
     OURS,
-    PALETTE,
     Bar,
     Line,
     Scale,
     bar_chart,
     curve_chart,
-    histogram,
-    smoothed,
-    stacked_bars,
 )
 from pipelines.report.facts import (
-    GroupFacts,
-    LossFacts,
     OracleFacts,
     Run,
     StorageFacts,
@@ -40,8 +32,6 @@ from schemas.storage import Location
 
 MAX_LRU_POINTS = 400
 """Points of the drawn LRU curve."""
-MAX_DOUBLINGS = 7
-"""The last bar of the histogram has all sessions of at least 2**7 samples."""
 
 
 def write_report(
@@ -72,7 +62,6 @@ def render(facts: Mapping[str, Any]) -> str:
     )
     for function in FILTERS:
         environment.filters[function.__name__] = _with_dash(function)
-    environment.filters["median"] = np.median
     return environment.get_template("report.html").render(
         facts, charts=draw_charts(facts), speed_up=find_speed_up(facts["runs"])
     )
@@ -175,20 +164,7 @@ def compared(ours: float, other: float) -> str:
     return f"{ratio(ours, other)} times as large as"
 
 
-def doubling(power: int, last: int | None = None) -> str:
-    """Return the range of numbers from a power of two to below the next, or `+` for the last.
-
-    Example:
-        >>> doubling(0), doubling(3), doubling(7, 7)
-        ('1', '8-15', '128+')
-    """
-    low = 1 << power
-    if power == last:
-        return f"{low}+"
-    return str(low) if low == 1 else f"{low}-{2 * low - 1}"
-
-
-FILTERS = (integer, digits, size, percent, decimals, ratio, compared, doubling, pluralize)
+FILTERS = (integer, digits, size, percent, decimals, ratio, compared, pluralize)
 
 
 # Charts: facts to SVG.
@@ -196,22 +172,11 @@ FILTERS = (integer, digits, size, percent, decimals, ratio, compared, doubling, 
 
 def draw_charts(facts: Mapping[str, Any]) -> dict[str, str]:
     """Return the charts of the page by name; those without data are left out."""
-    oracle, runs, losses = facts["oracle"], facts["runs"], facts["losses"]
-    groups: Mapping[str, GroupFacts] = facts["groups"]
-    charts = {
-        "storage": storage_chart(facts["storage"]),
-        "session_lengths": session_length_chart(facts["session_lengths"]),
-    }
-    if groups:
-        charts["dedup_factors"] = dedup_factor_chart(groups)
-    if any(g.counts.num_values_dedup for g in groups.values()):
-        charts["list_values"] = list_values_chart(groups)
-    if oracle:
-        charts |= {"cache_curve": cache_curve_chart(oracle), "cache_load": cache_load_chart(oracle)}
-    if runs:
-        charts["speeds"] = speed_chart(runs)
-    if losses:
-        charts |= {"losses": loss_chart(losses), "phases": phase_chart(losses.runs)}
+    charts = {"storage": storage_chart(facts["storage"])}
+    if facts["oracle"]:
+        charts["cache_curve"] = cache_curve_chart(facts["oracle"])
+    if facts["runs"]:
+        charts["speeds"] = speed_chart(facts["runs"])
     return charts
 
 
@@ -231,32 +196,6 @@ def storage_chart(storage: StorageFacts) -> str:
     return bar_chart("Bytes on disk", bars)
 
 
-def dedup_factor_chart(groups: Mapping[str, GroupFacts]) -> str:
-    """Return the dedup factor of each group."""
-    factors = {name: g.counts.dedup_factor for name, g in groups.items()}
-    bars = [Bar(name, factor, digits(factor)) for name, factor in factors.items()]
-    return bar_chart("Samples per unique tuple", bars, HALF)
-
-
-def list_values_chart(groups: Mapping[str, GroupFacts]) -> str:
-    """Return the list values of all groups, expanded and stored."""
-    expanded = sum(g.counts.num_values for g in groups.values())
-    stored = sum(g.counts.num_values_dedup for g in groups.values())
-    bars = [
-        Bar("expanded", expanded, integer(expanded), OTHER),
-        Bar("stored", stored, integer(stored)),
-    ]
-    return bar_chart("List values", bars, HALF)
-
-
-def session_length_chart(lengths: NDArray[np.int64]) -> str:
-    """Return the histogram of samples per session."""
-    powers = np.minimum(np.log2(lengths).astype(np.int64), MAX_DOUBLINGS)
-    counts = np.bincount(powers).tolist()
-    bars = [Bar(doubling(p, MAX_DOUBLINGS), n, integer(n)) for p, n in enumerate(counts)]
-    return histogram("Sessions by number of samples", bars, "samples in a session")
-
-
 def cache_curve_chart(oracle: OracleFacts) -> str:
     """Return the hit rates over cache sizes of the largest table."""
     report, lru, optimal = oracle.tables[oracle.largest], oracle.lru, oracle.optimal
@@ -274,28 +213,14 @@ def cache_curve_chart(oracle: OracleFacts) -> str:
         ],
         Scale("cache size, share of the touched rows", lambda x: percent(x, 0), 0, 1),
         Scale("hit rate", lambda x: percent(x, 0), 0),
-        HALF,
     )
-
-
-def cache_load_chart(oracle: OracleFacts) -> str:
-    """Return the rows that each step accesses, fetches and finds in the cache."""
-    accessed, fetched, resident = oracle.plan
-    steps = np.arange(oracle.num_steps)
-    lines = [
-        Line("in the cache", steps, resident, OTHER),
-        Line("accessed", steps, accessed, OURS),
-        Line("fetched", steps, fetched, ACCENT),
-    ]
-    label = f"Rows of table {oracle.largest} in each step"
-    return curve_chart(label, lines, Scale("step", short), Scale("rows", short, 0), HALF)
 
 
 def run_color(run: Run) -> str:
     """Return the color of a run: grey without deduplication."""
     if run.summary.expanded:
         return OTHER
-    return OURS if run.summary.embedding == "plain" else PALETTE[1]
+    return OURS if run.summary.embedding == "plain" else ACCENT
 
 
 def speed_chart(runs: Sequence[Run]) -> str:
@@ -305,26 +230,3 @@ def speed_chart(runs: Sequence[Run]) -> str:
         for r in runs
     ]
     return bar_chart("Samples per second", bars)
-
-
-def loss_chart(losses: LossFacts) -> str:
-    """Return the loss over the samples trained: of each step, faint, and smoothed."""
-    curves = [(run, *run.losses) for run in losses.runs]
-    faint = {"linewidth": 1.0, "alpha": 0.35}
-    lines = [Line("", samples, y, run_color(run), faint) for run, samples, y in curves]
-    for index, (run, samples, y) in enumerate(curves):
-        # Runs on the same batches have the same losses: dashes show the line below.
-        dashes = {"dashes": (2.5, 1.5 + index)} if index else {}
-        mean = smoothed(y, np.diff(samples, prepend=0), losses.span)
-        lines.append(Line(run.name, samples, mean, run_color(run), dashes))
-    y_scale = Scale("loss", lambda value: f"{value:g}", None, losses.axis_end)
-    return curve_chart("Loss over samples trained", lines, Scale("samples trained", short), y_scale)
-
-
-def phase_chart(runs: Sequence[Run]) -> str:
-    """Return the mean milliseconds of a step by phase, of each run."""
-    return stacked_bars(
-        "Time per step by phase",
-        {run.name: run.phases for run in runs},
-        lambda milliseconds: f"{digits(milliseconds)} ms",
-    )

@@ -76,14 +76,6 @@ def expand(
     return count
 
 
-def session_lengths(dataset: Dataset) -> NDArray[np.int64]:
-    """Return the number of samples of each session, (num_sessions,), in no particular order.
-
-    A session that the split or a window divides counts once, as in the manifest.
-    """
-    return np.concatenate([segment_session_lengths(s, dataset.job.data) for s in dataset.segments])
-
-
 def segment_session_lengths(segment: Segment, data: DataConfig) -> NDArray[np.int64]:
     """Return the number of samples of each session of one segment."""
     session, groups = data.session, row_groups(segment)

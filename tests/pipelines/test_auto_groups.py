@@ -9,7 +9,7 @@ import pytest
 import zstandard
 
 from pipelines.autogroup.costs import LEAST_DEDUP_FACTOR, Costs, feature_of
-from pipelines.autogroup.search import choose_groups, expected_factor, search
+from pipelines.autogroup.search import choose_groups, search
 from schemas.config.job import MAX_GROUPS
 
 BLOCK = 64
@@ -132,13 +132,12 @@ def test_change_rate_counts_samples_that_follow_another_of_their_session() -> No
     column = pa.array([1, 1, 2, 2, 9, 9, 9, 9])
     choice = choose_groups(costs_of({"a": column}), np.array([1, 0, 0, 0, 1, 0, 0, 0], bool))
     assert choice.features["a"].change_rate == 1 / 6
-    assert choice.features["a"].expected_factor == expected_factor(1 / 6, 4.0) == 8 / 3
 
 
 def test_a_jump_from_one_session_to_the_next_is_no_change() -> None:
     choice = choose_groups(costs_of({"a": pa.array([1, 1, 2, 2])}), np.array([1, 0, 1, 0], bool))
     assert choice.features["a"].change_rate == 0
-    assert choice.features["a"].expected_factor == choice.features["a"].dedup_factor == 2
+    assert choice.features["a"].dedup_factor == 2
 
 
 def test_more_than_eight_useful_groups_are_reduced_to_eight() -> None:
