@@ -112,19 +112,6 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes:.0f} B"
 
 
-def short(number: float) -> str:
-    """Return a number short enough for an axis.
-
-    Example:
-        >>> short(2_500_000), short(40_000), short(12)
-        ('2.5M', '40k', '12')
-    """
-    for factor, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(number) >= factor:
-            return f"{number / factor:g}{unit}"
-    return f"{number:g}"
-
-
 def percent(share: float, decimals: int = 1) -> str:
     """Return a share in per cent.
 
