@@ -37,7 +37,6 @@ from benchmarks.logs import (
 from pipelines.demo_log.log import GeneratorConfig, write_log
 from schemas.dataset import Dataset, open_dataset
 from schemas.run_log import METRICS, SUMMARY, read_metrics
-from trainer.stores.remote.ownership import slot_range_of_part
 
 MODES = ("plain", "cached", "lru", "uncached")
 DIM, BATCH, NUM_STORES, RATE = 64, 4096, 2, "2gbit"
@@ -93,9 +92,8 @@ def train_in_namespace(folder: Path) -> int:
 def _start_store(
     folder: Path, number: int, token: Path, delay_sec: float
 ) -> subprocess.Popen[bytes]:
-    start, end = slot_range_of_part(number, NUM_STORES)
     command = [sys.executable, "-m", "trainer", "store", "--token-file", str(token)]
-    command += ["--directory", str(folder / f"store-{number}"), "--slots", f"{start}:{end}"]
+    command += ["--directory", str(folder / f"store-{number}")]
     command += ["--delay-sec", str(delay_sec), "--end-with-stdin"]
     return subprocess.Popen(
         ["taskset", "-c", "1", *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE

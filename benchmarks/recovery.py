@@ -28,7 +28,6 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict
 from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
@@ -69,16 +68,7 @@ FAULTS = {
 }
 WHOLE_RUN, TRAINER, TORCHRUN = "everything", "trainer", "torchrun"
 REPLICA_SCENARIOS = (*FAULTS, WHOLE_RUN, TORCHRUN)
-STORE_SCENARIOS = {
-    "process": 1,
-    "node": 1,
-    "process, with copies": 2,
-    "node, with copies": 2,
-    "migration": 1,
-    TRAINER: 1,
-    WHOLE_RUN: 1,
-}
-"""Scenario -> copies of each slot."""
+STORE_SCENARIOS = ("process", "node", "migration", TRAINER, WHOLE_RUN)
 _TIMEOUT_SEC = 600.0
 _POLL_SEC = 0.001
 
@@ -122,7 +112,7 @@ class CommitWatcher:
         return statistics.median([b - a for a, b in pairwise(times)])
 
 
-def write_store_job(folder: Path, stores: StoreProcesses | None, copies: int) -> Path:
+def write_store_job(folder: Path, stores: StoreProcesses | None) -> Path:
     """Write the demo's job with the benchmark's model; return its path."""
     job = read_job(DEMO_JOB)
     job["data"].setdefault("oracle", {})["batch_samples"] = BATCH
@@ -138,7 +128,6 @@ def write_store_job(folder: Path, stores: StoreProcesses | None, copies: int) ->
         job["train"]["stores"] = {
             "addresses": stores.addresses,
             "token_file": str(stores.directory / TOKEN),
-            "replicas": copies,
             "timeout": "60s",
         }
     return write_job_file(folder, job)
@@ -159,11 +148,10 @@ def measure_store_failure(scenario: str, dataset: Path, scratch: Path) -> dict[s
     Raises:
         RuntimeError: the run failed.
     """
-    copies = STORE_SCENARIOS[scenario]
     with tempfile.TemporaryDirectory(dir=scratch) as name, ExitStack() as stack:
         folder = Path(name)
-        stores = stack.enter_context(StoreProcesses(2, folder / "stores", replicas=copies))
-        job = write_store_job(folder / "job", stores, copies)
+        stores = stack.enter_context(StoreProcesses(2, folder / "stores"))
+        job = write_store_job(folder / "job", stores)
         run = folder / "run"
         supervised = ("--restarts", "1") if scenario == TRAINER else ()
         watcher = CommitWatcher(run, start_training(job, dataset, run, *supervised))
@@ -175,9 +163,9 @@ def measure_store_failure(scenario: str, dataset: Path, scratch: Path) -> dict[s
             source, target = stores.addresses
             access = read_access(folder / "stores" / TOKEN)
             with ThreadPoolExecutor(1) as pool:
-                move = pool.submit(migrate_slots, source, target, slots, access)
+                move = pool.submit(migrate_slots, [source], target, slots, access)
                 watcher.wait_for(lambda _: move.done())
-            costs["moved"] = asdict(move.result())
+            costs["moved"] = move.result()
         elif scenario == TRAINER:
             pid = watcher.process.pid
             (trainer,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
@@ -214,7 +202,7 @@ def measure_store_failure(scenario: str, dataset: Path, scratch: Path) -> dict[s
 
 def write_replica_job(folder: Path) -> Path:
     """Write the job of all replica scenarios; return its path."""
-    job = read_job(write_store_job(folder, None, 1))
+    job = read_job(write_store_job(folder, None))
     job["data"]["oracle"]["epochs"] = job["train"]["epochs"] = EPOCHS
     job["train"]["pooling"] = "sum"
     return write_job_file(folder, job)
@@ -367,7 +355,7 @@ def measure_replicas(log: Path, scratch: Path, rounds: int) -> Costs:
 
 def measure_stores(log: Path, scratch: Path, rounds: int) -> Costs:
     """Measure all store scenarios."""
-    job = write_store_job(scratch / "job-stores", None, 1)
+    job = write_store_job(scratch / "job-stores", None)
     dataset = build_dataset(job, log, scratch / "dataset-stores")
     return in_rounds(
         STORE_SCENARIOS,

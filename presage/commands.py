@@ -55,8 +55,6 @@ TASKS: dict[str, dict[str, tuple[str, str]]] = {
         "replica": ("trainer", "run one replica of train --replicas"),
         "store": ("trainer", "serve rows to trainers, over Arrow Flight"),
         "migrate-slots": ("trainer", "move slots between stores of a run"),
-        "kill-store": ("trainer", "kill a store process, as in a crash; no row is lost"),
-        "restart-store": ("trainer", "restart a store process"),
     },
 }
 """Task to its commands: their package, and the line of its parser's help."""

@@ -70,6 +70,22 @@ def hash_rows(ids: NDArray[np.integer], table: str, num_rows: int) -> NDArray[np
     return rows.reshape(np.shape(ids))
 
 
+def divide_slots(count: int) -> NDArray[np.int64]:
+    """Return (NUM_SLOTS,) the part of each slot where stores share all slots equally, in order.
+
+    Up to 16 parts are cut between ranges of 256 slots, which a scheduler moves as a whole.
+
+    Args:
+        count: of the parts.
+
+    Example:
+        >>> np.bincount(divide_slots(3)).tolist(), np.bincount(divide_slots(17))[:2].tolist()
+        ([1536, 1280, 1280], [241, 241])
+    """
+    size = 256 if count <= 16 else 1
+    return np.arange(NUM_SLOTS) // size * count // (NUM_SLOTS // size)
+
+
 def slot_of_row(rows: NDArray[np.integer]) -> NDArray[np.int64]:
     """Return the hash slot of each row, in [0, NUM_SLOTS)."""
     return (splitmix64(rows) >> np.uint64(52)).astype(np.int64)

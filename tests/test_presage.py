@@ -167,7 +167,7 @@ def test_completion_prints_the_script(
 
 LINES = {
     "presage bui": ["build"],
-    "presage re": ["replay", "replica", "report", "restart-store", "retrain", "rewrite"],
+    "presage re": ["replay", "replica", "report", "retrain", "rewrite"],
     "presage train --emb": ["--embedding"],
     "presage train --embedding l": ["lru"],
     "presage rewrite --layout ": ["flat", "star"],

@@ -76,8 +76,6 @@ def main(
         "erase": _erase,
         "store": _store,
         "migrate-slots": _migrate_slots,
-        "kill-store": _control_store,
-        "restart-store": _control_store,
         "agent": _agent,
     }[arguments.command]
     try:
@@ -359,61 +357,38 @@ def _certificate(arguments: argparse.Namespace) -> tuple[Path, Path] | None:
 
 
 def _store(arguments: argparse.Namespace) -> int:
-    from trainer.stores.remote.connection import read_access
-    from trainer.stores.remote.ownership import parse_ranges
-    from trainer.stores.remote.server import MessageLimits, StoreOptions, run_store
+    from trainer.stores.remote.server import StoreOptions, run_store
+    from trainer.stores.remote.wire import read_token
 
     options = StoreOptions(
         directory=arguments.directory,
         address_file=arguments.address_file,
-        access=read_access(arguments.token_file, arguments.trusted, arguments.tls_name),
+        token=read_token(arguments.token_file),
         host=arguments.host,
         port=arguments.port,
-        slots=parse_ranges(arguments.slots),
         certificate=_certificate(arguments),
         sync=arguments.fsync == "write",
-        limits=MessageLimits(
-            message_bytes=arguments.message_bytes,
-            in_flight_bytes=arguments.in_flight_bytes,
-            delay_sec=arguments.delay_sec,
-        ),
+        message_bytes=arguments.message_bytes,
+        delay_sec=arguments.delay_sec,
     )
-    port = run_store(
+    run_store(
         options,
         announce=lambda line: print(line, flush=True),
         end_with=sys.stdin.buffer if arguments.end_with_stdin else None,
     )
-    if port is not None:  # restart; the last --port wins
-        command = [sys.executable, "-m", "trainer", *sys.argv[1:], "--port", str(port)]
-        os.execv(sys.executable, command)
     return 0
 
 
 def _migrate_slots(arguments: argparse.Namespace) -> int:
     from trainer.stores.remote.connection import read_access
     from trainer.stores.remote.ownership import parse_ranges
-    from trainer.stores.remote.processes import gather_slots, migrate_slots
-
-    givers, slots = arguments.givers.split(","), parse_ranges(arguments.slots)
-    if len(givers) > 1 and not arguments.served:
-        raise SchemaError(f"--from names {len(givers)} stores; name one, or add --served")
-    access = read_access(arguments.token_file, arguments.trusted, arguments.tls_name)
-    if arguments.served:
-        moved = gather_slots(givers, arguments.to, slots, access)
-    else:
-        moved = migrate_slots(givers[0], arguments.to, slots, access)
-    _show(arguments, json.dumps(asdict(moved), sort_keys=True))
-    return 0
-
-
-def _control_store(arguments: argparse.Namespace) -> int:
-    from trainer.stores.remote.connection import read_access
-    from trainer.stores.remote.processes import kill_store, restart_store
+    from trainer.stores.remote.processes import migrate_slots
 
     access = read_access(arguments.token_file, arguments.trusted, arguments.tls_name)
-    control = kill_store if arguments.command == "kill-store" else restart_store
-    control(arguments.address, access)
-    _show(arguments, json.dumps({"address": arguments.address}))
+    moved = migrate_slots(
+        arguments.sources.split(","), arguments.to, parse_ranges(arguments.slots), access
+    )
+    _show(arguments, json.dumps(moved, sort_keys=True))
     return 0
 
 

@@ -20,7 +20,9 @@ def add_replica(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=path_or_url, help="run folder or URL of train --replicas")
     parser.add_argument("--number", type=int, required=True, help="of this replica, from 0")
     parser.add_argument("--host", default="127.0.0.1", help="beyond loopback only with TLS")
-    _add_tls(parser, "authorities of other replicas, PEM")
+    _add_certificate(parser)
+    parser.add_argument("--trusted", type=Path, help="authorities of other replicas, PEM")
+    parser.add_argument("--tls-name", help=TLS_NAME)
     parser.add_argument(
         "--token-file", type=Path, help="of the replicas; default: RUN/token of a folder"
     )
@@ -43,8 +45,7 @@ def add_store(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--host", default="127.0.0.1", help="beyond loopback only with TLS")
     parser.add_argument("--port", type=int, default=0, help="0: a free one")
-    parser.add_argument("--slots", default="0:4096", help="START:END of 4,096[,...], or none")
-    _add_tls(parser, "authorities of other stores, PEM")
+    _add_certificate(parser)
     parser.add_argument(
         "--fsync",
         choices=("checkpoint", "write"),
@@ -54,21 +55,13 @@ def add_store(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--message-bytes", type=positive, default=4 << 20, help="of one message; default: 4 MiB"
     )
-    parser.add_argument(
-        "--in-flight-bytes",
-        type=positive,
-        default=64 << 20,
-        help="of unanswered messages; default: 64 MiB",
-    )
     parser.add_argument("--delay-sec", type=float, default=0.0, help="delay of every response")
     parser.add_argument("--end-with-stdin", action="store_true", help="end when stdin is closed")
 
 
-def _add_tls(parser: argparse.ArgumentParser, trusted: str) -> None:
+def _add_certificate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tls-cert", type=Path, help="certificate chain, PEM")
     parser.add_argument("--tls-key", type=Path, help="its key, PEM")
-    parser.add_argument("--trusted", type=Path, help=trusted)
-    parser.add_argument("--tls-name", help=TLS_NAME)
 
 
 def positive(text: str) -> int:
@@ -204,36 +197,26 @@ def build_parser(prog: str = "python -m trainer") -> argparse.ArgumentParser:
     add_store(commands.add_parser("store", help="serve rows to trainers, over Arrow Flight"))
     move = commands.add_parser("migrate-slots", help="move slots between stores of a run")
     move.add_argument(
-        "--from", dest="givers", type=_addresses, required=True, help="address of the source store"
+        "--from",
+        dest="sources",
+        type=_addresses,
+        required=True,
+        metavar="ADDRESS[,...]",
+        help="stores, of whose slots those of --slots are moved: grpc://host:port, "
+        "grpc+tls://host:port, or the file or URL of an --address-file",
     )
     move.add_argument("--to", type=_address, required=True, help="address of the target store")
     move.add_argument("--slots", required=True, help="START:END of 4,096[,...]")
-    move.add_argument(
-        "--served",
-        action="store_true",
-        help="move those of the slots that any store of --from ADDRESS[,...] serves",
-    )
-    kill = commands.add_parser(
-        "kill-store", help="kill a store process, as in a crash; no row is lost"
-    )
-    restart = commands.add_parser("restart-store", help="restart a store process")
-    for command in (kill, restart):
-        command.add_argument(
-            "address",
-            type=_address,
-            help="grpc://host:port, grpc+tls://host:port, or the file or URL of its --address-file",
-        )
-    for command in (move, kill, restart):
-        command.add_argument("--token-file", type=Path, required=True, help="of the stores")
-        command.add_argument("--trusted", type=Path, help="authorities of the stores, PEM")
-        command.add_argument("--tls-name", help=TLS_NAME)
+    move.add_argument("--token-file", type=Path, required=True, help="of the stores")
+    move.add_argument("--trusted", type=Path, help="authorities of the stores, PEM")
+    move.add_argument("--tls-name", help=TLS_NAME)
     agent = commands.add_parser("agent")  # hidden: a trainer starts it
     agent.add_argument("run", type=Path, help="run folder")
     agent.add_argument("--memory", type=Path, required=True, help="folder of the copies")
     agent.add_argument("--file", type=int, required=True, help="descriptor of that open file")
     agent.add_argument("--keep", type=positive, required=True, help="number of checkpoints to keep")
     agent.add_argument("--parent", type=positive, required=True, help="process id of the trainer")
-    for command in (run, score, check, diff, erase, move, kill, restart):
+    for command in (run, score, check, diff, erase, move):
         command.add_argument("--json", action="store_true", help="one JSON object on stdout")
     return parser
 

@@ -192,10 +192,8 @@ def _on_started(job: JobState, event: Started, state: State) -> Result:
     if process.status == "starting":  # its waiting time does not count as work
         process = replace(process, status="running", began_sec=event.time_sec)
     job = job.with_process(process)
-    if process.pool == "store" and not job.owners and job.num_initial_stores:
-        initial = initial_owners(job.num_initial_stores)
-        owners = tuple(job.first_initial_store + number for number in initial)
-        job = replace(job, owners=owners)
+    if process.pool == "store" and not job.owners and job.stores:
+        job = replace(job, owners=initial_owners(job.stores))
     return job, []
 
 
@@ -274,23 +272,17 @@ def _on_load(job: JobState, event: LoadKnown, state: State) -> Result:
 
 
 def _on_moved(job: JobState, event: Moved, state: State) -> Result:
-    """Update the owners of moved slot ranges; after a failure the target may own some."""
-    owners = list(job.owners)
-    for number in job.moving or (event.slots,):
-        if event.moved and number < len(owners):
-            owners[number] = event.target
-    maybe = tuple(n for n in job.maybe_owners if not event.moved or n != job.emptying_store)
-    if not event.moved and event.target >= 0 and job.stores:
-        maybe = (*(n for n in maybe if n != event.target), event.target)
-    job = replace(
-        job,
-        moving=(),
-        emptying_store=None,
-        owners=tuple(owners),
-        maybe_owners=maybe,
-        move_failed_sec=None if event.moved else event.time_sec,
-        num_failed_moves=0 if event.moved else job.num_failed_moves + 1,
+    """Update the owners of moved slot ranges; a move that failed is repeated later."""
+    if not event.moved:
+        failed = replace(
+            job, move_failed_sec=event.time_sec, num_failed_moves=job.num_failed_moves + 1
+        )
+        return failed, []
+    moved = job.moving or (event.slots,)
+    owners = tuple(
+        event.target if number in moved else owner for number, owner in enumerate(job.owners)
     )
+    job = replace(job, moving=(), owners=owners, move_failed_sec=None, num_failed_moves=0)
     return job, []
 
 

@@ -18,7 +18,7 @@ from scheduler.controller.state import Action, JobState
 from scheduler.model.grid import Sizes
 from scheduler.model.memory import HEADROOM, STORE_BASE_BYTES, tables_bytes
 from schemas.config.schedule import MAX_STORES
-from schemas.hashing import NUM_SLOTS
+from schemas.hashing import NUM_SLOTS, divide_slots
 
 NUM_RANGES = MAX_STORES
 """Slot ranges, and therefore the most stores that can own some."""
@@ -50,25 +50,14 @@ class SlotMove:
 # Slot ranges.
 
 
-def initial_owners(num_stores: int) -> tuple[int, ...]:
+def initial_owners(stores: Sequence[int]) -> tuple[int, ...]:
     """Return the store of each range when training starts.
 
     Example:
-        >>> initial_owners(3)
+        >>> initial_owners((0, 1, 2))
         (0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2)
     """
-    return tuple(number * num_stores // NUM_RANGES for number in range(NUM_RANGES))
-
-
-def initial_slots(store: int, num_stores: int) -> tuple[int, int]:
-    """Return the first slot of a store at the start of training, and one after its last.
-
-    Example:
-        >>> initial_slots(1, 3)
-        (1536, 2816)
-    """
-    owned = [i for i, owner in enumerate(initial_owners(num_stores)) if owner == store]
-    return slots_of_range(owned[0])[0], slots_of_range(owned[-1])[1]
+    return tuple(stores[k] for k in divide_slots(len(stores))[:: NUM_SLOTS // NUM_RANGES].tolist())
 
 
 def slots_of_range(number: int) -> tuple[int, int]:
@@ -244,14 +233,14 @@ def target_stores(sizes: Sizes) -> int:
 def update_members(job: JobState, sizes: Sizes) -> JobState:
     """Return a job with the stores that belong to it at its sizes.
 
-    A surplus store belongs to the job until it owns no range for certain, also none that a move
-    which seemed to fail brought. Without trainers surplus stores are removed at once: training
-    resumes from a checkpoint, and may need their resources.
+    A surplus store belongs to the job until it owns no range for certain, which a move that seemed
+    to fail leaves open. Without trainers surplus stores are removed at once: training resumes from
+    a checkpoint, and may need their resources.
     """
     if not job.num_stores:
         return job
     if not job.stores:
-        job = replace(job, stores=tuple(range(job.num_stores)), num_initial_stores=job.num_stores)
+        job = replace(job, stores=tuple(range(job.num_stores)))
     count = target_stores(sizes)
     if not job.trainers:
         job = _shrink_without_trainers(job, count)
@@ -259,35 +248,30 @@ def update_members(job: JobState, sizes: Sizes) -> JobState:
     while len(stores) < count:
         stores.append(_next_number(job, stores))
     if job.owners and not job.moving:
-        owning = {*job.owners, *job.maybe_owners}
-        stores = stores[:count] + [n for n in stores[count:] if n in owning]
+        stores = stores[:count] + [n for n in stores[count:] if n in job.owners]
     return replace(job, stores=tuple(stores), num_stores=len(stores))
 
 
 def _shrink_without_trainers(job: JobState, count: int) -> JobState:
-    """Return a job without its surplus stores, while nothing trains.
-
-    Before the first step the remaining stores may never have been opened, and would not have been
-    started with all slots between them: then new stores replace all of them.
-    """
-    if not job.of_pool("store"):
-        job = replace(job, moving=())
-    if job.moving or len(job.stores) <= count:
+    """Return a job without its surplus stores, while nothing trains."""
+    in_progress = job.moving and job.move_failed_sec is None and job.of_pool("store")
+    if in_progress or len(job.stores) <= count:
         return job
-    if job.next_step:
-        kept = job.stores[:count]
-        owners = redistribute(job.owners, kept)  # the next trainers may place them elsewhere
-        maybe = tuple(n for n in kept if n in job.maybe_owners or n not in owners)
-        return replace(job, stores=kept, owners=owners, maybe_owners=maybe)
-    first = _next_number(job, job.stores) if _started_numbers(job) else 0
-    return replace(
-        job,
-        stores=tuple(range(first, first + count)),
-        first_initial_store=first,
-        num_initial_stores=count,
-        owners=(),
-        maybe_owners=(),
-    )
+    kept = job.stores[:count]
+    owners = _all_owning(redistribute(job.owners, kept), kept)
+    return replace(job, stores=kept, owners=owners, moving=())
+
+
+def _all_owning(owners: Sequence[int], stores: Sequence[int]) -> tuple[int, ...]:
+    """Return owners of which each store is one: the next trainers may place ranges anywhere.
+
+    A store that is thought to own ranges is emptied before it leaves.
+    """
+    after = list(owners)
+    for store in stores:
+        if store not in after and len(after) > len({*after}):
+            after[after.index(max(stores, key=after.count))] = store
+    return tuple(after)
 
 
 def _next_number(job: JobState, stores: Sequence[int]) -> int:
@@ -327,6 +311,8 @@ def move_slots(
 ) -> tuple[JobState, list[Action]]:
     """Start the next move of slots: off a surplus store, else off an overloaded one.
 
+    One that failed is repeated first: nobody knows whether the slots were moved before it did.
+
     Args:
         job: a job that trains.
         sizes: its target sizes.
@@ -337,20 +323,19 @@ def move_slots(
     wait = min(MAX_RETRY_SEC, RETRY_SEC * 2.0 ** max(0, job.num_failed_moves - 1))
     early = job.move_failed_sec is not None and now_sec < job.move_failed_sec + wait
     trains = any(p.status == "running" for p in job.of_pool("coordinator"))
-    if job.moving or early or not trains or not set(job.owners) <= running:
+    if early or not trains or not set(job.owners) <= running:
         return job, []
+    if job.moving:
+        if job.move_failed_sec is None or not {job.moving_from, job.moving_to} <= running:
+            return job, []
+        move = SlotMove(job.moving, job.moving_from, job.moving_to)
+        return _start_move(job, move, "it has failed before")
     counts, step = range_loads(job, ahead_steps)
     staying = running & set(job.stores[: target_stores(sizes)])
     most = max_ranges(job, len(staying))
     move = plan_emptying(job.owners, counts, staying, most)
     if move is not None:
-        whole = len(move.ranges) == job.owners.count(move.source)
-        return _start_move(job, move, f"{len(staying)} are enough", {"whole": float(whole)})
-    if (source := _store_to_search(job, staying)) is not None:
-        target = min(staying & set(job.owners))
-        move = SlotMove((job.owners.index(target),), source, target)
-        why = f"store {source} is surplus, and a move to it that failed may have brought it slots"
-        return _start_move(job, move, why, {"whole": 1.0})
+        return _start_move(job, move, f"{len(staying)} are enough")
     move = plan_levelling(job.owners, counts, staying, most)
     if move is None:
         return job, []
@@ -362,19 +347,11 @@ def move_slots(
         f"store {move.source} will have {load / mean:.2f} times the mean load{ahead}, and "
         f"{after / mean:.2f} after the move"
     )
-    return _start_move(job, move, why, {})
+    return _start_move(job, move, why)
 
 
-def _store_to_search(job: JobState, staying: Collection[int]) -> int | None:
-    """Return a surplus store that may hold slots after a failed move."""
-    running = job.running_stores
-    stores = [n for n in job.maybe_owners if n in running and n not in staying and n in job.stores]
-    return stores[-1] if stores and set(staying) & set(job.owners) else None
-
-
-def _start_move(
-    job: JobState, move: SlotMove, why: str, values: dict[str, float]
-) -> tuple[JobState, list[Action]]:
+def _start_move(job: JobState, move: SlotMove, why: str) -> tuple[JobState, list[Action]]:
+    """Start a move; one of all ranges of a store also takes those that it is not known to own."""
     many = len(move.ranges) > 1
     ranges = (
         f"slot ranges {format_spans(move.ranges)} move"
@@ -389,8 +366,14 @@ def _start_move(
             "slots": float(move.ranges[0]),
             "source": float(move.source),
             "target": float(move.target),
-            **values,
+            "whole": float(len(move.ranges) == job.owners.count(move.source)),
         },
     )
-    emptying_store = move.source if values.get("whole") else None
-    return replace(job, moving=move.ranges, emptying_store=emptying_store), [action]
+    job = replace(
+        job,
+        moving=move.ranges,
+        moving_from=move.source,
+        moving_to=move.target,
+        move_failed_sec=None,
+    )
+    return job, [action]

@@ -208,22 +208,18 @@ class JobState:
     """Stores of the job; None before training starts."""
     stores: tuple[int, ...] = ()
     """Numbers of its stores in order of creation; the last ones are removed first."""
-    first_initial_store: int = 0
-    """The first of the stores that shared all slots at their start."""
-    num_initial_stores: int = 0
-    """How many these were."""
     owners: tuple[int, ...] = ()
     """Store of each slot range; empty before the first store runs."""
     moving: tuple[int, ...] = ()
-    """Slot ranges that are moving between stores."""
-    emptying_store: int | None = None
-    """Source of these, if it gives away all its ranges."""
+    """Slot ranges that are moving between stores, until a move of them has succeeded."""
+    moving_from: int = 0
+    """Source of these."""
+    moving_to: int = 0
+    """Target of these."""
     move_failed_sec: float | None = None
-    """Time at which the latest move failed; None if it succeeded."""
+    """Time at which the move failed, which will be repeated; None if none did."""
     num_failed_moves: int = 0
     """Consecutive moves that failed."""
-    maybe_owners: tuple[int, ...] = ()
-    """Targets of failed moves: stores that may hold slots."""
 
     @property
     def remaining_segments(self) -> int:

@@ -312,8 +312,10 @@ class Driver:
             if process.pool == "replica" and coordinated and is_trained(paths):
                 continue  # the run is complete; the coordinator is about to exit
             self._handle(ended_event(paths, observed, name, process, time.time()))
+            if process.pool in ("store", "coordinator") and process.status != "leaving":
+                self._end_move(self.state.jobs[name], observed)
             if process.pool == "store":
-                self._on_store_ended(process, self.state.jobs[name], observed)
+                self._discard_stores(self.state.jobs[name])
         self._poll_load(name)
         self._poll_move(name)
         for process in processes:
@@ -326,12 +328,11 @@ class Driver:
     def _read_steps(self, name: str) -> Stepped | None:
         return self._tails[name].read(name, time.time())
 
-    def _on_store_ended(self, store: Process, job: JobState, processes: Processes) -> None:
-        """Kill a slot move, which could wait an hour for the store, and remove stale stores."""
+    def _end_move(self, job: JobState, processes: Processes) -> None:
+        """Kill a slot move, which could wait an hour for the process that has ended."""
         move = _newest_move(job, processes)
-        if move is not None and store.status != "leaving" and processes.is_alive(move):
+        if move is not None and processes.is_alive(move):
             processes.kill(move)
-        self._discard_stores(job)
 
     def _poll_load(self, name: str) -> None:
         """Report the load in the oracle's index when segments were added."""
@@ -346,7 +347,7 @@ class Driver:
     def _poll_move(self, name: str) -> None:
         """Report the end of a slot move."""
         job, processes = self.state.jobs[name], self._processes[name]
-        if not job.moving:
+        if not job.moving or job.move_failed_sec is not None:
             return
         move = _newest_move(job, processes)
         if move is None or not processes.is_alive(move):
@@ -466,8 +467,7 @@ class Driver:
             if is_new:
                 paths.address_file(process.number).parent.remove([STORE_ADDRESS])
             self._prepare_stores(job, processes)
-            count, first = job.num_initial_stores, job.first_initial_store
-            command = store_command(paths, work, process.number, count, endpoint, first)
+            command = store_command(paths, work, process.number, endpoint)
         else:
             # The same number for all replicas, whatever each one's current request is.
             threads = max(1, int(job.snapshot.job.schedule.training.replica.cpus))

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from scheduler.controller.events import LoadKnown
-from scheduler.controller.slots import initial_slots, slots_of_range
+from scheduler.controller.slots import slots_of_range
 from scheduler.drivers.base import Endpoint
 from scheduler.model.snapshot import compute_lookahead
 from schemas.accesses import NextUses, index_load
@@ -163,7 +163,7 @@ def prepare_stores(
     body: Any = yaml.safe_load(paths.job_file.read_text())
     train = body["train"] = body.get("train") or {}
     kept = {k: v for k, v in (train.get("stores") or {}).items() if k in ("timeout", "replicas")}
-    train["stores"] = {**kept, **stores, "elastic": True}
+    train["stores"] = {**kept, **stores}
     _write_changed(paths.served_job, yaml.safe_dump(body, sort_keys=False).encode())
 
 
@@ -312,7 +312,7 @@ def replica_command(
     command += ["--threads", str(threads)]
     command += ["--work", str(work / f"replica-{number}")] if paths.is_remote else []
     if endpoint is not None:
-        return [*command, *_server_flags(endpoint)]
+        return [*command, *_server_flags(endpoint), *_client_flags(endpoint)]
     return [*command, *_loopback_flags(paths)] if paths.is_remote else command
 
 
@@ -320,9 +320,7 @@ def store_command(
     paths: JobPaths,
     work: Path,
     number: int,
-    count: int,
     endpoint: Endpoint | None = None,
-    first: int = 0,
 ) -> list[str]:
     """Return the command of one store.
 
@@ -330,17 +328,14 @@ def store_command(
         paths: of the job.
         work: folder of its process.
         number: of the store.
-        count: stores that start with slots; those of higher numbers start empty.
         endpoint: how processes connect; None if all share one loopback.
-        first: number of the first store that starts with slots.
     """
-    index = number - first
-    slots = "{}:{}".format(*initial_slots(index, count)) if index < count else "none"
     folder, address = paths.store(number, work), paths.address_file(number)
     command = [*module_command("trainer"), "store", "--directory", str(folder)]
     command += ["--address-file", str(address)] if paths.is_remote else []
-    command += ["--slots", slots]
-    return [*command, *(_loopback_flags(paths) if endpoint is None else _server_flags(endpoint))]
+    if endpoint is None:
+        return [*command, *_loopback_flags(paths)]
+    return [*command, *_server_flags(endpoint), "--token-file", endpoint.token_file]
 
 
 def move_command(
@@ -360,7 +355,7 @@ def move_command(
         endpoint: how processes connect; None if all share one loopback.
     """
     slots = [slots_of_range(number) for number in ranges] or [(0, NUM_SLOTS)]
-    command = [*module_command("trainer"), "migrate-slots", "--served"]
+    command = [*module_command("trainer"), "migrate-slots"]
     command += ["--slots", ",".join(f"{first}:{end}" for first, end in slots)]
     command += ["--from", ",".join(paths.store_address(number) for number in sources)]
     command += ["--to", paths.store_address(target)]
@@ -373,7 +368,7 @@ def _loopback_flags(paths: JobPaths) -> list[str]:
 
 def _server_flags(endpoint: Endpoint) -> list[str]:
     files = ["--tls-cert", endpoint.certificate_file, "--tls-key", endpoint.key_file]
-    return ["--host", endpoint.host, *files, *_client_flags(endpoint)]
+    return ["--host", endpoint.host, *files]
 
 
 def _client_flags(endpoint: Endpoint) -> list[str]:

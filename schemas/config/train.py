@@ -121,7 +121,7 @@ class StoresConfig:
     addresses: tuple[str, ...] = ()
     """`grpc://host:port` or `grpc+tls://host:port` of each, or where a store that may move
     publishes that: `file:///DIRECTORY/address`, or a URL such as `s3://bucket/run/stores/0/address`.
-    Together they serve every slot `replicas` times."""
+    They share all slots equally when they serve their first run."""
     token_file: str | None = None
     """File with the stores' token, relative to the job file."""
     certificates: str | None = None
@@ -130,11 +130,6 @@ class StoresConfig:
     """Name in the stores' certificates; the host of each address when null."""
     timeout: timedelta = timedelta(seconds=30)
     """Longest wait for a response; a store must restart within this time."""
-    replicas: int = 1
-    """Stores that serve each slot: with 2, no rows are lost when one is lost with its directory."""
-    elastic: bool = False
-    """Whether stores of `addresses` may take over slots of removed stores; otherwise a run starts
-    only with all of its stores."""
 
     def __post_init__(self) -> None:
         try:
@@ -144,13 +139,6 @@ class StoresConfig:
         object.__setattr__(self, "addresses", addresses)
         if self.addresses and self.token_file is None:
             raise ValueError("addresses are given without token_file; name the stores' token file")
-        if self.replicas not in (1, 2):
-            raise ValueError(f"replicas must be 1 or 2, got {self.replicas}; write 2 for a copy")
-        if self.addresses and self.replicas > len(self.addresses):
-            raise ValueError(
-                f"replicas must be at most the number of stores, got replicas={self.replicas}, "
-                f"addresses={len(self.addresses)}; start more stores"
-            )
         check_positive(self, "timeout")
 
 

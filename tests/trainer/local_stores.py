@@ -11,22 +11,20 @@ import numpy as np
 import pyarrow.flight as fl
 
 from schemas.hashing import slot_of_row
-from tests.trainer.stores import ACCESS, LAYOUT, TOKEN
-from trainer.stores.remote.migration import OutgoingMigrations
-from trainer.stores.remote.ownership import Ranges
-from trainer.stores.remote.server import Actions, MessageLimits, StoreServer
+from tests.trainer.stores import LAYOUT, TOKEN
+from trainer.stores.remote.server import StoreServer
 from trainer.stores.remote.shard import Shard
 
-LIMITS = MessageLimits(message_bytes=4096)
-"""A hundred rows a message: a migration is many of them."""
+MESSAGE_BYTES = 4096
+"""A hundred rows a message: a move is many of them."""
 
 
 class LocalStore:
     """A server over a shard, on one port and one directory."""
 
-    def __init__(self, directory: Path, slots: Ranges) -> None:
+    def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._slots, self._port = slots, 0
+        self._port = 0
         self.is_alive = False
 
     @property
@@ -34,12 +32,10 @@ class LocalStore:
         return f"grpc://127.0.0.1:{self._port}"
 
     def start(self) -> None:
-        self.shard = Shard(self.directory, self._slots, sync=False)
+        self.shard = Shard(self.directory, sync=False)
         self.shard.load()
-        self._outgoing = OutgoingMigrations(self.shard, ACCESS)
-        actions = Actions(self.shard, self._outgoing, kill=lambda: None, restart=lambda: None)
         self._server = StoreServer(
-            self.shard, self.address, token=TOKEN, limits=LIMITS, actions=actions
+            self.shard, self.address, token=TOKEN, message_bytes=MESSAGE_BYTES
         )
         self._port, self.is_alive = self._server.port, True
 
@@ -51,9 +47,8 @@ class LocalStore:
 
         log: Any = self.shard._log  # pyright: ignore[reportPrivateUsage]
         with self.shard.lock:
-            log.append = log.replace = refuse
+            log.append = log.begin_log = refuse
         self.shard.close()
-        self._outgoing.end()
         self._server.shutdown()
         self.is_alive = False
         if forget:
@@ -70,7 +65,8 @@ class LocalStore:
         if not self.shard.tables:
             return found
         table = self.shard.tables[LAYOUT.table]
-        rows, steps, block = table.records(table.rows[owned[slot_of_row(table.rows)]])
-        assert (block == steps[:, None]).all()
-        found[rows] = steps
+        assert owned[slot_of_row(table.rows)].all(), "it has no rows of others"
+        rows, block = table.records(table.rows)
+        assert (block == block[:, :1]).all()
+        found[rows] = block[:, 0]
         return found

@@ -137,6 +137,16 @@ def kill_store(pid: int, directory: Path | None = None) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
+def log_files(directory: Path) -> list[Path]:
+    """Return the files of a store in the order in which they are read."""
+    return [*sorted(directory.glob("base-*.bin")), *sorted(directory.glob("log-*.bin"))]
+
+
+def log_bytes(directory: Path) -> int:
+    """Return the bytes of the files of a store."""
+    return sum(path.stat().st_size for path in log_files(directory))
+
+
 class TableOf(Generic[S]):
     """One table of a store, which is read and written without the others."""
 
@@ -167,7 +177,6 @@ def group_over(
     owner: str = "run",
     session: str = "process",
     joins: bool = False,
-    replicas: int = 1,
 ) -> dict[str, TableOf[RemoteStore]]:
     """Open stores of one table, or of `layouts`."""
     tables = layouts or {LAYOUT.table: LAYOUT}
@@ -177,7 +186,6 @@ def group_over(
         tables,
         owner=None if joins else owner,
         session=session,
-        replicas=replicas,
     )
     _opened.append(store)
     return {table: TableOf(store, layout) for table, layout in tables.items()}
@@ -186,11 +194,12 @@ def group_over(
 _opened: list[RemoteStore] = []
 
 
-def one_store_map(slots: Ranges, epoch: int = 0, session: str = "process") -> SlotMap:
+def one_store_map(
+    slots: Ranges, epoch: int = 0, session: str = "process", moving: Ranges = ()
+) -> SlotMap:
     """Return a slot map with some slots of a store `here`, and the others of another one."""
     owned = {"here": mask_of(slots), "there": ~mask_of(slots)}
-    processes = dict.fromkeys(owned, "process")
-    return slot_map_of(session, epoch, owned, processes, processes)
+    return slot_map_of(session, epoch, owned, moving)
 
 
 def record_of(value: float, count: int) -> Records:

@@ -22,16 +22,16 @@ from tests.trainer.stores import (
     LAYOUT,
     TOKEN,
     group_over,
+    log_bytes,
     running,
     start_store,
     whole,
 )
 from trainer.__main__ import main
-from trainer.stores.api import Records, StoreUnavailableError, TableLayout
+from trainer.stores.api import BehindError, Records, StoreUnavailableError, TableLayout
 from trainer.stores.local import memory_store
 from trainer.stores.remote import connection as connection_module
 from trainer.stores.remote.connection import Access, StoreConnection
-from trainer.stores.remote.ownership import slot_range_of_part
 
 SHAPES = {
     "float32 with row state": LAYOUT,
@@ -66,9 +66,8 @@ def test_store_processes_hold_what_a_store_in_memory_does(
     layouts = {name: replace(SHAPES[shape], table=name) for name in ("items", "users")}
     started = []
     for part in range(count):
-        first, end = slot_range_of_part(part, count)
         # messages of few rows, so that requests are split
-        options = ("--slots", f"{first}:{end}", "--message-bytes", "4096")
+        options = ("--message-bytes", "4096")
         started.append(start_store(tmp_path / f"store{part}", *options))
     with running(*started):
         stores = group_over(*(s.address for s in started), layouts=layouts)
@@ -87,11 +86,12 @@ def test_store_processes_hold_what_a_store_in_memory_does(
             assert_same(found, expected)
 
 
-def test_store_keeps_of_two_writes_the_one_of_the_later_step(tmp_path: Path) -> None:
+def test_store_refuses_a_write_of_an_earlier_step_than_its_newest(tmp_path: Path) -> None:
     with running(start_store(tmp_path / "store")) as (process,):
         store, rows = group_over(process.address)["items"], np.array([5, 9])
         store.write(rows, one_record(LAYOUT, 1.0, 2), 7)
-        store.write(rows[:1], one_record(LAYOUT, 2.0), 6)
+        with pytest.raises(BehindError, match=r"^rows of step 6 come after those of step 7, "):
+            store.write(rows[:1], one_record(LAYOUT, 2.0), 6)
         assert_same(store.fetch(rows), one_record(LAYOUT, 1.0, 2))
         store.write(rows[:1], one_record(LAYOUT, 3.0), 7)  # a repeated call of the same step
         assert store.fetch(rows).values[:, 0].tolist() == [3.0, 1.0]
@@ -100,14 +100,13 @@ def test_store_keeps_of_two_writes_the_one_of_the_later_step(tmp_path: Path) -> 
 def test_rows_of_a_huge_table_cost_nothing_until_they_are_written(tmp_path: Path) -> None:
     with running(start_store(tmp_path / "store")) as (process,):
         store = group_over(process.address)["items"]
-        log = next((tmp_path / "store").glob("log-*.bin"))
-        empty = log.stat().st_size
+        empty = log_bytes(tmp_path / "store")
         rows = np.random.default_rng(0).integers(0, 10_000_000_000, 50_000)
         first = initial_rows(rows, table="items", seed=3, dim=4, dtype="float32")
         assert store.fetch(rows).values.tobytes() == first.tobytes()
         assert not store.fetch(rows).state.any()
         assert whole(store)[0].tolist() == []
-        assert log.stat().st_size == empty
+        assert log_bytes(tmp_path / "store") == empty
 
 
 OTHER_TABLES = {
@@ -176,23 +175,6 @@ def test_store_answers_the_newest_training_process_only(tmp_path: Path) -> None:
         with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
             old.write(np.array([1]), one_record(LAYOUT, 1.0))
         assert whole(new)[0].tolist() == []
-
-
-@pytest.mark.slow
-def test_stores_that_leave_slots_out_are_refused(tmp_path: Path) -> None:
-    half = start_store(tmp_path / "half", "--slots", "0:2048")
-    whole = start_store(tmp_path / "whole")
-    with running(half, whole):
-        for addresses, found in (
-            ([half.address], "slot 2048 served 0 times"),
-            ([half.address, whole.address], "slot 0 served 2 times"),
-        ):
-            message = (
-                f"stores must serve each of 4096 slots once, got {found} by "
-                f"{', '.join(addresses)}; start them with other --slots"
-            )
-            with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
-                group_over(*addresses)
 
 
 def test_store_that_cannot_be_reached_is_one_line(tmp_path: Path) -> None:
@@ -293,14 +275,9 @@ COMMANDS = {
         ["--tls-cert", "cert.pem"],
         "TLS needs both files; give --tls-cert and --tls-key",
     ),
-    "slots that there are not": (
-        ["--slots", "0:5000"],
-        "slots must lie in [0, 4096], got 0:5000; write 0:4096 for all",
-    ),
-    "messages beyond what may be under way": (
-        ["--message-bytes", "8192", "--in-flight-bytes", "10000"],
-        "message_bytes must be in [4096, in_flight_bytes / 2], got 8192 and 10000; "
-        "raise in_flight_bytes",
+    "messages that are too small": (
+        ["--message-bytes", "1000"],
+        "message_bytes must be in [4096, 33554432], got 1000; leave the option out",
     ),
 }
 

@@ -17,7 +17,7 @@ from tests.trainer.faults import Faults
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import PATIENCE
 from tests.trainer.runs import SEGMENTS, rows_in, run_job
-from tests.trainer.stores import kill_stores
+from tests.trainer.stores import kill_stores, log_files
 from trainer.checkpoint.manager import CHECKPOINT_LOG
 from trainer.checkpoint.manifest import DENSE_FILE, complete_checkpoints
 from trainer.diff import compare_runs
@@ -25,7 +25,8 @@ from trainer.elastic.launcher import LaunchOptions, LocalReplicas, start_replica
 from trainer.run import read_ledger, verify_run
 from trainer.setup import TrainOptions
 from trainer.stores.factory import STORE
-from trainer.stores.remote.wal import RowsEntry, read_entries
+from trainer.stores.remote.ownership import ShardControl
+from trainer.stores.remote.wal import read_entries
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 EVERY = 12
@@ -97,13 +98,14 @@ def test_replicas_that_share_stores_have_the_bits_of_one_process(
     assert_as_alone(folder, run)
     assert (run / CHECKPOINT_LOG).is_file(), "they were copied beside training"
     assert_checkpoints_as_alone(folder, run)
-    logs = sorted((run / STORE).rglob("log-*.bin"))
-    assert len(logs) == 2
-    for log in logs:
-        entries = [entry for entry in read_entries(log) if isinstance(entry, RowsEntry)]
-        assert log.name != "log-00000001.bin", "a checkpoint has shortened it"
+    stores = sorted((run / STORE).glob("store-*"))
+    assert len(stores) == 2
+    for store in stores:
+        files = log_files(store)
+        assert files[0].name != "base-00000001.bin", "a checkpoint has shortened the log"
+        controls = [entry for entry in read_entries(files) if isinstance(entry, ShardControl)]
         cached = embedding == "cached"  # rows come to the stores at the end
-        assert cached or not entries[0].counted, "it begins with rows that were there, each once"
+        assert cached or controls[0].sequence, "it begins with rows that were there, each once"
 
 
 def assert_checkpoints_as_alone(folder: Path, run: Path) -> None:

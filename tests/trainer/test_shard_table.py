@@ -1,6 +1,7 @@
-"""The rows of a store's table: of two records of a row the one of the later step holds."""
+"""The rows of a store's table, and the steps that may write them."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,16 +9,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from schemas.hashing import slot_of_row
 from schemas.rows import initial_rows
-from tests.trainer.stores import LAYOUT, group_over, record_of, running, start_store
+from tests.trainer.stores import (
+    LAYOUT,
+    group_over,
+    one_store_map,
+    record_of,
+    running,
+    start_store,
+)
 from trainer.stores.api import BehindError, WriteBack
-from trainer.stores.remote.shard import ShardTable
+from trainer.stores.remote.shard import Shard, ShardTable
+from trainer.stores.remote.wire import Request
 
 ROWS = np.arange(6)
-WRITES = st.lists(
-    st.tuples(st.integers(0, 5), st.lists(st.sampled_from(ROWS.tolist()), min_size=1, unique=True)),
-    max_size=12,
-)
+WRITES = st.lists(st.lists(st.sampled_from(ROWS.tolist()), min_size=1, unique=True), max_size=12)
 LATER = "rows as of step 2 were replaced by those of step 3; go back to a checkpoint"
 
 
@@ -28,32 +35,41 @@ def first_record(row: int) -> list[float]:
 
 
 @given(WRITES)
-def test_record_of_the_latest_step_holds_in_whatever_order_they_come(
-    writes: list[tuple[int, list[int]]],
-) -> None:
-    table, latest, records = ShardTable(LAYOUT), {}, [first_record(int(row)) for row in ROWS]
-    for number, (step, rows) in enumerate(writes):
+def test_last_record_holds(writes: list[list[int]]) -> None:
+    table, records = ShardTable(LAYOUT), {int(row): first_record(int(row)) for row in ROWS}
+    for number, rows in enumerate(writes):
         block = np.full((len(rows), 5), number, np.float32)
         for _ in range(2):  # every call may be repeated
-            table.write(np.array(rows), step, block)
-        for row in rows:
-            if step >= latest.get(row, 0):
-                latest[row], records[row] = step, [float(number)] * 5
-        assert table.fetch(ROWS).tolist() == records
-    rows, steps, block = table.records(ROWS)
-    assert dict(zip(rows.tolist(), steps.tolist(), strict=True)) == latest
-    assert block.tolist() == [records[row] for row in rows]
-    assert table.newest_step == max(latest.values(), default=table.newest_step)
+            table.write(np.array(rows), block)
+        records |= {row: [float(number)] * 5 for row in rows}
+        assert table.fetch(ROWS).tolist() == [records[int(row)] for row in ROWS]
+    written = sorted({row for rows in writes for row in rows})
+    rows, block = table.ascending(-1, 10)
+    assert rows.tolist() == written
+    assert block.tolist() == [records[row] for row in written]
+    fewer = table.without(np.arange(4096) == slot_of_row(ROWS[:1])[0])
+    assert fewer.rows.tolist() == [r for r in table.rows.tolist() if r != ROWS[0]]
 
 
-def test_rows_as_of_a_step_are_refused_once_a_later_one_has_written() -> None:
-    table = ShardTable(LAYOUT)
-    for step in range(3):
-        table.write(ROWS, step, np.full((6, 5), step, np.float32))
-        assert (table.fetch(ROWS, as_of=step) == step).all()
-    table.write(ROWS[:1], 3, np.full((1, 5), 3, np.float32))
+def test_rows_of_a_step_are_neither_read_nor_written_once_a_later_one_has_written(
+    tmp_path: Path,
+) -> None:
+    shard = Shard(tmp_path / "store", sync=False)
+    shard.load()
+    shard.open("run", {"items": LAYOUT}, one_store_map(((0, 4096),)), "here")
+    request, rows = Request(op="write", session="process"), {"items": ROWS}
+    for step in range(4):
+        block = np.full((6, 5), step, np.float32)
+        shard.write(replace(request, train_step=step), rows, block)
+        shard.write(replace(request, train_step=step), rows, block)  # the call is repeated
+        assert (shard.fetch(replace(request, op="fetch", as_of=step), rows)[0] == step).all()
     with pytest.raises(BehindError, match=f"^{re.escape(LATER)}$"):
-        table.fetch(ROWS, as_of=2)
+        shard.fetch(replace(request, op="fetch", as_of=2), rows)
+    message = "rows of step 2 come after those of step 3, which another process has written; "
+    with pytest.raises(BehindError, match=f"^{re.escape(message)}"):
+        shard.write(replace(request, train_step=2), rows, block)
+    assert (shard.fetch(replace(request, op="fetch"), rows)[0] == 3).all()
+    shard.close()
 
 
 @pytest.mark.slow

@@ -1,31 +1,30 @@
 """Which slot map follows, whatever stores say of themselves."""
 
 import json
-import re
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schemas.errors import SchemaError
+from tests.trainer.stores import LAYOUT
 from trainer.stores.remote.ownership import (
     Descriptions,
+    MoveRequest,
     Ranges,
     ShardControl,
     SlotMap,
-    SlotMigration,
     StoreDescription,
     control_from_json,
     covers_all_slots,
+    description_from_json,
     format_ranges,
     initial_slot_map,
     lost_slots,
     mask_of,
     newest_slot_map,
-    next_fill,
     next_slot_map,
     parse_ranges,
     ranges_of,
@@ -35,30 +34,18 @@ from trainer.stores.remote.ownership import (
 
 ALL, LOW, HIGH = ((0, 4096),), ((0, 2048),), ((2048, 4096),)
 SESSION = "process"
-ACKNOWLEDGED = {"of a": 10, "of b": 10}
+ACKNOWLEDGED = {"a": 10, "b": 10}
 
 
 def map_of(epoch: int = 1, session: str = SESSION, **slots: Ranges) -> SlotMap:
-    owned = {address: mask_of(ranges) for address, ranges in slots.items()}
-    incarnations = {address: f"of {address}" for address in owned}
-    return slot_map_of(session, epoch, owned, incarnations, incarnations)
+    return slot_map_of(session, epoch, {a: mask_of(ranges) for a, ranges in slots.items()})
 
 
-def store(address: str, slot_map: SlotMap | None, home: Ranges = ALL) -> StoreDescription:
-    return StoreDescription(
-        incarnation=f"of {address}",
-        slot_map=slot_map,
-        address=address,
-        sequence=10,
-        migrating=False,
-        home=home,
-        message_bytes=4096,
-    )
+def store(address: str, slot_map: SlotMap | None) -> StoreDescription:
+    return StoreDescription(slot_map=slot_map, address=address, sequence=10, message_bytes=4096)
 
 
-def slots_of(slot_map: SlotMap | None) -> dict[str, Ranges] | None:
-    if slot_map is None:
-        return None
+def slots_of(slot_map: SlotMap) -> dict[str, Ranges]:
     return {address: ranges_of(slot_map.slots_of(address)) for address in slot_map.addresses}
 
 
@@ -71,153 +58,34 @@ def described(slot_map: SlotMap, **changes: Mapping[str, object] | None) -> Desc
     return found
 
 
-def test_copies_share_what_is_read() -> None:
-    found = map_of(a=ALL, b=ALL)
-    assert (found.num_copies == 2).all()
-    assert np.bincount(found.readers).tolist() == [2048, 2048]
-    assert (map_of(a=LOW, b=HIGH).num_copies == 1).all()
-
-
-TWO, COPIED = map_of(a=LOW, b=HIGH), map_of(a=ALL, b=ALL)
-MOVE = SlotMigration(id="move", target="c", slots=LOW, keep=False)
-FILL, TO_B = replace(MOVE, keep=True), replace(MOVE, target="b")
-MOVED, FILLED = ({"incoming": migration, "received": True} for migration in (MOVE, FILL))
-EMPTY = {"slot_map": None, "sequence": 0}
-RESTARTED = {"incarnation": "later"}
-BEHIND = {"sequence": 9}
-OLDER = {"slot_map": map_of(0, "older", a=LOW, b=HIGH)}
-Change = Mapping[str, object]
-NEXT: dict[str, tuple[SlotMap, dict[str, Change | None], dict[str, Ranges] | None]] = {
-    "nothing has happened": (TWO, {}, None),
-    "a store without copies is gone: it is waited for": (TWO, {"b": None}, None),
-    "one was restarted: it has its log": (TWO, {"b": RESTARTED}, None),
-    "a copy is gone": (COPIED, {"b": None}, {"a": ALL}),
-    "a copy began empty": (COPIED, {"b": EMPTY}, {"a": ALL}),
-    "a copy has lost acknowledged messages": (COPIED, {"b": BEHIND}, {"a": ALL}),
-    "a copy is of an older session": (COPIED, {"b": OLDER}, {"a": ALL}),
-    "a copy was restarted, and may lack writes": (COPIED, {"b": RESTARTED}, {"a": ALL}),
-    "both were": (COPIED, {"a": RESTARTED, "b": RESTARTED}, None),
-    "one was restarted, the other is gone": (COPIED, {"a": RESTARTED, "b": None}, {"a": ALL}),
-    "both are gone": (COPIED, {"a": None, "b": None}, None),
-    "both have lost their rows": (COPIED, {"a": EMPTY, "b": BEHIND}, None),
-    "the target has the rows": (
-        TWO,
-        {"a": {"outgoing": MOVE}, "c": MOVED},
-        {"b": HIGH, "c": LOW},
-    ),
-    "the source has died since": (
-        TWO,
-        {"a": {"outgoing": MOVE, **RESTARTED}, "c": MOVED},
-        {"b": HIGH, "c": LOW},
-    ),
-    "the target has other slots, and was restarted": (
-        TWO,
-        {"a": {"outgoing": TO_B}, "b": {"incoming": TO_B, "received": True, **RESTARTED}},
-        {"b": ALL},
-    ),
-    "the target is gone": (TWO, {"a": {"outgoing": MOVE}, "c": None}, {"a": LOW, "b": HIGH}),
-    "the target has lost the rows": (
-        TWO,
-        {"a": {"outgoing": MOVE}, "c": EMPTY},
-        {"a": LOW, "b": HIGH},
-    ),
-    "the target has those of another migration": (
-        TWO,
-        {"a": {"outgoing": MOVE}, "c": {"incoming": replace(MOVE, id="other"), "received": True}},
-        {"a": LOW, "b": HIGH},
-    ),
-    "a copy was made": (
-        TWO,
-        {"a": {"outgoing": FILL}, "c": FILLED},
-        {"a": LOW, "b": HIGH, "c": LOW},
-    ),
-    "one of two copies moves": (
-        COPIED,
-        {"a": {"outgoing": MOVE}, "c": MOVED},
-        {"a": HIGH, "b": ALL, "c": LOW},
-    ),
-    "one of two copies moves while the other dies": (
-        COPIED,
-        {"a": {"outgoing": MOVE}, "c": MOVED, "b": None},
-        {"a": HIGH, "c": LOW},
-    ),
-    "a migration that an earlier map has decided": (
-        replace(TWO, epoch=2),
-        {"a": {"outgoing": MOVE, "slot_map": TWO}, "c": MOVED},
-        None,
-    ),
-}
-
-
-@pytest.mark.parametrize("case", NEXT)
-def test_next_slot_map_when(case: str) -> None:
-    current, changes, wanted = NEXT[case]
-    found = next_slot_map(current, described(current, **changes), ACKNOWLEDGED)
-    assert slots_of(found) == wanted
-    if found is not None:
-        assert (found.session, found.epoch) == (SESSION, current.epoch + 1)
-        assert found.incarnations == tuple(f"of {address}" for address in found.addresses)
-
-
-LOST: dict[str, tuple[SlotMap, dict[str, Change | None], Ranges]] = {
-    "a store is gone": (TWO, {"b": None}, ()),
-    "one began empty": (TWO, {"b": EMPTY}, HIGH),
-    "one acknowledged more than it has": (TWO, {"b": BEHIND}, HIGH),
-    "one is of an older session": (TWO, {"b": OLDER}, HIGH),
-    "one was restarted": (TWO, {"b": RESTARTED}, ()),
-    "a copy is left": (COPIED, {"b": EMPTY}, ()),
-    "the other copy may come back": (COPIED, {"a": None, "b": EMPTY}, ()),
-    "both copies began empty": (COPIED, {"a": EMPTY, "b": BEHIND}, ALL),
+TWO = map_of(a=LOW, b=HIGH)
+LOST: dict[str, tuple[dict[str, Mapping[str, object] | None], Ranges]] = {
+    "none": ({}, ()),
+    "a store is gone, and may come back": ({"b": None}, ()),
+    "one began empty": ({"b": {"slot_map": None, "sequence": 0}}, HIGH),
+    "one acknowledged more than it has": ({"b": {"sequence": 9}}, HIGH),
+    "one is of an older session": ({"b": {"slot_map": map_of(0, "older", a=LOW, b=HIGH)}}, HIGH),
+    "both": ({"a": {"sequence": 0}, "b": {"sequence": 9}}, ALL),
 }
 
 
 @pytest.mark.parametrize("case", LOST)
 def test_slots_are_lost_when(case: str) -> None:
-    current, changes, wanted = LOST[case]
-    assert ranges_of(lost_slots(current, described(current, **changes), ACKNOWLEDGED)) == wanted
+    changes, wanted = LOST[case]
+    assert ranges_of(lost_slots(TWO, described(TWO, **changes), ACKNOWLEDGED)) == wanted
 
 
-def test_copy_that_was_dropped_is_not_believed_until_it_is_filled() -> None:
-    alone = next_slot_map(COPIED, described(COPIED, b=None), {})
-    assert alone is not None
-    back = {"a": store("a", alone), "b": store("b", COPIED)}
-    assert next_slot_map(alone, back, {}) is None
-    assert slots_of(newest_slot_map(COPIED, back)) == {"a": ALL}
-    chosen = next_fill(alone, back, 2)
-    assert chosen is not None
-    assert (*chosen[:2], ranges_of(chosen[2])) == ("a", "b", ALL)
-    fill = SlotMigration(id="fill", target="b", slots=ALL, keep=True)
-    filled = {
-        "a": replace(back["a"], outgoing=fill),
-        "b": replace(store("b", alone), incoming=fill, received=True),
-    }
-    assert slots_of(next_slot_map(alone, filled, {})) == {"a": ALL, "b": ALL}
-
-
-def test_copies_in_restarted_stores_are_complete_again_at_some_time() -> None:
-    current, restarted = map_of(a=ALL, b=LOW, c=HIGH), ("a", "b")
-    for number in range(4):  # c has a better copy of its slots: those of a are dropped and filled
-        stores = described(current)
-        stores = {
-            address: store and (replace(store, **RESTARTED) if address in restarted else store)
-            for address, store in stores.items()
-        }
-        following = next_slot_map(current, stores, ACKNOWLEDGED)
-        if following is not None:
-            assert slots_of(following) == {"a": LOW, "b": LOW, "c": HIGH}
-            assert (following.incarnations, number) == (current.incarnations, 0)
-            current = replace(following, epoch=following.epoch + 1, copies=current.copies)
-    assert slots_of(current) == {"a": ALL, "b": LOW, "c": HIGH}
-
-
-def test_copy_is_made_where_a_store_was_started_with_the_slots() -> None:
-    alone = map_of(a=ALL)
-    stores = {"a": store("a", alone), "c": store("c", None, home=()), "b": store("b", None)}
-    chosen = next_fill(alone, stores, 2)
-    assert chosen is not None
-    assert (*chosen[:2], ranges_of(chosen[2])) == ("a", "b", ALL)
-    assert next_fill(COPIED, described(COPIED), 2) is None
-    assert next_fill(alone, {**stores, "b": None}, 2) is None
+def test_move_is_a_map_without_the_slots_and_one_with_their_new_store() -> None:
+    during = next_slot_map(TWO, moving=((0, 100),))
+    assert (during.session, during.epoch, during.moving) == (SESSION, 2, ((0, 100),))
+    assert slots_of(during) == slots_of(TWO)
+    given_up = next_slot_map(during)
+    assert (given_up.epoch, given_up.moving, slots_of(given_up)) == (3, (), slots_of(TWO))
+    moved = next_slot_map(during, moved=mask_of(during.moving), target="c")
+    assert (moved.epoch, moved.moving) == (3, ())
+    assert slots_of(moved) == {"a": ((100, 2048),), "b": HIGH, "c": ((0, 100),)}
+    emptied = next_slot_map(TWO, moved=mask_of(LOW), target="b")
+    assert slots_of(emptied) == {"b": ALL}
 
 
 def test_newest_map_is_that_of_the_session() -> None:
@@ -227,33 +95,23 @@ def test_newest_map_is_that_of_the_session() -> None:
     assert newest_slot_map(map_of(3, a=ALL), stores).epoch == 3
 
 
-def test_new_session_takes_slots_as_they_are_or_as_stores_were_started() -> None:
-    newest = map_of(3, a=LOW, b=HIGH)
-    moved = {"a": store("a", newest, ALL), "b": store("b", map_of(2, a=ALL), ())}
-    found = initial_slot_map(moved, 1, "other")
+def test_new_session_takes_slots_as_they_are_or_in_equal_parts() -> None:
+    newest = replace(map_of(3, a=LOW, b=HIGH), moving=LOW)  # whoever moved them is gone
+    moved = {"a": store("a", newest), "b": store("b", map_of(2, a=ALL))}
+    found = initial_slot_map(moved, ("a", "b"), "other")
     assert (found.session, found.epoch, slots_of(found)) == ("other", 4, {"a": LOW, "b": HIGH})
-    torn = {"a": store("a", newest, ALL), "c": store("c", None, ())}
-    assert slots_of(initial_slot_map(torn, 1, "other")) == {"a": ALL}
-    # the store that was started with the rest has left, and that which had it has lost it
-    left = {
-        "a": store("a", map_of(3, a=((0, 3000),), b=((3000, 4096),)), LOW),
-        "c": store("c", None, ()),
-    }
-    assert slots_of(initial_slot_map(left, 1, "other", elastic=True)) == {
-        "a": ((0, 3000),),
-        "c": ((3000, 4096),),
-    }
-    forgotten = "stores must serve each of 4096 slots once, got slot 2048 served 0 times by a, c; "
-    with pytest.raises(SchemaError, match=f"^{re.escape(forgotten)}"):
-        initial_slot_map(left, 1, "other")
-    assert not covers_all_slots(left, 1)
-    assert covers_all_slots(moved, 1)
-    message = (
-        "stores must serve each of 4096 slots twice, got slot 0 served 1 times by a, c; "
-        "start them with other --slots"
-    )
-    with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
-        initial_slot_map(torn, 2, "other")
+    assert found.moving == ()
+    assert covers_all_slots(moved)
+    left = {"a": store("a", newest), "c": store("c", None)}  # b has left
+    assert not covers_all_slots(left)
+    found = initial_slot_map(left, ("a", "c"), "other")
+    assert slots_of(found) == {"a": LOW, "c": HIGH}
+    empty = {name: store(name, None) for name in "bac"}
+    assert not covers_all_slots(empty)
+    found = initial_slot_map(empty, ("b", "a"), "other")
+    assert (found.epoch, slots_of(found)) == (0, {"b": LOW, "a": HIGH})
+    three = slots_of(initial_slot_map(empty, ("b", "a", "c"), "other"))
+    assert three == {"b": ((0, 1536),), "a": ((1536, 2816),), "c": ((2816, 4096),)}
 
 
 RANGES = st.lists(st.tuples(st.integers(0, 4095), st.integers(1, 4096)), max_size=5).map(
@@ -263,16 +121,17 @@ RANGES = st.lists(st.tuples(st.integers(0, 4095), st.integers(1, 4096)), max_siz
 
 @settings(max_examples=50)
 @given(RANGES, RANGES)
-def test_maps_and_ranges_are_read_as_they_were_written(one: Ranges, other: Ranges) -> None:
+def test_maps_and_ranges_are_read_as_they_were_written(one: Ranges, moving: Ranges) -> None:
     mask = mask_of(one)
     assert mask_of(ranges_of(mask)).tolist() == mask.tolist()
-    assert parse_ranges(format_ranges(ranges_of(mask))) == ranges_of(mask)
-    slot_map = map_of(a=one, b=other, c=ALL if not (one or other) else ())
+    assert not one or parse_ranges(format_ranges(ranges_of(mask))) == ranges_of(mask)
+    owned = {"a": mask, "b": ~mask}
+    slot_map = slot_map_of(SESSION, 3, owned, ranges_of(mask_of(moving)))
     read = slot_map_from_json(json.loads(json.dumps(slot_map.to_json())))
-    assert replace(read, copies=slot_map.copies) == slot_map
-    assert read.copies.tolist() == slot_map.copies.tolist()
-    for address, ranges in (("a", one), ("b", other)):
-        assert read.slots_of(address).tolist() == mask_of(ranges).tolist()
+    assert replace(read, owners=slot_map.owners) == slot_map
+    assert read.owners.tolist() == slot_map.owners.tolist()
+    for address, slots in owned.items():
+        assert read.slots_of(address).tolist() == slots.tolist()
 
 
 @pytest.mark.parametrize("text", ["", "1", "3:2", "0:4097", "a:b", "1:2:3"])
@@ -281,10 +140,17 @@ def test_slots_that_are_none_are_refused(text: str) -> None:
         parse_ranges(text)
 
 
-@pytest.mark.parametrize("missing", ["map", "process"])
+@pytest.mark.parametrize("missing", ["map", "newest_step"])
 def test_control_of_another_release_is_refused(missing: str) -> None:
-    body = ShardControl(home=ALL, slot_map=map_of(a=ALL), address="a").to_json()
-    assert control_from_json(body).to_json() == body
-    del (body if missing == "map" else body["map"]["stores"][0])[missing]
+    control = ShardControl(layouts={"items": LAYOUT}, slot_map=map_of(a=ALL), address="a")
+    body = json.loads(json.dumps(control.to_json()))
+    assert json.loads(json.dumps(control_from_json(body).to_json())) == body
+    del body[missing]
     with pytest.raises(SchemaError, match=r"^log is of another release; start the store with an "):
         control_from_json(body)
+
+
+def test_request_is_read_as_it_was_written() -> None:
+    request = MoveRequest(sources=("a", "b"), target="c", slots=LOW)
+    body = {**ShardControl().to_json(), "message_bytes": 4096, "requested": asdict(request)}
+    assert description_from_json(json.loads(json.dumps(body))).requested == request

@@ -5,19 +5,24 @@ from __future__ import annotations
 import shutil
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from schemas.errors import SchemaError
 from schemas.run_log import read_summary
 from tests.trainer.make_dataset import make_dataset, write_job
-from tests.trainer.processes import hold, wait_for
+from tests.trainer.processes import hold
 from tests.trainer.runs import SEGMENTS, run_job
-from tests.trainer.stores import kill_stores, stores_of
+from tests.trainer.stores import kill_stores, log_bytes, log_files, stores_of
 from trainer.diff import compare_runs
+from trainer.run import verify_run
 from trainer.run_log import LogWriter
-from trainer.stores.remote.client import RemoteStore, open_remote_store
+from trainer.stores.factory import STORE
+from trainer.stores.remote.connection import read_access, resolve_address
+from trainer.stores.remote.processes import TOKEN, migrate_slots
 
 EVERY = 6
 """Steps between checkpoints."""
@@ -25,12 +30,11 @@ EVERY = 6
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return job_with(tmp_path_factory.mktemp("deaths") / "job", 1)
-
-
-@pytest.fixture(scope="module")
-def copied_job(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return job_with(tmp_path_factory.mktemp("copied") / "job", 2)
+    folder = tmp_path_factory.mktemp("deaths") / "job"
+    job = write_job(folder, dtype="float32", every_steps=str(EVERY), lookahead="2")
+    with job.open("a") as file:
+        file.write("  stores: {timeout: 60s}\n")
+    return job
 
 
 @pytest.fixture(scope="module")
@@ -43,13 +47,6 @@ def undisturbed(job: Path, dataset: Path, tmp_path_factory: pytest.TempPathFacto
     run = tmp_path_factory.mktemp("undisturbed") / "run"
     run_job(job, dataset, run)
     return run
-
-
-def job_with(folder: Path, replicas: int) -> Path:
-    job = write_job(folder, dtype="float32", every_steps=str(EVERY), lookahead="2")
-    with job.open("a") as file:
-        file.write(f"  stores: {{replicas: {replicas}, timeout: 60s}}\n")
-    return job
 
 
 @pytest.fixture
@@ -69,22 +66,9 @@ def at_step(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, Callable[[Pat
     assert not wanted, "everything happened"
 
 
-@pytest.fixture
-def groups(monkeypatch: pytest.MonkeyPatch) -> list[RemoteStore]:
-    """The stores of runs, as they are opened."""
-    found: list[RemoteStore] = []
-
-    def open_and_tell(*arguments: Any, **options: Any) -> RemoteStore:
-        store = open_remote_store(*arguments, **options)
-        found.append(store)
-        return store
-
-    monkeypatch.setattr("trainer.stores.factory.open_remote_store", open_and_tell)
-    return found
-
-
 def assert_equal(one: Path, other: Path) -> None:
     assert compare_runs(one, other).difference is None
+    assert verify_run(other).problems == ()
 
 
 @pytest.mark.slow
@@ -150,11 +134,12 @@ def test_store_that_comes_back_in_an_older_state_is_not_believed(
 
     def put_back(run: Path) -> None:
         folder = run / "store" / "store-000"
-        newest = max(folder.glob("log-*.bin"))
-        (old,) = (tmp_path / "older").glob("log-*.bin")
-        assert newest.stat().st_size > old.stat().st_size
         hold(stores_of(run)[0])
-        shutil.copy(old, newest)  # before another store reads it
+        assert log_bytes(folder) > log_bytes(tmp_path / "older")
+        for path in log_files(folder):
+            path.unlink()
+        for path in log_files(tmp_path / "older"):
+            shutil.copy(path, folder)  # before another store reads it
         kill_stores(run, 0)
 
     at_step |= {7: keep_copy, 10: put_back}
@@ -164,23 +149,37 @@ def test_store_that_comes_back_in_an_older_state_is_not_believed(
 
 
 @pytest.mark.slow
-def test_node_that_dies_costs_nothing_where_slots_have_copies(
-    copied_job: Path,
+@pytest.mark.parametrize("killed", [None, 0, 1])
+def test_slots_that_move_cost_no_committed_step_whoever_is_killed(
+    killed: int | None,
+    job: Path,
     dataset: Path,
     undisturbed: Path,
     tmp_path: Path,
     at_step: dict[int, Callable[[Path], None]],
-    groups: list[RemoteStore],
 ) -> None:
-    run = tmp_path / "run"
+    run, moved = tmp_path / "run", list[dict[str, Any]]()
 
-    def next_when_filled(run: Path) -> None:
-        (members,) = (group.members for group in groups)
-        assert members.slot_map.epoch > 0, "training went on with one copy"
-        wait_for(lambda: (members.slot_map.num_copies == 2).all())
-        kill_stores(run, 1, forget=True)
+    def move(run: Path) -> None:
+        folder = run / STORE
+        source, target = (
+            resolve_address(f"file://{folder}/store-{number:03d}/address") for number in (0, 1)
+        )
+        access = read_access(folder / TOKEN)
 
-    at_step |= {2: lambda run: kill_stores(run, 0, forget=True), 9: next_when_filled}
-    summary = run_job(copied_job, dataset, run, embedding="cached", stores=2)
+        def move_and_wait() -> None:
+            with suppress(SchemaError):
+                moved.append(migrate_slots([source], target, ((0, 1024),), access))
+
+        moving = threading.Thread(target=move_and_wait)
+        moving.start()
+        if killed is None:
+            moving.join()
+        else:
+            threading.Timer(0.2, kill_stores, (run, killed)).start()
+
+    at_step[4] = move
+    summary = run_job(job, dataset, run, embedding="cached", stores=2)
     assert (summary.num_rollbacks, summary.recomputed_steps) == (0, 0)
+    assert killed is not None or moved[0]["num_slots"] == 1024
     assert_equal(undisturbed, run)

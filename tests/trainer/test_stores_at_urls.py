@@ -29,7 +29,6 @@ EVERY = 6
 """Steps between checkpoints."""
 DELAY = ("--delay-sec", "0.05")
 """Of each response, so that a store dies while a run trains."""
-HALVES = ("0:2048", "2048:4096")
 
 
 def _folder_run(folder: Path) -> None:
@@ -55,7 +54,7 @@ def start(url: str, tmp_path: Path) -> Iterator[Callable[[int, str], StoreProces
     stores: list[StoreProcess] = []
 
     def start_at(number: int, host: str) -> StoreProcess:
-        options = ["--address-file", address_of(url, number), "--slots", HALVES[number], *DELAY]
+        options = ["--address-file", address_of(url, number), *DELAY]
         stores.append(start_store(tmp_path / host, *options))
         return stores[-1]
 

@@ -148,7 +148,10 @@ class WriteBuffer:
 
     def _send(self) -> None:
         evicted, last_step = self.evicted(), self._last_step
-        self._store.write(last_step, _write_backs(evicted))
+        try:
+            self._store.write(last_step, _write_backs(evicted))
+        except BehindError:
+            return  # another replica has become the writer, which an agreement will say
         self._drop(last_step)
 
     def _drop(self, written: int) -> None:

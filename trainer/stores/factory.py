@@ -65,9 +65,9 @@ def open_store(
         if embedding == "plain":
             store: Store = memory_store(layouts)
         elif num_processes or config.stores.addresses:
-            addresses, token, replicas = config.stores.addresses, None, config.stores.replicas
+            addresses, token = config.stores.addresses, None
             if num_processes:
-                processes = StoreProcesses(num_processes, run / STORE, replicas=replicas)
+                processes = StoreProcesses(num_processes, run / STORE)
                 addresses = stack.enter_context(processes).addresses
                 token = run / STORE / TOKEN
             store = open_remote_store(
@@ -76,7 +76,6 @@ def open_store(
                 layouts,
                 owner=run_owner(run),
                 session=secrets.token_hex(8),
-                replicas=replicas,
             )
         elif embedding == "cached" and config.cache.files == "log":
             store = log_store(layouts, run / STORE)
@@ -120,7 +119,7 @@ def store_access(
         None if authorities is None else resolve_beside(job, authorities),
         config.certificate_name,
     )
-    return replace(access, timeout_sec=config.timeout.total_seconds(), elastic=config.elastic)
+    return replace(access, timeout_sec=config.timeout.total_seconds())
 
 
 def run_owner(run: Path) -> str:

@@ -16,7 +16,7 @@ from scheduler.controller.events import (
     Tick,
 )
 from scheduler.controller.handle import handle
-from scheduler.controller.slots import NUM_RANGES, initial_slots, slots_of_range
+from scheduler.controller.slots import NUM_RANGES, initial_owners
 from scheduler.controller.state import Action, JobState, State, Status
 from tests.scheduler.controller.world import BATCH, STEPS_PER_SEGMENT, check_laws, check_logged
 
@@ -40,7 +40,7 @@ class Kind:
     drains: bool = False
     """Whether the job is drained, and submitted again."""
     torn_moves: bool = False
-    """Whether moves that fail may have moved some ranges, or all."""
+    """Whether moves that fail may have moved the ranges."""
     num_jobs: int = 1
     """Jobs that share the budget."""
 
@@ -61,23 +61,12 @@ class Rows:
 
     owners: list[int] = field(default_factory=list[int])
     """Store of each range; none before a trainer began."""
-    homes: dict[int, set[int]] = field(default_factory=dict[int, set[int]])
-    """By store whose folder is there: the ranges that it was first started with."""
-
-    def opened(self, number: int, job: JobState) -> None:
-        """Start a store: only the first ones of a job have ranges from the start."""
-        if number in self.homes:
-            return
-        home, num_homes = (
-            number - job.first_initial_store,
-            job.num_initial_stores or job.num_stores or 0,
-        )
-        first, end = initial_slots(home, num_homes) if home < num_homes else (0, 0)
-        self.homes[number] = {n for n in range(NUM_RANGES) if first <= slots_of_range(n)[0] < end}
+    folders: set[int] = field(default_factory=set[int])
+    """Stores whose folders are there."""
 
     def removed(self, number: int) -> None:
         """Remove the folder of a store, and what it had."""
-        del self.homes[number]
+        self.folders.remove(number)
         self.owners = [NOBODY if owner == number else owner for owner in self.owners]
 
     def begun(self, job: JobState, alive: Collection[int]) -> None:
@@ -87,32 +76,21 @@ class Rows:
             job: what the trainer is told of.
             alive: stores that it finds.
         """
-        named = {*(job.owners or job.stores), *self.owners}
-        there = [number for number in alive if number in named]
-        first = not self.owners
-        owners = [self._owner(n, there) for n in range(NUM_RANGES)]
-        if first:
-            assert NOBODY not in owners, f"every slot is served, got {self.homes} of {job.stores}"
+        addresses = sorted({*(job.owners or job.stores)})
+        there = [number for number in alive if number in {*addresses, *self.owners}]
+        owners = self.owners or list(initial_owners(addresses))
         missing = set(owners) - {NOBODY, *alive}
-        assert not missing, (
-            f"the coordinator waits for nobody who is gone, got {missing}, {job.owners}"
-        )
+        assert not missing, f"the lead waits for nobody who is gone, got {missing}, {job.owners}"
         if NOBODY in owners:
             fewest = min(there, key=lambda store: (owners.count(store), store))
             owners = [fewest if owner == NOBODY else owner for owner in owners]
         self.owners = owners
 
-    def _owner(self, number: int, there: list[int]) -> int:
-        """Return the store of a range, or else one that was started with it."""
-        if self.owners and self.owners[number] != NOBODY:
-            return self.owners[number]
-        return next((store for store in there if number in self.homes[store]), NOBODY)
-
-    def moved(self, flight: Flight, *, half: bool) -> None:
-        """Give the ranges of a move to its target, or only the first half of them."""
-        ranges = [n for n in flight.ranges if self.owners[n] in flight.givers]
-        for number in ranges[: max(1, len(ranges) // 2)] if half else ranges:
-            self.owners[number] = flight.target
+    def moved(self, flight: Flight) -> None:
+        """Give the ranges of a move to its target."""
+        for number in flight.ranges:
+            if self.owners[number] in flight.givers:
+                self.owners[number] = flight.target
 
 
 @dataclass
@@ -156,7 +134,7 @@ class ElasticWorld:
         """Return what happened last, and how jobs stand."""
         jobs = [
             f"{job.name} {job.phase}: stores={job.stores} "
-            f"maybe={job.maybe_owners} moving={job.moving}\n"
+            f"moving={job.moving} from {job.moving_from} to {job.moving_to}\n"
             f"  believed={job.owners}\n"
             f"  really  ={tuple(self.rows.get(job.name, Rows()).owners)}\n"
             f"  { ({p.name: p.status for p in job.processes.values()}) }"
@@ -194,14 +172,14 @@ class ElasticWorld:
         self.children[key] = "starting"
         self.started.add(key)
         if pool == "store":
-            rows.opened(number, job)
+            rows.folders.add(number)
         elif pool == "coordinator":
             rows.begun(job, self._alive(action.job, "store"))
 
     def _clean_up(self, job: JobState, rows: Rows) -> None:
         """Remove folders of stores that are no more, as drivers do."""
         kept = {process.number for process in job.of_pool("store")} | {*job.stores}
-        for number in rows.homes.keys() - kept:
+        for number in rows.folders - kept:
             lies = number in rows.owners and self._trains(job.name)
             assert not lies, f"no folder is removed with rows, got that of store {number}"
             rows.removed(number)
@@ -265,7 +243,7 @@ class ElasticWorld:
         moved = there and self._trains(name) and chance < 0.6
         torn = there and self._trains(name) and self.kind.torn_moves and 0.6 <= chance < 0.8
         if moved or torn:
-            self.rows[name].moved(flight, half=torn and self.rng.random() < 0.5)
+            self.rows[name].moved(flight)
         return Moved(
             time_sec=self._later(), job=name, slots=flight.first, target=flight.target, moved=moved
         )

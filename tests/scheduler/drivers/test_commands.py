@@ -56,17 +56,14 @@ def test_commands_of_trainers_parse(paths: JobPaths) -> None:
     assert (group.job, group.replicas, group.embedding) == (paths.served_job.local, 0, "cached")
     replica = parser.parse_args(replica_command(paths, WORK, 2, 3)[3:])
     assert (replica.run, replica.number, replica.threads) == (paths.run.local, 2, 3)
-    store = parser.parse_args(store_command(paths, WORK, 1, 2)[3:])
-    assert store.slots == "2048:4096"
+    store = parser.parse_args(store_command(paths, WORK, 1)[3:])
     assert paths.store_address(1) == f"file://{store.directory}/address"
-    assert parser.parse_args(store_command(paths, WORK, 2, 2)[3:]).slots == "none"
     move = parser.parse_args(move_command(paths, (3, 5), (0, 2), 1)[3:])
-    assert (move.slots, move.givers, move.to) == (
+    assert (move.slots, move.sources, move.to) == (
         "768:1024,1280:1536",
         f"{paths.store_address(0)},{paths.store_address(2)}",
         paths.store_address(1),
     )
-    assert move.served
     assert move.token_file == store.token_file
     assert parser.parse_args(move_command(paths, (), (2,), 1)[3:]).slots == "0:4096"
 
@@ -84,11 +81,11 @@ def test_commands_of_a_job_at_a_url_name_folders_of_their_own(remote: JobPaths) 
     replica = parser.parse_args(replica_command(remote, WORK, 2, 3)[3:])
     assert (str(replica.run), replica.work) == (f"{url}/run", WORK / "replica-2")
     assert replica.token_file == remote.token
-    store = parser.parse_args(store_command(remote, WORK, 1, 2)[3:])
+    store = parser.parse_args(store_command(remote, WORK, 1)[3:])
     assert store.directory == WORK / "store-1"
     assert str(store.address_file) == remote.store_address(1) == f"{url}/stores/1/address"
     move = parser.parse_args(move_command(remote, (3,), (0,), 1)[3:])
-    assert (move.givers, move.to) == (f"{url}/stores/0/address", f"{url}/stores/1/address")
+    assert (move.sources, move.to) == (f"{url}/stores/0/address", f"{url}/stores/1/address")
     assert move.token_file == remote.token
     build, _ = pipelines_parser().parse_known_args(segment_command(remote, 0, 1)[3:])
     assert (str(build.job), str(build.output)) == (f"{url}/job.yaml", f"{url}/dataset")
@@ -116,19 +113,21 @@ def test_commands_of_trainers_with_networks_of_their_own_parse(paths: JobPaths) 
         parser.parse_args(words[3:])
         for words in (
             replica_command(paths, WORK, 2, 3, ENDPOINT),
-            store_command(paths, WORK, 1, 2, ENDPOINT),
+            store_command(paths, WORK, 1, ENDPOINT),
         )
     ]
     for found in served:
-        assert (found.host, found.tls_name) == ("$(HOST)", "job.presage")
-        files = [found.token_file, found.tls_cert, found.tls_key, found.trusted]
-        assert [file.name for file in files] == ["token", "tls.crt", "tls.key", "tls.crt"]
+        assert found.host == "$(HOST)"
+        files = [found.token_file, found.tls_cert, found.tls_key]
+        assert [file.name for file in files] == ["token", "tls.crt", "tls.key"]
         assert {file.parent for file in files} == {Path("/run/job")}
+    replica = served[0]
+    assert (replica.tls_name, str(replica.trusted)) == ("job.presage", "/run/job/tls.crt")
     store = served[1]
     assert (store.directory / "address") == Path(stores.addresses[1].removeprefix("file://"))
     assert store.port == 0
     move = parser.parse_args(move_command(paths, (3,), (0,), 1, ENDPOINT)[3:])
-    assert (move.givers, move.to) == stores.addresses
+    assert (move.sources, move.to) == stores.addresses
     assert (move.tls_name, move.token_file.name) == ("job.presage", "token")
 
 

@@ -21,6 +21,7 @@ from trainer.stores.api import (
 )
 from trainer.stores.bucket_files import SortedChunk, merge_sorted
 from trainer.stores.remote.connection import Access
+from trainer.stores.remote.coordinator import Coordinator
 from trainer.stores.remote.members import CallAttempts, StoreMembers
 from trainer.stores.remote.ownership import SlotMap
 from trainer.stores.remote.wire import (
@@ -46,12 +47,15 @@ _SendMessage = Callable[[SlotMap, int, NDArray[np.int64]], None]
 class RemoteStore:
     """The rows of a run in all its store processes, which are called concurrently.
 
-    A call that fails because slots moved or a store is gone is repeated with the new slot map.
-    With copies, a write is complete when all stores of a row have acknowledged it.
+    A call that fails because slots move or a store is gone is repeated.
     """
 
     def __init__(
-        self, members: StoreMembers, layouts: Mapping[str, TableLayout], message_bytes: int
+        self,
+        members: StoreMembers,
+        layouts: Mapping[str, TableLayout],
+        message_bytes: int,
+        coordinator: Coordinator | None,
     ) -> None:
         """Use opened stores; see `open_remote_store`.
 
@@ -59,9 +63,11 @@ class RemoteStore:
             members: the processes.
             layouts: tables by name, all of one shape.
             message_bytes: maximum message size of all processes.
+            coordinator: of the session; None: another process has it.
         """
         self.members = members
         self.layouts = layouts
+        self._coordinator = coordinator
         self._layout = next(iter(layouts.values()))
         self._rows_per_message = max(1, message_bytes // record_bytes(self._layout))
         workers = _CALLS_PER_STORE * len(members.addresses)
@@ -89,7 +95,7 @@ class RemoteStore:
             answer = self._exchange(slot_map, store, request, rows_batch(flat[chosen]))
             block[chosen] = block_of(answer, self._layout)
 
-        self._send_all(flat, send, lambda slot_map: slot_map.readers[None])
+        self._send_all(flat, send)
         return {
             table: self._records(block[start:end])
             for table, start, end in zip(rows, offsets[:-1], offsets[1:], strict=True)
@@ -115,7 +121,7 @@ class RemoteStore:
             batch = records_batch(flat[chosen], block[chosen], self._layout)
             self._exchange(slot_map, store, request, batch)
 
-        self._send_all(flat, send, lambda slot_map: slot_map.copies)
+        self._send_all(flat, send)
 
     def contents(self, table: str) -> Iterator[tuple[NDArray[np.int64], Records]]:
         """Yield all rows of a table ever written, ascending, and their records, in chunks."""
@@ -124,7 +130,7 @@ class RemoteStore:
             slot_map = self.members.slot_map
             streams = [
                 self._contents_of(slot_map, store, table, after)
-                for store in np.unique(slot_map.readers).tolist()
+                for store in range(len(slot_map.addresses))
             ]
             try:
                 for rows, block in merge_sorted(streams):
@@ -155,37 +161,36 @@ class RemoteStore:
     def close(self) -> None:
         """Close the connections; the processes continue."""
         self._pool.shutdown()
+        if self._coordinator is not None:
+            self._coordinator.close()
         self.members.close()
 
-    def _send_all(
-        self,
-        flat: NDArray[np.int64],
-        send: _SendMessage,
-        stores_of: Callable[[SlotMap], NDArray[np.int64]],
-    ) -> None:
+    def _send_all(self, flat: NDArray[np.int64], send: _SendMessage) -> None:
         """Send the messages for all rows; those that fail are sent again with a newer slot map.
 
         Args:
             flat: rows of all tables.
             send: sends one message.
-            stores_of: slot map to (copies, NUM_SLOTS) stores of each slot, -1 for none.
         """
         slots, pending = slot_of_row(flat), np.arange(len(flat))
         attempts = CallAttempts(self.members)
         while len(pending):
             errors: list[Exception] = []
             slot_map = self.members.slot_map
-            stores = stores_of(slot_map)[:, slots[pending]]  # (copies, rows)
+            if slot_map.moving:
+                attempts.failed(slot_map, errors, len(pending))
+                continue
+            owners = slot_map.owners[slots[pending]]
 
             def send_to(
                 store: int,
                 slot_map: SlotMap = slot_map,
-                stores: NDArray[np.int64] = stores,
+                owners: NDArray[np.int64] = owners,
                 pending: NDArray[np.int64] = pending,
                 errors: list[Exception] = errors,
             ) -> NDArray[np.int64]:
                 """Return the rows whose messages failed."""
-                own = pending[(stores == store).any(0)]
+                own = pending[owners == store]
                 for start in range(0, len(own), self._rows_per_message):
                     try:
                         send(slot_map, store, own[start : start + self._rows_per_message])
@@ -195,7 +200,7 @@ class RemoteStore:
                 return own[:0]
 
             failed = self._pool.map(send_to, range(len(slot_map.addresses)))
-            pending = np.unique(np.concatenate(list(failed)))
+            pending = np.sort(np.concatenate(list(failed)))
             if len(pending):
                 attempts.failed(slot_map, errors, len(pending))
 
@@ -204,14 +209,14 @@ class RemoteStore:
     ) -> pa.RecordBatch:
         connection = self.members.connection(slot_map.addresses[store])
         answer, sequence = connection.exchange(request.to_bytes(), batch, self._layout)
-        self.members.record_acknowledged(slot_map.incarnations[store], sequence)
+        self.members.record_acknowledged(connection.address, sequence)
         return answer
 
     def _contents_of(
         self, slot_map: SlotMap, store: int, table: str, after: int
     ) -> Iterator[SortedChunk]:
         """Yield the rows of one store, one message at a time, prefetching the next."""
-        size, is_read = self._rows_per_message, slot_map.readers == store
+        size = self._rows_per_message
 
         def fetch_page(after: int) -> pa.RecordBatch:
             tables = ((table, size),)
@@ -225,9 +230,7 @@ class RemoteStore:
             if not len(rows):
                 return
             next_page = self._pool.submit(fetch_page, int(rows[-1]))
-            chosen = is_read[slot_of_row(rows)]
-            if chosen.any():
-                yield rows[chosen], block_of(page, self._layout)[chosen]
+            yield rows, block_of(page, self._layout)
 
     def _request(
         self,
@@ -244,7 +247,7 @@ class RemoteStore:
             op=op,
             session=self.members.session,
             epoch=slot_map.epoch,
-            acknowledged=self.members.acknowledged(slot_map.incarnations[store]),
+            acknowledged=self.members.acknowledged(slot_map.addresses[store]),
             train_step=train_step,
             as_of=as_of,
             tables=tables,
@@ -266,7 +269,6 @@ def open_remote_store(
     *,
     owner: str | None,
     session: str,
-    replicas: int = 1,
 ) -> RemoteStore:
     """Open store processes for a run.
 
@@ -278,19 +280,18 @@ def open_remote_store(
             on, and the rows of the run are deleted: those of its checkpoint will be written. None:
             another process has opened the session, and coordinates it.
         session: of this process, or of all that share the stores.
-        replicas: stores per slot of a new session.
 
     Raises:
-        SchemaError: a store refuses or cannot be reached, or they do not cover each slot
-            `replicas` times.
+        SchemaError: a store refuses or cannot be reached.
     """
-    members = StoreMembers(addresses, access, session, replicas)
+    members = StoreMembers(addresses, access, session)
     try:
         message_bytes = members.join() if owner is None else members.open(owner, layouts)
     except BaseException:
         members.close()
         raise
-    return RemoteStore(members, layouts, message_bytes)
+    coordinator = None if owner is None else Coordinator(members, layouts, message_bytes)
+    return RemoteStore(members, layouts, message_bytes, coordinator)
 
 
 def _flat(

@@ -33,7 +33,6 @@ from trainer.stores.api import (
 from trainer.stores.remote.wire import (
     AUTHORIZATION,
     BEHIND,
-    BUSY,
     LOOPBACK,
     REFUSED,
     SLOT_MAP_CHANGED,
@@ -115,8 +114,6 @@ class Access:
     """Name that certificates must have; None: the host of the address."""
     timeout_sec: float = 30.0
     """Maximum wait for a response, and for a dead store to come back."""
-    elastic: bool = False
-    """Whether stores are added and removed while a run trains."""
 
 
 def read_access(
@@ -173,15 +170,13 @@ class StoreConnection:
         request: bytes,
         batch: pa.RecordBatch | None,
         layout: TableLayout,
-        timeout_sec: float | None = None,
     ) -> tuple[pa.RecordBatch, int]:
-        """Send one message of rows once, retrying while the store is busy.
+        """Send one message of rows once.
 
         Args:
             request: JSON of a `Request`.
             batch: its rows, None for no rows.
             layout: of the records.
-            timeout_sec: maximum wait for the response; None: that of `Access`.
 
         Returns:
             Rows with their records, and the messages of rows that the store acknowledged in this
@@ -217,7 +212,7 @@ class StoreConnection:
                 )
             return chunk.data, int(chunk.app_metadata.to_pybytes())
 
-        return self._once(call, self._access.timeout_sec if timeout_sec is None else timeout_sec)
+        return self._once(call, self._access.timeout_sec)
 
     def __enter__(self) -> StoreConnection:
         return self
@@ -242,26 +237,20 @@ class StoreConnection:
         raise unreachable_error(self.address, timeout_sec, last_error) from last_error
 
     def _once(self, call: _Call[T], timeout_sec: float) -> T:
-        """Call once, and again while the store is busy."""
-        line = ""
-        for _ in _attempts(self._access.timeout_sec):
-            options = fl.FlightCallOptions(
-                timeout=timeout_sec,
-                headers=[(AUTHORIZATION.encode(), f"Bearer {self._access.token}".encode())],
-            )
-            client: fl.FlightClient | None = None
-            try:
-                client = self._connected()
-                return call(client, options)
-            except _GONE as error:
-                code, line = _code_and_line(error)
-                if code != BUSY:
-                    if self._client is client:
-                        self._client = None  # closed when no other call uses it any more
-                    raise StoreUnavailableError(_reason(error), self.address) from error
-            except (fl.FlightError, pa.ArrowException) as error:
-                raise self._to_error(error) from error
-        raise SchemaError(line, file=self.address)
+        options = fl.FlightCallOptions(
+            timeout=timeout_sec,
+            headers=[(AUTHORIZATION.encode(), f"Bearer {self._access.token}".encode())],
+        )
+        client: fl.FlightClient | None = None
+        try:
+            client = self._connected()
+            return call(client, options)
+        except _GONE as error:
+            if self._client is client:
+                self._client = None  # closed when no other call uses it any more
+            raise StoreUnavailableError(_reason(error), self.address) from error
+        except (fl.FlightError, pa.ArrowException) as error:
+            raise self._to_error(error) from error
 
     def _connected(self) -> fl.FlightClient:
         client = self._client

@@ -1,23 +1,26 @@
-"""Which store processes own which slots: numbered slot maps, each decided by one coordinator.
+"""Which store process owns which slots: numbered slot maps, each decided by one coordinator.
 
-The process that opens a session decides its slot maps, one after the other: `initial_slot_map`,
-then `next_slot_map` whenever slots were handed over or a copy is gone. Stores obey the newest map
-of their session that they have seen, and refuse calls with another one.
+The process that opens a session decides its slot maps: the first is `initial_slot_map`, and a move
+of slots makes two more, one in which they are `moving` and one in which they have their new owner.
+Stores obey the newest map of their session that they have seen, and refuse calls with another one.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from schemas.errors import SchemaError
-from schemas.hashing import NUM_SLOTS
+from schemas.hashing import NUM_SLOTS, divide_slots
+from schemas.manifest import from_json
+from trainer.stores.api import TableLayout
+from trainer.stores.remote.wire import layouts_from_json
 
-MAX_COPIES = 2
 Ranges = tuple[tuple[int, int], ...]
 """Slot ranges [first, end)."""
 
@@ -43,13 +46,13 @@ def ranges_of(mask: NDArray[np.bool_]) -> Ranges:
 
 
 def format_ranges(ranges: Iterable[Sequence[int]]) -> str:
-    """Format ranges for the command line.
+    """Format ranges for messages.
 
     Example:
-        >>> format_ranges([(0, 5), (7, 9)]), format_ranges([])
-        ('0:5,7:9', 'none')
+        >>> format_ranges([(0, 5), (7, 9)])
+        '0:5,7:9'
     """
-    return ",".join(f"{first}:{end}" for first, end in ranges) or "none"
+    return ",".join(f"{first}:{end}" for first, end in ranges)
 
 
 def parse_ranges(text: str) -> Ranges:
@@ -59,16 +62,14 @@ def parse_ranges(text: str) -> Ranges:
         ValueError: not a list of START:END, or outside [0, NUM_SLOTS].
 
     Example:
-        >>> parse_ranges("0:5,7:9"), parse_ranges("none")
-        (((0, 5), (7, 9)), ())
+        >>> parse_ranges("0:5,7:9")
+        ((0, 5), (7, 9))
     """
-    if text == "none":
-        return ()
     try:
         ranges = tuple((int(a), int(b)) for a, b in (r.split(":") for r in text.split(",")))
     except ValueError:
         raise ValueError(
-            f"slots must be START:END, separated by commas, or none, got {text!r}; "
+            f"slots must be START:END, separated by commas, got {text!r}; "
             f"write 0:{NUM_SLOTS} for all"
         ) from None
     for first, end in ranges:
@@ -80,145 +81,92 @@ def parse_ranges(text: str) -> Ranges:
     return ranges_of(mask_of(ranges))
 
 
-def slot_range_of_part(index: int, count: int) -> tuple[int, int]:
-    """Return the slot range [first, end) of part `index` of `count`.
-
-    Example:
-        >>> [slot_range_of_part(k, 3) for k in range(3)]
-        [(0, 1365), (1365, 2730), (2730, 4096)]
-    """
-    return NUM_SLOTS * index // count, NUM_SLOTS * (index + 1) // count
-
-
-def home_slots(index: int, count: int, replicas: int) -> Ranges:
-    """Return the initial slots of store `index` of `count`: its own part and copies of others.
-
-    Example:
-        >>> [home_slots(k, 3, 2) for k in range(3)]
-        [((0, 1365), (2730, 4096)), ((0, 2730),), ((1365, 4096),)]
-    """
-    parts = [slot_range_of_part((index - k) % count, count) for k in range(replicas)]
-    return ranges_of(mask_of(parts))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotMap:
-    """The stores of each slot.
+    """The store of each slot.
 
     Attributes:
         session: of the process that decided it.
         epoch: its number; greater than those of all earlier maps that its stores have seen.
         addresses: of stores with slots.
-        incarnations: of their processes when they got their first slots; acknowledged messages are
-            counted by it, also after a restart.
-        processes: incarnations of their processes when this map was decided.
-        copies: (MAX_COPIES, NUM_SLOTS) index in `addresses` of each slot's stores, -1 for none.
+        owners: (NUM_SLOTS,) index in `addresses` of each slot's store.
+        moving: slots that no step reads or writes until the next map.
     """
 
     session: str
     epoch: int
     addresses: tuple[str, ...]
-    incarnations: tuple[str, ...]
-    processes: tuple[str, ...]
-    copies: NDArray[np.int64]
-
-    @property
-    def num_copies(self) -> NDArray[np.int64]:
-        """(NUM_SLOTS,) number of stores of each slot."""
-        return (self.copies >= 0).sum(0)
-
-    @property
-    def readers(self) -> NDArray[np.int64]:
-        """(NUM_SLOTS,) store that each slot is read from; copies share the load."""
-        chosen = np.arange(NUM_SLOTS) % np.maximum(self.num_copies, 1)
-        return self.copies[chosen, np.arange(NUM_SLOTS)]
+    owners: NDArray[np.int64]
+    moving: Ranges = ()
 
     def slots_of(self, address: str) -> NDArray[np.bool_]:
-        """(NUM_SLOTS,) mask of the slots that a store has a copy of."""
+        """(NUM_SLOTS,) mask of the slots of a store."""
         if address not in self.addresses:
             return np.zeros(NUM_SLOTS, bool)
-        return (self.copies == self.addresses.index(address)).any(0)
+        return self.owners == self.addresses.index(address)
 
     def to_json(self) -> dict[str, Any]:
         """Return the form of logs and messages."""
-        stores = zip(self.addresses, self.incarnations, self.processes, strict=True)
         return {
             "session": self.session,
             "epoch": self.epoch,
             "stores": [
-                {
-                    "address": address,
-                    "incarnation": incarnation,
-                    "process": process,
-                    "slots": ranges_of(self.slots_of(address)),
-                }
-                for address, incarnation, process in stores
+                {"address": address, "slots": ranges_of(self.slots_of(address))}
+                for address in self.addresses
             ],
+            "moving": self.moving,
         }
 
 
 def slot_map_from_json(body: Mapping[str, Any]) -> SlotMap:
     """Parse what `SlotMap.to_json` returned."""
     owned = {str(each["address"]): mask_of(each["slots"]) for each in body["stores"]}
-    incarnations, processes = (
-        {str(each["address"]): str(each[name]) for each in body["stores"]}
-        for name in ("incarnation", "process")
-    )
-    return slot_map_of(str(body["session"]), int(body["epoch"]), owned, incarnations, processes)
+    moving = ranges_of(mask_of(body["moving"]))
+    return slot_map_of(str(body["session"]), int(body["epoch"]), owned, moving)
 
 
 def slot_map_of(
-    session: str,
-    epoch: int,
-    owned: Mapping[str, NDArray[np.bool_]],
-    incarnations: Mapping[str, str],
-    processes: Mapping[str, str],
+    session: str, epoch: int, owned: Mapping[str, NDArray[np.bool_]], moving: Ranges = ()
 ) -> SlotMap:
     """Return the slot map with these slots by address; stores without slots are left out."""
     addresses = tuple(sorted(address for address, slots in owned.items() if slots.any()))
-    masks = np.stack([owned[address] for address in addresses])
-    order = np.argsort(~masks, axis=0, kind="stable")[:MAX_COPIES]
-    copies = np.full((MAX_COPIES, NUM_SLOTS), -1, np.int64)
-    copies[: len(order)] = np.where(np.take_along_axis(masks, order, 0), order, -1)
-    return SlotMap(
-        session=session,
-        epoch=epoch,
-        addresses=addresses,
-        incarnations=tuple(incarnations[address] for address in addresses),
-        processes=tuple(processes[address] for address in addresses),
-        copies=copies,
-    )
+    owners = np.stack([owned[address] for address in addresses]).argmax(0)
+    return SlotMap(session=session, epoch=epoch, addresses=addresses, owners=owners, moving=moving)
+
+
+def next_slot_map(
+    current: SlotMap,
+    *,
+    moving: Ranges = (),
+    moved: NDArray[np.bool_] | None = None,
+    target: str = "",
+) -> SlotMap:
+    """Return the slot map that follows.
+
+    Args:
+        current: the newest one.
+        moving: slots that no step may read or write.
+        moved: (NUM_SLOTS,) mask of slots that `target` owns from now on; None for none.
+        target: address of a store.
+    """
+    owned = {address: current.slots_of(address) for address in current.addresses}
+    if moved is not None:
+        owned = {address: slots & ~moved for address, slots in owned.items()}
+        owned[target] = owned.get(target, mask_of([])) | moved
+    return slot_map_of(current.session, current.epoch + 1, owned, moving)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SlotMigration:
-    """Slots that move from one store to another.
+class MoveRequest:
+    """A request to the coordinator of a session."""
 
-    Attributes:
-        id: unique.
-        target: address of the store that receives the slots.
-        slots: that move.
-        keep: whether the source keeps them, too: the target becomes a second copy.
-    """
-
-    id: str
+    sources: tuple[str, ...]
+    """Addresses of stores that give slots."""
     target: str
+    """Address of the store that receives them."""
     slots: Ranges
-    keep: bool
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the form of logs and messages."""
-        return asdict(self)
-
-
-def migration_from_json(body: Mapping[str, Any]) -> SlotMigration:
-    """Parse what `SlotMigration.to_json` returned."""
-    return SlotMigration(
-        id=str(body["id"]),
-        target=str(body["target"]),
-        slots=ranges_of(mask_of(body["slots"])),
-        keep=bool(body["keep"]),
-    )
+    """Of these, the slots that the sources own are moved."""
+    id: str = field(default_factory=lambda: secrets.token_hex(8))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,24 +174,20 @@ class ShardControl:
     """State of a store beside its rows; replaced as a whole, after the new one is logged.
 
     Attributes:
-        home: slots that it was started with.
         owner: run of its rows.
+        layouts: tables by name, all of one shape.
         slot_map: the newest that it has seen; None for a store that started empty.
         address: its own in the slot map.
         sequence: acknowledged messages of rows in this session, when this was logged or described.
-        outgoing: a migration whose rows are at the target; the next slot map decides about it.
-        incoming: a migration to this store.
-        received: whether all rows of `incoming` are here.
+        newest_step: the latest of its rows, likewise.
     """
 
-    home: Ranges
     owner: str = ""
+    layouts: Mapping[str, TableLayout] = field(default_factory=dict)
     slot_map: SlotMap | None = None
     address: str = ""
     sequence: int = 0
-    outgoing: SlotMigration | None = None
-    incoming: SlotMigration | None = None
-    received: bool = False
+    newest_step: int = -1
 
     @property
     def session(self) -> str:
@@ -261,26 +205,19 @@ class ShardControl:
         return self.slot_map.slots_of(self.address) if self.slot_map else mask_of([])
 
     @property
-    def served(self) -> NDArray[np.bool_]:
-        """(NUM_SLOTS,) mask of slots that are served; those of `outgoing` are not."""
-        return self.owned & ~mask_of(self.outgoing.slots if self.outgoing else ())
-
-    @property
-    def kept(self) -> NDArray[np.bool_]:
-        """(NUM_SLOTS,) mask of slots whose rows are kept."""
-        return self.owned | mask_of(self.incoming.slots if self.incoming else ())
+    def moving(self) -> NDArray[np.bool_]:
+        """(NUM_SLOTS,) mask of slots that move between any stores."""
+        return mask_of(self.slot_map.moving if self.slot_map else ())
 
     def to_json(self) -> dict[str, Any]:
         """Return the persisted form."""
         return {
-            "home": self.home,
             "owner": self.owner,
+            "layouts": [asdict(layout) for layout in self.layouts.values()],
             "map": self.slot_map and self.slot_map.to_json(),
             "address": self.address,
             "sequence": self.sequence,
-            "outgoing": self.outgoing and self.outgoing.to_json(),
-            "incoming": self.incoming and self.incoming.to_json(),
-            "received": self.received,
+            "newest_step": self.newest_step,
         }
 
 
@@ -292,14 +229,12 @@ def control_from_json(body: Mapping[str, Any]) -> ShardControl:
     """
     try:
         return ShardControl(
-            home=tuple((int(first), int(end)) for first, end in body["home"]),
             owner=str(body["owner"]),
+            layouts=layouts_from_json(body["layouts"]) if body["layouts"] else {},
             slot_map=slot_map_from_json(body["map"]) if body["map"] else None,
             address=str(body["address"]),
             sequence=int(body["sequence"]),
-            outgoing=migration_from_json(body["outgoing"]) if body["outgoing"] else None,
-            incoming=migration_from_json(body["incoming"]) if body["incoming"] else None,
-            received=bool(body["received"]),
+            newest_step=int(body["newest_step"]),
         )
     except KeyError as error:
         raise SchemaError(
@@ -312,20 +247,12 @@ class StoreDescription(ShardControl):
     """Answer of a store to `describe`.
 
     Attributes:
-        incarnation: identifies the process.
-        migrating: whether a migration from it is in progress.
         message_bytes: maximum message size.
+        requested: a move that the coordinator is asked for.
     """
 
-    incarnation: str
-    migrating: bool
     message_bytes: int
-
-    @property
-    def named(self) -> set[str]:
-        """Addresses of other stores that it knows."""
-        targets = {self.outgoing.target} if self.outgoing else set[str]()
-        return targets.union(self.slot_map.addresses if self.slot_map else ())
+    requested: MoveRequest | None = None
 
 
 Descriptions = Mapping[str, StoreDescription | None]
@@ -334,53 +261,38 @@ Descriptions = Mapping[str, StoreDescription | None]
 
 def description_from_json(body: Mapping[str, Any]) -> StoreDescription:
     """Parse the answer to `describe`."""
-    control = control_from_json(body)
+    control, requested = control_from_json(body), body["requested"]
     return StoreDescription(
         **{each.name: getattr(control, each.name) for each in fields(control)},
-        incarnation=str(body["incarnation"]),
-        migrating=bool(body["migrating"]),
         message_bytes=int(body["message_bytes"]),
+        requested=from_json(MoveRequest, requested) if requested else None,
     )
 
 
 def initial_slot_map(
-    descriptions: Mapping[str, StoreDescription],
-    replicas: int,
-    session: str,
-    *,
-    elastic: bool = False,
+    descriptions: Mapping[str, StoreDescription], addresses: Sequence[str], session: str
 ) -> SlotMap:
-    """Return the first slot map of a session: the newest of its stores, or their home slots.
+    """Return the first slot map of a session: the newest of its stores, or equal parts.
 
-    With elastic stores, a slot without an owner (its store was removed or lost its directory) goes
-    to a store that was started with it, or to the store with the fewest slots.
+    Slots of a store that is not described go to the store with the fewest slots.
 
     Args:
         descriptions: by address.
-        replicas: stores per slot.
+        addresses: of the stores that share all slots if none has a map, in order.
         session: the new session.
-        elastic: whether stores are added and removed while a run trains.
-
-    Raises:
-        SchemaError: the stores do not cover each slot `replicas` times.
     """
-    owned = _owned(descriptions)
-    if not (owned.sum(0) == replicas).all():
-        home = np.stack([mask_of(store.home) for store in descriptions.values()])
-        if elastic and replicas == 1 and owned.any():
-            owned = _one_owner_per_slot(owned, home)
-        else:
-            owned = home
-            _check_covered(owned.sum(0), replicas, tuple(descriptions))
-    incarnations = {address: store.incarnation for address, store in descriptions.items()}
     epoch = max(store.epoch for store in descriptions.values()) + 1
-    slots = dict(zip(descriptions, owned, strict=True))
-    return slot_map_of(session, epoch, slots, incarnations, incarnations)
+    if epoch == 0:
+        part = divide_slots(len(addresses))
+        return slot_map_of(session, epoch, {a: part == k for k, a in enumerate(addresses)})
+    owned = _owned(descriptions)
+    owned[int(owned.sum(1).argmin())] |= ~owned.any(0)
+    return slot_map_of(session, epoch, dict(zip(descriptions, owned, strict=True)))
 
 
-def covers_all_slots(descriptions: Mapping[str, StoreDescription], replicas: int) -> bool:
-    """Return whether the stores own each slot `replicas` times."""
-    return bool(descriptions) and bool((_owned(descriptions).sum(0) == replicas).all())
+def covers_all_slots(descriptions: Mapping[str, StoreDescription]) -> bool:
+    """Return whether the stores own all slots."""
+    return bool(descriptions) and bool(_owned(descriptions).any(0).all())
 
 
 def _owned(descriptions: Mapping[str, StoreDescription]) -> NDArray[np.bool_]:
@@ -391,149 +303,28 @@ def _owned(descriptions: Mapping[str, StoreDescription]) -> NDArray[np.bool_]:
     return np.stack([newest.slots_of(address) for address in descriptions])
 
 
-def _one_owner_per_slot(owned: NDArray[np.bool_], home: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    first = owned & (owned.cumsum(0) == 1)
-    missing = ~first.any(0)
-    first |= home & (home.cumsum(0) == 1) & missing
-    missing = ~first.any(0)
-    first[int(first.sum(1).argmin())] |= missing
-    return first
-
-
-def _check_covered(count: NDArray[np.int64], replicas: int, addresses: tuple[str, ...]) -> None:
-    if not (count == replicas).all():
-        slot = int(np.flatnonzero(count != replicas)[0])
-        times = "once" if replicas == 1 else "twice"
-        raise SchemaError(
-            f"stores must serve each of {NUM_SLOTS} slots {times}, got slot {slot} served "
-            f"{count[slot]} times by {', '.join(addresses)}; start them with other --slots"
-        )
-
-
 def newest_slot_map(current: SlotMap, descriptions: Descriptions) -> SlotMap:
     """Return the newest slot map of the session that a store has seen."""
-    return max(
-        (
-            current,
-            *(
-                s.slot_map
-                for s in descriptions.values()
-                if s is not None and s.slot_map is not None and s.session == current.session
-            ),
-        ),
-        key=lambda slot_map: slot_map.epoch,
-    )
+    seen = [s.slot_map for s in descriptions.values() if s is not None and s.slot_map is not None]
+    of_session = [m for m in seen if m.session == current.session]
+    return max([current, *of_session], key=lambda slot_map: slot_map.epoch)
 
 
 def lost_slots(
     current: SlotMap, descriptions: Descriptions, acknowledged: Mapping[str, int]
 ) -> NDArray[np.bool_]:
-    """Return the (NUM_SLOTS,) mask of slots whose acknowledged rows are in no store.
+    """Return the (NUM_SLOTS,) mask of slots whose store has lost acknowledged rows.
 
     Args:
         current: the slot map.
         descriptions: of its stores.
-        acknowledged: incarnation in the map to the messages that the store acknowledged to the
-            caller.
+        acknowledged: address to the messages that the store acknowledged to the caller.
     """
-    lost = np.ones(NUM_SLOTS, bool)
+    lost = mask_of([])
     for address in current.addresses:
         store = descriptions.get(address)
-        if store is None or _has_rows(current, address, store, acknowledged):
-            lost &= ~current.slots_of(address)
+        if store is not None and (
+            store.session != current.session or store.sequence < acknowledged.get(address, 0)
+        ):
+            lost |= current.slots_of(address)
     return lost
-
-
-def _has_rows(
-    current: SlotMap,
-    address: str,
-    store: StoreDescription | None,
-    acknowledged: Mapping[str, int],
-) -> bool:
-    """Return whether a store of the slot map has all rows that it acknowledged to the caller."""
-    incarnation = current.incarnations[current.addresses.index(address)]
-    return (
-        store is not None
-        and store.session == current.session
-        and store.sequence >= acknowledged.get(incarnation, 0)
-    )
-
-
-def next_slot_map(
-    current: SlotMap, descriptions: Descriptions, acknowledged: Mapping[str, int]
-) -> SlotMap | None:
-    """Return the slot map that follows, None if the current one stays.
-
-    Slots that a store has stopped to serve go to the target if that has their rows, else back. A
-    copy whose store is gone, or was restarted since the last map, is dropped if there is a better
-    one; what is left of a restarted store is as good as any later copy.
-
-    Args:
-        current: the newest slot map of the session.
-        descriptions: of all stores, taken while it was the newest.
-        acknowledged: as in `lost_slots`.
-    """
-    owned = {address: current.slots_of(address) for address in current.addresses}
-    incarnations = dict(zip(current.addresses, current.incarnations, strict=True))
-    processes = dict(zip(current.addresses, current.processes, strict=True))
-    dropped = _dropped_copies(current, descriptions, acknowledged)
-    changed = any(slots.any() for slots in dropped.values())
-    for address, slots in dropped.items():
-        owned[address] = owned[address] & ~slots
-        store = descriptions.get(address)
-        if store is not None and _has_rows(current, address, store, acknowledged):
-            processes[address] = store.incarnation
-    for address, store in descriptions.items():
-        if store is None or store.outgoing is None:
-            continue
-        if (store.session, store.epoch) != (current.session, current.epoch):
-            continue
-        changed, migration = True, store.outgoing
-        target, slots = descriptions.get(migration.target), mask_of(migration.slots)
-        if target is not None and target.received and target.incoming == migration:
-            incarnations.setdefault(migration.target, target.incarnation)
-            processes.setdefault(migration.target, target.incarnation)
-            owned[migration.target] = owned.get(migration.target, mask_of([])) | slots
-            if not migration.keep:
-                owned[address] = owned[address] & ~slots
-    if not changed:
-        return None
-    return slot_map_of(current.session, current.epoch + 1, owned, incarnations, processes)
-
-
-def _dropped_copies(
-    current: SlotMap, descriptions: Descriptions, acknowledged: Mapping[str, int]
-) -> dict[str, NDArray[np.bool_]]:
-    """Return the slots by address of which another store has a better copy."""
-    quality: dict[str, int] = {}
-    for address, process in zip(current.addresses, current.processes, strict=True):
-        store = descriptions.get(address)
-        has_rows = _has_rows(current, address, store, acknowledged)
-        same = store is not None and store.incarnation == process
-        quality[address] = has_rows + (has_rows and same)
-    best = np.zeros(NUM_SLOTS, np.int64)
-    for address in current.addresses:
-        best = np.where(current.slots_of(address), np.maximum(best, quality[address]), best)
-    return {
-        address: current.slots_of(address) & (best > quality[address])
-        for address in current.addresses
-    }
-
-
-def next_fill(
-    slot_map: SlotMap, descriptions: Descriptions, replicas: int
-) -> tuple[str, str, NDArray[np.bool_]] | None:
-    """Return (source, target, slots) of the next missing copy, None if no copy is missing.
-
-    Slots are copied to a store that was started with them.
-    """
-    few = slot_map.num_copies < replicas
-    for target, store in descriptions.items():
-        if store is None:
-            continue
-        missing = few & mask_of(store.home) & ~slot_map.slots_of(target)
-        for source in slot_map.addresses:
-            slots = missing & slot_map.slots_of(source)
-            if slots.any() and descriptions.get(source) is not None:
-                return source, target, slots
-    return None

@@ -1,4 +1,4 @@
-"""Start, restart, move and stop store processes."""
+"""Start, restart and stop store processes, and request moves of slots."""
 
 from __future__ import annotations
 
@@ -10,29 +10,21 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from schemas.errors import SchemaError
 from trainer.runtime import close_pipes, end_children, is_readable, start_child
-from trainer.stores.api import SlotMapChangedError, StoreUnavailableError
+from trainer.stores.api import StoreUnavailableError
 from trainer.stores.remote.connection import Access, StoreConnection, unreachable_error
-from trainer.stores.remote.migration import MigrationStats
 from trainer.stores.remote.ownership import (
+    MoveRequest,
     Ranges,
     description_from_json,
-    format_ranges,
-    home_slots,
-    mask_of,
-    ranges_of,
 )
-from trainer.stores.remote.wire import (
-    DESCRIBE,
-    KILL,
-    MOVE,
-    RESTART,
-    write_token,
-)
+from trainer.stores.remote.wire import DESCRIBE, MOVE, write_token
 
 logger = logging.getLogger(__name__)
 _START_SEC = 60.0
@@ -52,24 +44,14 @@ class StoreProcesses:
     only this process holds.
     """
 
-    def __init__(self, count: int, directory: Path, *, replicas: int = 1) -> None:
+    def __init__(self, count: int, directory: Path) -> None:
         """Start nothing yet.
 
         Args:
             count: processes.
             directory: for token and logs; its contents are deleted.
-            replicas: processes per slot.
-
-        Raises:
-            ValueError: `replicas` exceeds `count`.
         """
-        if replicas > count:
-            raise ValueError(
-                f"replicas must be at most the number of stores, got replicas={replicas}, "
-                f"stores={count}; start more stores"
-            )
         self._count = count
-        self._replicas = replicas
         self.directory = directory
         self._processes: list[subprocess.Popen[bytes]] = []
         self._watchers: list[threading.Thread] = []
@@ -104,8 +86,7 @@ class StoreProcesses:
         self._end()
 
     def _start(self, index: int, port: int) -> subprocess.Popen[bytes]:
-        slots = format_ranges(home_slots(index, self._count, self._replicas))
-        arguments = ["store", "--port", str(port), "--slots", slots, "--end-with-stdin"]
+        arguments = ["store", "--port", str(port), "--end-with-stdin"]
         arguments += ["--directory", str(self.directory / f"store-{index:03d}")]
         arguments += ["--token-file", str(self.directory / TOKEN)]
         # own session: the trainer needs the stores until it has saved after ^C
@@ -159,90 +140,35 @@ def _read_address(process: subprocess.Popen[bytes]) -> str:
 
 
 _MOVE_SEC = 3600.0
-_ACTION_SEC = 10.0
 
 
-def migrate_slots(source: str, target: str, slots: Ranges, access: Access) -> MigrationStats:
-    """Move slots of a run from one store to another while it trains; returns when completed.
+def migrate_slots(
+    sources: Sequence[str], target: str, slots: Ranges, access: Access
+) -> dict[str, Any]:
+    """Move slots of a run to another store; training waits meanwhile. It may be repeated.
 
     Args:
-        source: address of the store that serves them.
-        target: address of the store that receives them, as seen by the source and the trainers; it
-            may have been started with `--slots none`.
+        sources: addresses of stores, of whose slots those in `slots` are moved.
+        target: address of the store that receives them, as seen by the trainers; it need not
+            serve the run yet.
         slots: ranges.
         access: to the stores.
 
-    Raises:
-        SchemaError: a store refuses or cannot be reached, or no process trains on the stores; the
-            source keeps the slots unless its coordinator decides otherwise later.
-    """
-    body = {"target": target, "slots": slots}
-    return MigrationStats(**_call_once(source, MOVE, body, _MOVE_SEC, access)["moved"])
-
-
-def gather_slots(
-    sources: Sequence[str], target: str, slots: Ranges, access: Access
-) -> MigrationStats:
-    """Move slots to one store from whichever stores serve them.
-
-    For callers that do not know the slot map; may be repeated, because slots that the target serves
-    already are not moved.
-
-    Args:
-        sources: addresses of stores; the target may be among them.
-        target: as in `migrate_slots`.
-        slots: ranges; those that no source serves are not moved.
-        access: to the stores.
-
     Returns:
-        Totals of all migrations; the maximum of pauses.
+        `num_slots`, `num_rows` and `pause_sec`.
 
     Raises:
-        SchemaError: a store refuses or cannot be reached; completed migrations stay.
+        SchemaError: a store refuses or cannot be reached, or no process trains on the stores.
     """
-    requested, migrations = mask_of(slots), list[MigrationStats]()
-    for source in dict.fromkeys(sources):
-        if source == target:
-            continue
-        description = _call_once(source, DESCRIBE, {}, _ACTION_SEC, access)
-        served = description_from_json(description).served
-        if (chosen := requested & served).any():
-            migrations.append(migrate_slots(source, target, ranges_of(chosen), access))
-    return MigrationStats(
-        num_rows=sum(one.num_rows for one in migrations),
-        num_rounds=max((one.num_rounds for one in migrations), default=0),
-        copy_sec=sum(one.copy_sec for one in migrations),
-        pause_sec=max((one.pause_sec for one in migrations), default=0.0),
-    )
-
-
-def kill_store(address: str, access: Access) -> None:
-    """Kill a store with SIGKILL; its supervisor restarts it, and no acknowledged write is lost.
-
-    Raises:
-        SchemaError: the store refuses or cannot be reached.
-    """
-    _call_once(address, KILL, {}, _ACTION_SEC, access)
-
-
-def restart_store(address: str, access: Access) -> None:
-    """Restart a store in order, with its command line on its port.
-
-    Raises:
-        SchemaError: the store refuses or cannot be reached.
-    """
-    _call_once(address, RESTART, {}, _ACTION_SEC, access)
-
-
-def _call_once(
-    address: str, action: str, body: dict[str, Any], timeout_sec: float, access: Access
-) -> dict[str, Any]:
-    with StoreConnection(address, access) as connection:
+    request = MoveRequest(sources=tuple(sources), target=target, slots=slots)
+    with ExitStack() as stack:
+        found: list[tuple[int, StoreConnection]] = []
+        for source in sources:
+            connection = stack.enter_context(StoreConnection(source, access))
+            description = description_from_json(connection.action(DESCRIBE, {}))
+            found.append((description.epoch, connection))
+        _, connection = max(found, key=lambda each: each[0])
         try:
-            return connection.action_once(action, body, timeout_sec)
+            return connection.action_once(MOVE, asdict(request), _MOVE_SEC)["moved"]
         except StoreUnavailableError as error:
-            raise unreachable_error(address, timeout_sec, error) from error
-        except SlotMapChangedError as error:
-            raise SchemaError(
-                f"store serves no run: {error}; start training first", file=address
-            ) from error
+            raise unreachable_error(connection.address, _MOVE_SEC, error) from error

@@ -15,7 +15,8 @@ import os
 import struct
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,8 @@ from schemas.arrays import Array
 from schemas.errors import SchemaError
 from schemas.local_files import sync_directory
 from trainer.stores.api import TableLayout
-from trainer.stores.remote.ownership import Ranges, ShardControl, control_from_json
-from trainer.stores.remote.wire import layouts_from_json, record_width
+from trainer.stores.remote.ownership import ShardControl, control_from_json
+from trainer.stores.remote.wire import record_width
 
 MAGIC = b"PRL1"
 _HEADER = struct.Struct("<4sI")
@@ -63,12 +64,9 @@ class RecordLog:
         crc = zlib.crc32(length)
         for part in parts:
             crc = zlib.crc32(part, crc)
-        self.append_raw([_HEADER.pack(MAGIC, crc), length, *parts])
-
-    def append_raw(self, parts: Sequence[Buffer]) -> None:
-        """Append whole records with their headers, or a part of them; raises as `append`."""
+        whole = [_HEADER.pack(MAGIC, crc), length, *parts]
         try:
-            self._write(parts)
+            self._write(whole)
             if self._sync:
                 os.fdatasync(self._file)
         except OSError as error:
@@ -78,7 +76,7 @@ class RecordLog:
                 "before the record is lost",
                 file=str(self.path),
             ) from error
-        self.num_bytes += sum(len(part) for part in parts)
+        self.num_bytes += sum(len(part) for part in whole)
 
     def _write(self, parts: Sequence[Buffer]) -> None:
         pending = [memoryview(part) for part in parts if len(part)]
@@ -146,84 +144,52 @@ def _check_damage(data: mmap.mmap, view: memoryview, start: int, path: Path) -> 
 
 
 @dataclass(frozen=True, slots=True)
-class OpenEntry:
-    """The tables of the log; its first record.
-
-    Attributes:
-        layouts: tables by name, all of one shape.
-    """
-
-    layouts: Mapping[str, TableLayout]
-
-    def to_buffers(self) -> list[Buffer]:
-        """Return the payload."""
-        return _payload_buffers(
-            {"op": "open", "layouts": [asdict(each) for each in self.layouts.values()]}
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class ControlEntry:
-    """A new control state.
-
-    Attributes:
-        control: the state.
-        dropped: slots whose rows are deleted.
-    """
-
-    control: ShardControl
-    dropped: Ranges = ()
-
-    def to_buffers(self) -> list[Buffer]:
-        """Return the payload."""
-        return _payload_buffers(
-            {"op": "control", "dropped": self.dropped, **self.control.to_json()}
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class RowsEntry:
-    """Written rows.
+    """Rows written by one message.
 
     Attributes:
-        tables: table to its rows; `steps` and `block` are concatenated over tables.
-        steps: (n,) int64, step of each record.
-        block: (n, record_width).
-        counted: whether it is a message of a trainer, which `ShardControl.sequence` counts.
+        tables: table to its rows.
+        train_step: of the records.
+        block: (rows of all tables, record_width).
     """
 
     tables: Mapping[str, NDArray[np.int64]]
-    steps: NDArray[np.int64]
+    train_step: int
     block: Array
-    counted: bool = False
-
-    def to_buffers(self) -> list[Buffer]:
-        """Return the payload."""
-        counts = [[table, len(rows)] for table, rows in self.tables.items()]
-        rows = np.concatenate([*self.tables.values()])
-        header = {"op": "rows", "tables": counts, "counted": self.counted}
-        return _payload_buffers(header, rows, self.steps, self.block)
 
 
-Entry = OpenEntry | ControlEntry | RowsEntry
+Entry = ShardControl | RowsEntry
 
 
-def read_entries(path: Path) -> Iterator[Entry]:
-    """Yield the entries of a log; a torn last record is truncated.
+def entry_to_buffers(entry: Entry) -> list[Buffer]:
+    """Return the payload of an entry."""
+    header: dict[str, Any]
+    arrays: list[Array] = []
+    if isinstance(entry, RowsEntry):
+        counts = [[table, len(rows)] for table, rows in entry.tables.items()]
+        header = {"op": "rows", "tables": counts, "step": entry.train_step}
+        arrays = [np.concatenate([*entry.tables.values()]), entry.block]
+    else:
+        header = {"op": "control", **entry.to_json()}
+    text = json.dumps(header, sort_keys=True).encode()
+    flat = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays]
+    return [len(text).to_bytes(4, "little") + text, *(array.data for array in flat)]
+
+
+def read_entries(paths: Sequence[Path]) -> Iterator[Entry]:
+    """Yield the entries of files that follow each other; a torn last record is truncated.
 
     Raises:
         SchemaError: a record before an intact one is damaged.
     """
     layouts: Mapping[str, TableLayout] = {}
-    for payload in read_records(path):
+    for payload in chain.from_iterable(map(read_records, paths)):
         size = 4 + int.from_bytes(payload[:4], "little")
         header = json.loads(bytes(payload[4:size]))
-        if header["op"] == "open":
-            layouts = layouts_from_json(header["layouts"])
-            yield OpenEntry(layouts)
-        elif header["op"] == "control":
-            dropped = tuple((int(first), int(end)) for first, end in header["dropped"])
-            yield ControlEntry(control_from_json(header), dropped)
+        if header["op"] == "control":
+            control = control_from_json(header)
+            layouts = control.layouts
+            yield control
         else:
             yield _rows_entry(header, payload, size, next(iter(layouts.values())))
 
@@ -231,135 +197,65 @@ def read_entries(path: Path) -> Iterator[Entry]:
 def _rows_entry(
     header: Mapping[str, Any], payload: memoryview, start: int, layout: TableLayout
 ) -> RowsEntry:
-    counts = header["tables"]
-    count = sum(n for _, n in counts)
     # copies: the file is unmapped after the replay
-    numbers = np.frombuffer(payload, np.int64, 2 * count, start).copy()
-    width = record_width(layout)
-    block = np.frombuffer(payload, layout.dtype, count * width, start + 16 * count).copy()
+    count, width = sum(n for _, n in header["tables"]), record_width(layout)
+    rows = np.frombuffer(payload, np.int64, count, start).copy()
+    block = np.frombuffer(payload, layout.dtype, count * width, start + 8 * count).copy()
     tables: dict[str, NDArray[np.int64]] = {}
     end = 0
-    for table, n in counts:
-        tables[table] = numbers[end : end + n]
+    for table, n in header["tables"]:
+        tables[table] = rows[end : end + n]
         end += n
-    block = block.reshape(count, width)
-    return RowsEntry(tables, numbers[count:], block, bool(header["counted"]))
+    return RowsEntry(tables, int(header["step"]), block.reshape(count, width))
 
 
-def _payload_buffers(header: dict[str, Any], *arrays: Array) -> list[Buffer]:
-    text = json.dumps(header, sort_keys=True).encode()
-    flat = [np.ascontiguousarray(array).reshape(-1) for array in arrays]
-    return [len(text).to_bytes(4, "little") + text, *(a.view(np.uint8).data for a in flat)]
-
-
-_NAME_DIGITS = 8
+_BASE, _LOG = "base-{:08}.bin", "log-{:08}.bin"
 _FLUSH_BYTES = 64 << 20
-"""Bytes of a new log after which they are flushed, so that calls do not wait for the disk later."""
-_COPY_BYTES = 4 << 20
-
-
-class LogRewrite:
-    """A new log that will replace another one; a context that removes it unless it is complete.
-
-    Records that are appended to the old log meanwhile are copied behind those of the new one. So
-    these may be of any time since the start: replayed in order, later records win.
-    """
-
-    def __init__(self, path: Path, old: RecordLog | None) -> None:
-        """Create the file under a temporary name.
-
-        Args:
-            path: of the new log.
-            old: the log to be replaced; it is not appended to during this call.
-        """
-        self.path, self.old = path, old
-        self._partial = path.with_suffix(".partial")
-        self._partial.unlink(missing_ok=True)
-        self._log = RecordLog(self._partial, sync=False)
-        self._source = None if old is None else old.path.open("rb", buffering=0)
-        self._copied = 0 if old is None else old.num_bytes
-        self._flushed = 0
-
-    def append(self, entry: Entry) -> None:
-        """Append a record of the state.
-
-        Raises:
-            SchemaError: the disk is full.
-        """
-        self._log.append(entry.to_buffers())
-        if self._log.num_bytes - self._flushed > _FLUSH_BYTES:
-            self.flush_to_disk()
-
-    def copy_appended(self) -> None:
-        """Copy what was appended to the old log since the last call; raises as `append`."""
-        if self.old is None or self._source is None:
-            return
-        end = self.old.num_bytes
-        while self._copied < end:
-            size = min(end - self._copied, _COPY_BYTES)
-            self._log.append_raw([os.pread(self._source.fileno(), size, self._copied)])
-            self._copied += size
-
-    def flush_to_disk(self) -> None:
-        """Wait until all records are on the device."""
-        self._log.flush_to_disk()
-        self._flushed = self._log.num_bytes
-
-    def complete(self) -> None:
-        """Copy the last records and give the log its name; raises as `append`."""
-        self.copy_appended()
-        self.flush_to_disk()
-        self._partial.rename(self.path)
-        sync_directory(self.path.parent)
-
-    def __enter__(self) -> LogRewrite:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._log.close()
-        if self._source is not None:
-            self._source.close()
-        self._partial.unlink(missing_ok=True)
+"""Bytes of a base after which they are flushed, so that calls do not wait for the disk later."""
 
 
 class ShardLog:
-    """The directory of logs: the newest is the state; locked by one process."""
+    """The files of a store, in a directory that is locked by one process.
+
+    `base-N.bin` is the state at some time, `log-N.bin` and all later ones have the entries since.
+    A base may be written while its log is appended to: replayed in order, later entries win.
+    """
 
     def __init__(self, directory: Path, *, sync: bool) -> None:
         """Open nothing yet; see `load`.
 
         Args:
-            directory: of the logs.
+            directory: of the files.
             sync: fsync each record.
         """
         self.directory = directory
+        self.number = 0
+        """Of the log that is appended to."""
         self._sync = sync
-        self._generation = 0
         self._log: RecordLog | None = None
         self._lock: int | None = None
 
     def load(self) -> Iterator[Entry]:
-        """Lock the directory, yield the entries of its newest log, and open it for appending.
+        """Lock the directory, yield all entries, and open the newest log for appending.
 
         Raises:
-            SchemaError: another process has the directory, or its log is damaged.
+            SchemaError: another process has the directory, or a file is damaged.
         """
         self.directory.mkdir(parents=True, exist_ok=True)
         self._lock = _lock_directory(self.directory)
         for leftover in self.directory.glob("*.partial"):
             leftover.unlink()
-        logs = sorted(self.directory.glob("log-*.bin"))
-        if not logs:
+        bases = sorted(self.directory.glob("base-*.bin"))
+        if not bases:
             return
-        yield from read_entries(logs[-1])
-        for old in logs[:-1]:
-            old.unlink()
-        self._generation = int(logs[-1].stem.removeprefix("log-"))
-        self._log = RecordLog(logs[-1], sync=self._sync)
+        self._remove_before(bases[-1])
+        logs = sorted(self.directory.glob("log-*.bin"))
+        yield from read_entries([bases[-1], *logs])
+        self._open(int((logs or bases)[-1].stem.partition("-")[2]))
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the log."""
+        """Bytes of the newest log."""
         return 0 if self._log is None else self._log.num_bytes
 
     def append(self, entry: Entry) -> None:
@@ -369,51 +265,48 @@ class ShardLog:
             SchemaError: the disk is full; the log is unchanged.
         """
         assert self._log is not None, "a store has a log once it is open"
-        self._log.append(entry.to_buffers())
+        self._log.append(entry_to_buffers(entry))
 
     def flush_to_disk(self) -> None:
         """Wait until all records are on the device."""
         assert self._log is not None, "a store has a log once it is open"
         self._log.flush_to_disk()
 
-    def replace(self, entries: Iterable[Entry]) -> None:
-        """Write a new log and delete the old one.
+    def begin_log(self) -> int:
+        """Append to the next log from now on; return its number, for `write_base`."""
+        self._open(self.number + 1)
+        return self.number
+
+    def write_base(self, number: int, entries: Iterable[Entry]) -> int:
+        """Write the state with which a log began, and delete older files.
+
+        Args:
+            number: of the log.
+            entries: of any time since; nothing is written if they raise.
+
+        Returns:
+            Bytes of the state.
 
         Raises:
-            SchemaError: the disk is full; the old log stays.
+            SchemaError: the disk is full; the older files stay.
         """
-        with self.rewrite() as rewrite:
+        path = self.directory / _BASE.format(number)
+        partial = path.with_suffix(".partial")
+        base, flushed = RecordLog(partial, sync=False), 0
+        try:
             for entry in entries:
-                rewrite.append(entry)
-            self.switch_to(rewrite)
-        self.remove_before(rewrite)
-
-    def rewrite(self) -> LogRewrite:
-        """Start a new log to `switch_to`; the current one may be appended to meanwhile."""
-        path = self.directory / f"log-{self._generation + 1:0{_NAME_DIGITS}}.bin"
-        return LogRewrite(path, self._log)
-
-    def is_current(self, rewrite: LogRewrite) -> bool:
-        """Return whether the log that was current when the rewrite started still is."""
-        return rewrite.old is self._log
-
-    def switch_to(self, rewrite: LogRewrite) -> None:
-        """Append to a new log from now on; the old one must not be appended to meanwhile.
-
-        Raises:
-            SchemaError: the disk is full; the old log stays.
-        """
-        rewrite.complete()
-        if self._log is not None:
-            self._log.close()
-        self._log = RecordLog(rewrite.path, sync=self._sync)
-        self._generation += 1
-
-    def remove_before(self, rewrite: LogRewrite) -> None:
-        """Delete the logs that a new one has replaced."""
-        for old in self.directory.glob("log-*.bin"):
-            if old.name < rewrite.path.name:
-                old.unlink(missing_ok=True)
+                base.append(entry_to_buffers(entry))
+                if base.num_bytes - flushed > _FLUSH_BYTES:
+                    base.flush_to_disk()
+                    flushed = base.num_bytes
+            base.flush_to_disk()
+            partial.rename(path)
+            sync_directory(self.directory)
+        finally:
+            base.close()
+            partial.unlink(missing_ok=True)
+        self._remove_before(path)
+        return base.num_bytes
 
     def close(self) -> None:
         """Close the log and unlock the directory."""
@@ -423,6 +316,19 @@ class ShardLog:
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
+
+    def _open(self, number: int) -> None:
+        log = RecordLog(self.directory / _LOG.format(number), sync=self._sync)
+        sync_directory(self.directory)
+        if self._log is not None:
+            self._log.close()
+        self._log, self.number = log, number
+
+    def _remove_before(self, base: Path) -> None:
+        number = base.stem.partition("-")[2]
+        for old in [*self.directory.glob("base-*.bin"), *self.directory.glob("log-*.bin")]:
+            if old.stem.partition("-")[2] < number:
+                old.unlink(missing_ok=True)
 
 
 def _lock_directory(directory: Path) -> int:

@@ -56,22 +56,20 @@ def scheme_of(certificate: Certificate | None) -> str:
     return "grpc" if certificate is None else "grpc+tls"
 
 
-FETCH, WRITE, CONTENTS, RECEIVE = "fetch", "write", "contents", "receive"
-"""Operations of `do_exchange`; `receive` is called by other stores."""
-DESCRIBE, OPEN, APPLY_MAP, CHECKPOINTED, FILL, MOVE, KILL, RESTART = (
-    "describe",
-    "open",
-    "apply_map",
-    "checkpointed",
-    "fill",
-    "move",
-    "kill",
-    "restart",
-)
-"""Actions of trainers, the scheduler and the command line."""
-ARRIVE, RECEIVED = "arrive", "received"
-"""Actions between stores: announce a migration, confirm that all of its rows were sent."""
-REFUSED, SLOT_MAP_CHANGED, BUSY, BEHIND = "refused", "map", "busy", "behind"
+FETCH, WRITE, CONTENTS = "fetch", "write", "contents"
+LEAVING, ARRIVING = "leaving", "arriving"
+"""Operations of `do_exchange`, called by trainers; the coordinator reads rows of slots that move
+with `leaving`, and writes them with `arriving`."""
+DESCRIBE = "describe"
+"""Action of everybody: return a `StoreDescription`, as all others do."""
+OPEN, APPLY_MAP, FLUSH, END_MOVE = "open", "apply_map", "flush", "end_move"
+"""Actions of the coordinator: start a session, publish a slot map, wait for the disk, and answer a
+`move`."""
+CHECKPOINTED = "checkpointed"
+"""Action of the process that saves a checkpoint: shorten the log."""
+MOVE = "move"
+"""Action of the scheduler and the command line: have the coordinator move slots."""
+REFUSED, SLOT_MAP_CHANGED, BEHIND = "refused", "map", "behind"
 """Error codes of answers; `connection.py` maps them to exceptions."""
 AUTHORIZATION = "authorization"
 """Header with `Bearer <token>`."""
@@ -82,21 +80,21 @@ class Request:
     """The JSON part of one exchange."""
 
     op: str
-    """fetch, write, contents or receive."""
+    """fetch, write, contents, leaving or arriving."""
     session: str
-    """Session of the caller, which must be the newest of the store; for receive, the migration."""
+    """Session of the caller, which must be the newest of the store."""
     epoch: int = 0
     """Epoch of the caller's slot map, which must be the store's."""
     acknowledged: int = 0
     """Messages of rows that the store acknowledged to the caller."""
     train_step: int = -1
-    """Step that computed the values, for write."""
+    """Step that computed the values, for write; the newest step of the source, for arriving."""
     as_of: int | None = None
     """Latest step that rows may be of, for fetch; null: any."""
     tables: tuple[tuple[str, int], ...] = ()
     """(table name, number of rows)."""
     after: int = -1
-    """Return rows greater than this one, for contents."""
+    """Return rows greater than this one, for contents and leaving."""
 
     def to_bytes(self) -> bytes:
         """Return canonical JSON."""
@@ -141,11 +139,6 @@ def records_schema(layout: TableLayout) -> pa.Schema:
     return rows_schema().append(pa.field("record", record, nullable=False))
 
 
-def stepped_records_schema(layout: TableLayout) -> pa.Schema:
-    """Return the schema of rows with their records and the steps of these."""
-    return records_schema(layout).append(pa.field("step", pa.int64(), nullable=False))
-
-
 def rows_batch(rows: NDArray[np.int64]) -> pa.RecordBatch:
     """Return row ids as a batch."""
     return pa.record_batch([pa.array(rows)], schema=rows_schema())
@@ -164,25 +157,9 @@ def records_batch(rows: NDArray[np.int64], block: Array, layout: TableLayout) ->
     return pa.record_batch([pa.array(rows), records], schema=records_schema(layout))
 
 
-def stepped_records_batch(
-    rows: NDArray[np.int64], steps: NDArray[np.int64], block: Array, layout: TableLayout
-) -> pa.RecordBatch:
-    """Return rows, their records and the steps of these as a batch."""
-    batch = records_batch(rows, block, layout)
-    return pa.record_batch(
-        [*batch.columns, pa.array(np.ascontiguousarray(steps))],
-        schema=stepped_records_schema(layout),
-    )
-
-
 def rows_of(batch: pa.RecordBatch) -> NDArray[np.int64]:
     """Return the row ids of a batch."""
     return batch.column("row").to_numpy()
-
-
-def steps_of(batch: pa.RecordBatch) -> NDArray[np.int64]:
-    """Return the steps of a batch."""
-    return batch.column("step").to_numpy()
 
 
 def block_of(batch: pa.RecordBatch, layout: TableLayout) -> Array:
