@@ -43,8 +43,7 @@ from benchmarks.logs import (
 )
 from pipelines.demo_log.log import GeneratorConfig, write_log
 from schemas.run_log import METRICS, SUMMARY, read_metrics
-from tests.trainer.faults import FAULTY, Faults
-from tests.trainer.faulty import DONE
+from tests.trainer.faults import DONE, FAULTY, Faults
 from trainer.diff import compare_runs
 from trainer.run import verify_run
 from trainer.stores.remote.connection import read_access

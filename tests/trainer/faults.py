@@ -24,6 +24,8 @@ FAULTS = "PRESAGE_TEST_FAULTS"
 """Environment variable with the faults of a run's replicas, as JSON."""
 FAULTY = ("tests.trainer.faulty",)
 """Module that is run instead of `trainer`."""
+DONE = "faults"
+"""Folder of the run with a file for each fault that happened."""
 _IMPORTS = {
     "OMP_WAIT_POLICY": "PASSIVE",
     "PYTORCH_NVML_BASED_CUDA_CHECK": "1",

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from schemas.paths import import_variables
-from tests.trainer.faults import FAULTS, FaultInjector, Faults
+from tests.trainer.faults import DONE, FAULTS, FaultInjector, Faults
 from trainer.__main__ import main
 from trainer.compute import StepCompute
 from trainer.data.collate import Microbatches
@@ -22,9 +22,6 @@ from trainer.elastic.replica import ReplicaPeers
 from trainer.loop import StepTotal
 from trainer.run_output import RunOutput
 from trainer.step import MicrobatchWorker
-
-DONE = "faults"
-"""Folder of the run with a file for each fault that happened."""
 
 
 def wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
