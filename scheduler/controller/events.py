@@ -32,9 +32,7 @@ class BudgetSet(Event):
     """The budget of all jobs together, from now on."""
 
     cpus: float
-    """Cores."""
     memory_bytes: int
-    """Memory."""
     resizes: bool = False
     """Whether cores and memory of a process are limits that can be changed while it runs."""
     time_cost_exponent: float | None = None
@@ -48,7 +46,6 @@ class JobEvent(Event):
     """Base of the events of one job."""
 
     job: str
-    """Its name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -91,7 +91,7 @@ def handle(state: State, event: Event) -> tuple[State, list[Action]]:
 def _claims(state: State) -> tuple[BudgetConfig, list[tuple[str, int]]]:
     """Return what the division of the budget depends on."""
     jobs = [job for job in state.by_priority if job.phase != "draining"]
-    return state.budget, [(job.name, job.num_outgrown + job.num_returns) for job in jobs]
+    return state.budget, [(job.name, job.num_share_changes) for job in jobs]
 
 
 def _apply(state: State, event: Event) -> tuple[State, list[Action]]:
@@ -377,7 +377,7 @@ def _raise_memory(job: JobState, process: Process, state: State) -> tuple[JobSta
         given = int(memory_after_oom(had, _forecast_need(job, process, state), most))
         job = job.with_memory(process.pool, given)
         outgrown = booked_resources(job, job.sizes)[1] > available_budget(state, job).memory
-        job = replace(job, num_outgrown=job.num_outgrown + outgrown)
+        job = replace(job, num_share_changes=job.num_share_changes + outgrown)
     given = job.memory_of(process.pool)
     each = "with workers of" if process.pool == "segment" else "with"
     problem = f"was killed for memory {each} {had:,} bytes"

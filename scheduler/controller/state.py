@@ -119,9 +119,7 @@ class StepPrediction:
     """The predicted duration of a step."""
 
     num_replicas: int
-    """Replicas."""
     seconds: float
-    """Seconds."""
     low: float
     """Lower end of the 90 % interval."""
     high: float
@@ -133,7 +131,6 @@ class JobState:
     """One job."""
 
     name: str
-    """Name of the job."""
     submitted_sec: float
     """Time of its submission."""
     document: str
@@ -145,7 +142,6 @@ class JobState:
     num_segments: int
     """Segments of its input."""
     phase: Phase = "submitted"
-    """Its phase."""
     sizes: Sizes | None = None
     """Target sizes of its pools; None while it waits for budget."""
     grouped: bool = False
@@ -168,10 +164,9 @@ class JobState:
     """Readings of cores and step times."""
     steps_suspect: bool = False
     """Whether its steps may be slow for lack of cores; such steps are not fitted."""
-    num_outgrown: int = 0
-    """Times that a process ran out of resources and its sizes no longer fit its share."""
-    num_returns: int = 0
-    """Times that it gave up resources while other jobs waited."""
+    num_share_changes: int = 0
+    """Times that it outgrew its share, or gave up a part while others waited; each divides the
+    budget anew."""
     spare_ticks: Mapping[str, int] = field(default_factory=dict[str, int])
     """By pool, consecutive ticks at which it had memory to spare."""
     processes: Mapping[str, Process] = field(default_factory=dict[str, Process])
@@ -348,7 +343,6 @@ class Action:
     verb: Verb
     """`drain` asks a process to leave without losing work; `stop` ends it."""
     job: str
-    """Name of the job."""
     process: str = ""
     """Name of the process, if the decision is about one."""
     reason: str

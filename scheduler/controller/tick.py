@@ -144,13 +144,14 @@ def _check_job(
     others_wait = any(other.phase == "waiting" for other in state.jobs.values())
     if job.correction.in_flight is None:
         job, returns = reclaim_memory(job, sizes, work, watches)
-        job = replace(job, num_returns=job.num_returns + (others_wait and bool(returns)))
+        count = job.num_share_changes + (others_wait and bool(returns))
+        job = replace(job, num_share_changes=count)
         actions += returns
     if job.correction.in_flight is None:
         before = job
         job, fits = fit_cores_to_need(job, budget, limits=state.resizes)
         fewer = job.replica_cpus < before.replica_cpus or job.store_cpus < before.store_cpus
-        job = replace(job, num_returns=job.num_returns + (others_wait and fewer))
+        job = replace(job, num_share_changes=job.num_share_changes + (others_wait and fewer))
         actions += fits
     return job, actions
 
@@ -573,7 +574,7 @@ def _book_cores(
     fewer = any(cpus < reading.cpus for cpus, reading in zip(cores, latest, strict=True))
     job = replace(job, steps_suspect=job.steps_suspect or fewer)
     if more and grant.limited and booked_resources(job, job.sizes)[0] > budget.cpus:
-        job = replace(job, num_outgrown=job.num_outgrown + 1)
+        job = replace(job, num_share_changes=job.num_share_changes + 1)
     pools = [
         f"{one.busy:.2f} of {one.cpus:.2f} cores of a {name} are busy, it gets {cpus:.2f}"
         for name, one, cpus in zip(("trainer", "store"), latest, cores, strict=False)

@@ -33,7 +33,6 @@ class ResourceRequest:
     """Resources reserved for a process; zero for one that only coordinates."""
 
     cpus: float = 0.0
-    """Cores."""
     memory_bytes: int = 0
     gpus: int = 0
 

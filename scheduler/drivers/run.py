@@ -41,7 +41,6 @@ class RunRequest:
     """The arguments of `scheduler run`."""
 
     job_files: Sequence[Path | Location]
-    """The jobs."""
     inputs: Mapping[str, Location]
     """Raw files by job name."""
     output: Path

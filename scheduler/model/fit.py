@@ -362,7 +362,6 @@ class Fit:
     num_cells: int = 0
     """Measured settings; 0 if the coefficients are the prior."""
     num_measurements: int = 0
-    """Number of measurements."""
     error: float = 0.0
     """Mean relative error at the measured settings."""
     spread: float = ASSUMED_SPREAD

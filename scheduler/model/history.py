@@ -40,7 +40,6 @@ class PastJob:
     """Ratios of a finished job's measured coefficients to the defaults."""
 
     name: str
-    """Name of the job."""
     model: str
     """`train.model.name`."""
     features: Mapping[str, float]

@@ -144,7 +144,6 @@ class WarmStart:
     training: tuple[float, ...]
     """Of a step."""
     segments: tuple[float, ...]
-    """Of a segment job."""
     spread: float
     """Their log error."""
     similar_jobs: tuple[tuple[str, float], ...]

@@ -183,7 +183,6 @@ class MemoryWatch:
     """Forecast of the memory of one process."""
 
     pool: Pool
-    """Its pool."""
     forecast: Forecast
     """Its memory, per worker of a segment job."""
     now_step: int

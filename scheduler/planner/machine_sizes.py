@@ -38,11 +38,9 @@ class MachineSizes:
     worker_memory: int
     """Bytes of a pipeline worker."""
     replica_cpus: float
-    """Cores of a replica."""
     replica_memory: int
     """Bytes of a replica."""
     store_cpus: float
-    """Cores of a store."""
 
     @classmethod
     def of(cls, config: ScheduleConfig) -> MachineSizes:

@@ -125,7 +125,6 @@ class Started(Record):
 
     stage: Stage
     process: str
-    """Name of its process."""
     base: str | None = None
     """Run from whose checkpoint training starts, or with which the new run is compared."""
     segments: tuple[str, ...] = ()

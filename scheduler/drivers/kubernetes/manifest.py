@@ -316,9 +316,7 @@ class Task:
     """A process to run as a Pod."""
 
     job: str
-    """Name of the job."""
     name: str
-    """Name of the process."""
     command: Sequence[str]
     """Its first word is this machine's Python interpreter."""
     request: ResourceRequest

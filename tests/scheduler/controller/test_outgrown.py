@@ -117,12 +117,12 @@ def test_handle_shares_anew_where_more_memory_than_the_share_of_a_job_is_needed(
     for name in ("first", "second"):
         bench.tell(submitted(name, 6, ALONE, bench.now))
     bench.built(0)
-    before = bench.job.num_outgrown
+    before = bench.job.num_share_changes
     for _ in range(3):
         leads = bench.job.of_pool("coordinator")
         if leads:
             killed(bench, leads[0].name)
-    assert bench.job.num_outgrown > before
+    assert bench.job.num_share_changes > before
     jobs: list[JobState] = list(bench.state.jobs.values())
     assert "failed" not in [job.phase for job in jobs]
     # Whoever waits does so for memory, and goes on when the other one ends.
