@@ -79,7 +79,7 @@ def measure(name: str, log: Path, scratch: Path, rounds: int, steps: int) -> dic
     config = load_job(job)
     return {
         "num_steps": num_steps,
-        "leaves_of_a_step": config.train.batch_samples // config.data.block_samples,
+        "microbatches_per_step": config.train.batch_samples // config.data.block_samples,
         "ours_ms": millis[False],
         "at_once_ms": millis[True],
         "ratios": [round(b / a, 3) for a, b in zip(millis[False], millis[True], strict=True)],
@@ -89,7 +89,7 @@ def measure(name: str, log: Path, scratch: Path, rounds: int, steps: int) -> dic
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark and print the result."""
-    parser = log_parser("leaves", __doc__, ["demo", "kuairand"])
+    parser = log_parser("microbatches", __doc__, ["demo", "kuairand"])
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--steps", type=int, default=40)
     options = parser.parse_args(argv)

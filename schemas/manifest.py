@@ -294,7 +294,7 @@ class Reference:
     day: str | None = None
     """Day of its logs, such as 2026-04-09."""
     anomalies_sha256: str | None = None
-    """Hash of its anomalies, which depend on the segment before it, too."""
+    """Of a segment, the hash of its anomalies, which depend on the segment before it, too."""
     built_at: str | None = None
     """When its rejects were written, ISO 8601 in UTC: they may be removed by age."""
 

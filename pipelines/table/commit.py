@@ -29,7 +29,7 @@ from schemas.config.job import parse_job
 from schemas.dataset import Dataset, Segment, open_root, read_tombstones
 from schemas.errors import SchemaError, pluralize
 from schemas.files import read_verified
-from schemas.layout import ANOMALIES, JOB, MANIFEST, SCHEMA, SEGMENTS
+from schemas.layout import JOB, MANIFEST, SCHEMA, SEGMENTS
 from schemas.manifest import (
     ERASED_PREFIX,
     DatasetManifest,
@@ -154,15 +154,16 @@ def anomalies_text_of(segment: Segment) -> str:
     Raises:
         SchemaError: the file is missing or changed.
     """
-    path = segment.directory / anomalies_name(segment.reference)
-    digest = segment.reference.anomalies_sha256 or segment.files[ANOMALIES].sha256
-    return read_verified(path, digest).decode()
+    reference = segment.reference
+    assert reference.anomalies_sha256 is not None, "each segment has anomalies"
+    path = segment.directory / anomalies_name(reference)
+    return read_verified(path, reference.anomalies_sha256).decode()
 
 
 def anomalies_name(segment: Reference) -> str:
     """Return the file of a segment's anomalies, in its directory."""
-    digest = segment.anomalies_sha256
-    return ANOMALIES if digest is None else f"anomalies-{digest[:12]}.pbtxt"
+    assert segment.anomalies_sha256 is not None, "each segment has anomalies"
+    return f"anomalies-{segment.anomalies_sha256[:12]}.pbtxt"
 
 
 @contextmanager

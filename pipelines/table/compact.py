@@ -80,7 +80,6 @@ from schemas.files import sha256_of, write_files
 from schemas.fitted import VOCABULARIES, encode_table, load_vocabulary_versions, version_path
 from schemas.group_files import group_schema, read_group
 from schemas.layout import (
-    ANOMALIES,
     BLOCK,
     BLOCKS,
     EVENTS,
@@ -507,7 +506,7 @@ def copy_segment(
     entries = {
         path: entry
         for path, entry in segment.files.items()
-        if path != ANOMALIES and (with_rejects or not path.startswith(REJECT_PREFIXES))
+        if with_rejects or not path.startswith(REJECT_PREFIXES)
     }
     # A new file first: links are as old as their files, and `vacuum` goes by age.
     files_sha256 = write_files(directory / FILES, entries.values())

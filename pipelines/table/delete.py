@@ -7,7 +7,7 @@ changes. The module also finds and removes expired rejects and late events.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -266,9 +266,9 @@ def expired_segments(dataset: Dataset, limit: datetime) -> frozenset[str]:
 
 
 def built_at(segment: Segment) -> datetime:
-    """Return when the rejects of a segment were written, UTC; long ago if that is not known."""
-    text = segment.reference.built_at
-    return datetime.fromisoformat(text) if text else datetime.min.replace(tzinfo=UTC)
+    """Return when the rejects of a segment were written, UTC."""
+    assert segment.reference.built_at is not None, "each segment has a time"
+    return datetime.fromisoformat(segment.reference.built_at)
 
 
 def write_tombstones(dataset: Location, table: pa.Table, root: DatasetManifest) -> str | None:

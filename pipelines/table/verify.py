@@ -88,8 +88,7 @@ def segment_problems(segment: Segment, dataset: Dataset) -> Iterator[str]:
                 yield f"{location}: {samples.num_rows} samples instead of {expected}"
             yield from _group_problems(segment, dataset, file_index, row_group)
         yield from _access_problems(segment, dataset)
-        if segment.reference.anomalies_sha256 is not None:
-            anomalies_text_of(segment)  # raises if it is missing or changed
+        anomalies_text_of(segment)  # raises if it is missing or changed
     except SchemaError as error:
         yield str(error)
 
