@@ -50,17 +50,16 @@ $(BIN)/uv:
 # The modules are installed beside their sources, for this processor alone.
 build/installed: .venv/synced CMakeLists.txt $(wildcard $(addsuffix /*.cpp,$(KERNELS)) $(addsuffix /*.h,$(KERNELS)))
 	@command -v c++ g++ clang++ > /dev/null || { echo "set-up must find a C++ compiler, got none on PATH; install g++" >&2; exit 1; }
-	@cmake --fresh -S . -B build -G Ninja --log-level=WARNING \
-	  -D Python_EXECUTABLE=$(CURDIR)/$(BIN)/python -D LEVELS=$$(python schemas/processor.py)
-	@cmake --build build -- --quiet
-	@cmake --install build --prefix . > /dev/null
+	@mkdir -p build
+	@{ cmake --fresh -S . -B build -G Ninja -D Python_EXECUTABLE=$(CURDIR)/$(BIN)/python -D LEVELS=$$(python schemas/processor.py) \
+	  && cmake --build build && cmake --install build --prefix .; } > build/log 2>&1 || { cat build/log >&2; exit 1; }
 	@touch $@
 
 # One wheel for the oldest Linux that this compiler's library allows. Torch brings the OpenMP that the trainer's kernels use.
 wheel: build/installed ## dist/presage-*.whl, with kernels for AVX2 and for AVX-512
 	@rm -rf dist build/wheel
 	@uv build --quiet --wheel --no-build-isolation --python $(BIN)/python --out-dir build/wheel .
-	@auditwheel -q repair --exclude libgomp.so.1 --wheel-dir dist build/wheel/*.whl
+	@auditwheel repair --exclude libgomp.so.1 --wheel-dir dist build/wheel/*.whl
 	@ls dist
 
 # A fresh start each time, so that the second run shows the same numbers as the first.

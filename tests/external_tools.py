@@ -96,7 +96,7 @@ def build_wheel(repository: Path) -> Path:
             words = ["uv", "build", "--quiet", "--wheel", "--no-build-isolation", "--python"]
             words += [own / "python", "--config-setting", level, "--out-dir", folder / "built"]
             _run_own(own, [*words, repository])
-            words = ["auditwheel", "-q", "repair", "--exclude", "libgomp.so.1", "--wheel-dir"]
+            words = ["auditwheel", "repair", "--exclude", "libgomp.so.1", "--wheel-dir"]
             _run_own(own, [*words, folder, *(folder / "built").glob("*.whl")])
     (wheel,) = folder.glob("*.whl")
     return wheel

@@ -60,6 +60,13 @@ def tree(tmp_path: Path) -> Path:
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(REPOSITORY / name, copy / name)
     write_environment(copy / ".venv")
+    for package in ("schemas/kernels", "trainer/data", "trainer/embedding/kernels"):
+        for module in (REPOSITORY / package).glob("*/*.so"):
+            target = copy / module.relative_to(REPOSITORY)
+            target.parent.mkdir(exist_ok=True)
+            shutil.copy2(module, target)
+    (copy / "build").mkdir()
+    (copy / "build" / "installed").touch()  # make builds nothing
     demo = copy / "schemas" / "demo" / "job.yaml"
     assert demo.read_text().count(DEMO_SAMPLES) == 1
     demo.write_text(demo.read_text().replace(DEMO_SAMPLES, "num_samples: 20000"))

@@ -77,6 +77,17 @@ def private_command(folder: Path, *, repeat: bool) -> list[str]:
     return [*unshare, "sh", "-c", _MOUNT + (_REPEAT if repeat else _RUN), str(folder)]
 
 
+def without_sources(folder: Path) -> dict[str, str]:
+    """Return variables with which a Python finds our tests, and our packages if it has the wheel.
+
+    Args:
+        folder: to write to.
+    """
+    folder.mkdir()
+    (folder / "tests").symlink_to(_POOL.parents[2] / "tests")
+    return {"PYTHONPATH": str(folder), "PYTHONSAFEPATH": "1"}
+
+
 @contextmanager
 def worker_pool(
     hidden: Path,

@@ -18,11 +18,11 @@ from urllib.request import urlopen
 import pytest
 
 from tests import gcs_api
-from tests.external_tools import install_environment
+from tests.external_tools import install_wheel
 from tests.fault_proxy import Faults, fault_proxy
 from tests.object_store import gcs_server
 from tests.pipelines.logs import bytes_of
-from tests.pipelines.private_workers import without_paths, worker_pool, write_input
+from tests.pipelines.private_workers import without_paths, without_sources, worker_pool, write_input
 from tests.pipelines.repeated_bundles import DO_FNS, FUNCTIONS
 
 BUCKET = "shop-presage"
@@ -125,10 +125,10 @@ def test_graph_that_the_launcher_sends_builds_the_bytes_of_the_command(
 ) -> None:
     """Beam's own Dataflow client makes and stages it; log and dataset are at `gs://`.
 
-    Its workers see no file of the launcher, and retry and duplicate their bundles.
+    Launcher and workers have our wheel, as in their image. The workers see no file of the launcher,
+    and retry and duplicate their bundles.
     """
-    lock = repository / "requirements-dataflow.lock"
-    python = install_environment("dataflow", lock, repository / ".venv" / "bin") / "python"
+    python = install_wheel(repository, repository / "requirements-dataflow.lock") / "python"
     launcher, dataset = tmp_path / "launcher", f"gs://{BUCKET}/dataset"
     job = write_input(launcher)
     shutil.copytree(launcher / "log", tmp_path / "buckets" / BUCKET / "log")
@@ -141,7 +141,7 @@ def test_graph_that_the_launcher_sends_builds_the_bytes_of_the_command(
         *options.read_text().split(),
     ]
     with gcs_server(tmp_path, tmp_path / "buckets") as endpoint:
-        variables = google_environment(endpoint, tmp_path)
+        variables = google_environment(endpoint, tmp_path) | without_sources(tmp_path / "path")
         run(
             repository,
             variables,
@@ -163,7 +163,11 @@ def test_graph_that_the_launcher_sends_builds_the_bytes_of_the_command(
             variables |= {"STORAGE_EMULATOR_HOST": store}
             with worker_pool(launcher, log, python, variables, repeat=True) as address:
                 run(repository, variables, python, "-c", RUN, tmp_path / "pipeline.pb", address)
-            run(repository, variables, sys.executable, "-c", COPY, dataset, tmp_path / "built")
+            run(
+                repository,
+                variables | {"PYTHONPATH": str(repository)},
+                *(sys.executable, "-c", COPY, dataset, tmp_path / "built"),
+            )
     repeated = {line.split()[1] for line in log.read_text().splitlines() if "repeated " in line}
     assert repeated == {name for _, name in (*DO_FNS[:2], *FUNCTIONS)}
     build = ["build", job, "--input", launcher / "log", "--output", tmp_path / "by-command"]
@@ -195,7 +199,7 @@ def fetch(url: str) -> bytes:
 def run(repository: Path, variables: Mapping[str, str], *words: str | Path) -> None:
     done = subprocess.run(
         [str(word) for word in words],
-        env=os.environ | variables | {"PYTHONPATH": str(repository)},
+        env=os.environ | {"PYTHONPATH": str(repository)} | variables,
         capture_output=True,
         text=True,
         check=False,

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from pipelines.cli import main
+from tests.external_tools import install_wheel
 from tests.flink import START_SEC, ask, flink, is_running, needs_flink
 from tests.object_store import Store
 from tests.pipelines.logs import bytes_of, write_job, write_log
@@ -21,6 +22,7 @@ from tests.pipelines.private_workers import (
     bytes_at,
     upload,
     without_paths,
+    without_sources,
     worker_pool,
     write_input,
 )
@@ -87,7 +89,9 @@ def test_session_workers_that_share_no_directory_write_the_same_bytes_to_s3(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Each worker has an empty folder instead of the launcher's, and its own temporary one."""
+    """Each worker has our wheel, an empty folder for the launcher's, and its own temporary one."""
+    python = install_wheel(repository, repository / "requirements-pipelines.lock") / "python"
+    variables = without_sources(tmp_path / "path")
     monkeypatch.setattr("pipelines.prepare.PART_INPUT_BYTES", 8_000)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "launcher"))
     for name, value in s3_store.environment.items():
@@ -98,7 +102,7 @@ def test_session_workers_that_share_no_directory_write_the_same_bytes_to_s3(
     assert main([*words, str(tmp_path / "local")]) == 0
     with (
         flink("session", repository, tmp_path / "logs") as about,
-        worker_pool(tmp_path / "launcher", tmp_path / "pool.log") as address,
+        worker_pool(tmp_path / "launcher", tmp_path / "pool.log", python, variables) as address,
     ):
         options = [o for o in about["options"] if not o.startswith("--environment_config")]
         options.append(f"--environment_config={address}")
