@@ -50,12 +50,6 @@ class TableLoad:
     reuse: NDArray[np.int64]
     never: int
 
-    @property
-    def imbalance(self) -> float:
-        """Accesses of the busiest slot range over the mean, over the whole run."""
-        total = self.slots.sum(axis=0)
-        return float(total.max() / total.mean()) if total.any() else 1.0
-
 
 def table_load(
     steps: Iterable[tuple[NDArray[np.integer], NDArray[np.integer]]],
