@@ -216,7 +216,7 @@ def test_every_byte_is_covered_by_the_root(log: Path) -> None:
         anomalies = directory / f"anomalies-{reference['anomalies_sha256'][:12]}.pbtxt"
         digest = hashlib.sha256(anomalies.read_bytes()).hexdigest()
         assert digest == reference["anomalies_sha256"]
-        covered |= {anomalies, directory / "claim"}
+        covered.add(anomalies)
     parts += [(root / i["id"] / r["id"], r) for i in top["indexes"] for r in i["parts"].values()]
     for directory, reference in parts:
         body = manifest(directory, reference["manifest_sha256"])
