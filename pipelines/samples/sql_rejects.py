@@ -39,7 +39,7 @@ ROW_ERRORS = (duckdb.Error, pa.ArrowInvalid)
 
 MAX_ATTEMPTS = 2048
 """Maximum runs of a statement to isolate the bad rows of one chunk."""
-_EXEMPLARS = 16
+EXEMPLARS = 4
 """Marked rows of a chunk that are run alone for each expression."""
 _SQL_REASON = "row must pass the job's SQL, got "
 
@@ -146,8 +146,6 @@ class Select:
 
     def bound_units(self, attempt: Attempt, no_rows: pa.Table) -> list[Node]:
         """Return the units whose marks bind, with expressions instead of aliases if they need."""
-        if not _raises(self.marks(self.units), attempt, no_rows):
-            return [*self.units]
         aliases = {e["alias"]: {**e, "alias": ""} for e in self.node["select_list"] if e["alias"]}
         variants = [(unit, _substitute(unit, aliases)) for unit in self.units]
         bound = [
@@ -248,11 +246,10 @@ def remove_marked(
     for select in marked_selects(statement):
         numbers = pa.array(np.arange(rows.num_rows))
         numbered = rows.set_column(rows.column_names.index(ORIGIN), ORIGIN, numbers)
-        units = select.bound_units(attempt, numbered.slice(0, 0))
-        try:
-            marks = attempt(select.marks(units), numbered)
-        except ROW_ERRORS:  # other parts of the SELECT raise
+        found = _run_marks(select, attempt, numbered)
+        if found is None:  # other parts of the SELECT raise
             continue
+        units, marks = found
         left = np.ones(rows.num_rows, bool)
         for index, unit in enumerate(units):
             marked = np.unique(marks[ORIGIN].to_numpy()[marks[f"_mark_{index}"].to_numpy()])
@@ -266,6 +263,19 @@ def remove_marked(
     return rows, pa.concat_tables(bad)
 
 
+def _run_marks(
+    select: Select, attempt: Attempt, rows: pa.Table
+) -> tuple[Sequence[Node], pa.Table] | None:
+    """Return the units of a SELECT that bind, and its marks; None if it raises without them."""
+    for are_bound in (False, True):
+        units = select.bound_units(attempt, rows.slice(0, 0)) if are_bound else select.units
+        try:
+            return units, attempt(select.marks(units), rows)
+        except ROW_ERRORS:
+            continue
+    return None
+
+
 def _reasons(run_alone: RunAlone, rows: pa.Table, unit: Node) -> pa.Array | None:
     """Return the reasons of rows on which one expression raises, None if a row passes alone.
 
@@ -274,7 +284,7 @@ def _reasons(run_alone: RunAlone, rows: pa.Table, unit: Node) -> pa.Array | None
     """
     exact: dict[int, str] = {}
     count = rows.num_rows
-    for index in np.linspace(0, count - 1, min(_EXEMPLARS, count)).astype(int).tolist():
+    for index in np.linspace(0, count - 1, min(EXEMPLARS, count)).astype(int).tolist():
         try:
             run_alone(rows.slice(index, 1))
             return None
