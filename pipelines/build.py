@@ -207,7 +207,7 @@ def _write_segment(
 ) -> None:
     """Write a complete segment; for an object store, in a local directory that is uploaded."""
     on_beam = local_options(request.beam_args) is None
-    with segment_directory(directory, request.work, in_place=on_beam) as building:
+    with segment_directory(directory, in_place=on_beam) as building:
         context = replace(context, segment_root=building)
         stage_fitted(request.dataset, context.fitted, building)
         values = _run_pipeline(request, context, key)

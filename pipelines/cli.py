@@ -187,13 +187,6 @@ def build_parser(prog: str = "python -m pipelines") -> argparse.ArgumentParser:
     command.add_argument(
         "--hints", type=path_or_url, metavar="FILE", help="write TorchRec's planner hints"
     )
-    for name in ("build", "append", "erase"):
-        commands.choices[name].add_argument(
-            "--work",
-            type=Path,
-            metavar="DIR",
-            help="for local files of a dataset at a URL, until they are uploaded",
-        )
     for name, command in commands.choices.items():
         if name not in _WITHOUT_JSON:
             command.add_argument("--json", action="store_true", help="one JSON object on stdout")
@@ -336,7 +329,6 @@ def _build_segment(arguments: argparse.Namespace, beam_args: list[str], **settin
         allow_outside=arguments.allow_outside,
         final=arguments.final,
         day=arguments.day,
-        work=arguments.work,
         progress=_progress,
         **settings,
     )
@@ -434,7 +426,6 @@ def _erase(arguments: argparse.Namespace, beam_args: list[str]) -> int:
             at=now,
             beam_args=beam_args,
             attempt=_new_attempt(),
-            work=arguments.work,
             progress=_progress,
         )
         result["rewritten"] = module.compact_dataset(compaction)

@@ -40,8 +40,6 @@ class BuildRequest:
         replaces: whether the segment may replace another version of its day.
         in_order: commit only after all segments before `position`.
         wait_sec: maximum time for which `in_order` waits.
-        work: local directory for the files of a segment that one process builds, until they are
-            uploaded to an object store. The system's temporary directory when None.
         final: seal the dataset after this segment.
         progress: called with each progress message, one line.
         only: paths below `input_root` of the files to read; all when empty.
@@ -65,7 +63,6 @@ class BuildRequest:
     replaces: bool = False
     in_order: bool = False
     wait_sec: float = 3600.0
-    work: Path | None = None
     final: bool = False
     progress: Callable[[str], None] = lambda _: None
     only: tuple[str, ...] = ()

@@ -139,7 +139,6 @@ class CompactionRequest:
         at: current time, UTC.
         beam_args: Beam options.
         attempt: name of this attempt, unique among concurrent ones.
-        work: local directory for new segments until they are uploaded, see `BuildRequest`.
         progress: called with each progress message, one line.
     """
 
@@ -151,7 +150,6 @@ class CompactionRequest:
     at: datetime
     beam_args: list[str]
     attempt: str
-    work: Path | None = None
     progress: Callable[[str], None] = lambda _: None
 
 
@@ -254,7 +252,7 @@ def _rewrite(
         }
         manifest = _manifest_of(dataset, renamed, due, references, blanked)
         segments = [_opened(dataset, reference) for reference in references]
-        builder = PartBuilder(request.dataset, request.beam_args, request.work)
+        builder = PartBuilder(request.dataset, request.beam_args)
         indexes = builder.updated_indexes(dataset, dataset.job.data, segments)
         check_unused(request.dataset)  # a run may have started in the meantime
         committed = commit_manifest(request.dataset, root, replace(manifest, indexes=indexes))
@@ -426,7 +424,7 @@ def compact_segment(
     features = stored_features(dataset.features, segment)
     layout = choose_segment_layout(parts[0], data, num_parts=len(parts))
     old = segment.manifest
-    with segment_directory(directory, request.work, in_place=True) as building:
+    with segment_directory(directory, in_place=True) as building:
         results = _rewrite_parts(request, building, parts, layout, features, data)
         rejects = _copy_rejects(segment, building, texts)
         _copy_late_events(segment, building, texts)

@@ -330,5 +330,5 @@ def new_segment(
         job=request.job_bytes or request.job_path.read_bytes(),
         schema=schema,
         validate=validate,
-        parts=PartBuilder(request.dataset, request.beam_args, request.work),
+        parts=PartBuilder(request.dataset, request.beam_args),
     )

@@ -9,7 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from itertools import count
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -96,17 +95,15 @@ class PartBuilder:
     A commit that is repeated takes the parts that were built before.
     """
 
-    def __init__(self, dataset: Location, beam_args: list[str], work: Path | None = None) -> None:
+    def __init__(self, dataset: Location, beam_args: list[str]) -> None:
         """Build nothing yet.
 
         Args:
             dataset: directory of the dataset.
             beam_args: Beam options.
-            work: local directory for parts until they are uploaded, see `BuildRequest`.
         """
         self._dataset = dataset
         self._beam_args = beam_args
-        self._work = work
         self.suffix = uuid.uuid4().hex[:6]
         """Ends the names of the parts."""
         self._built: dict[tuple[str, str], Reference] = {}
@@ -165,7 +162,7 @@ class PartBuilder:
         with ExitStack() as stack:
             directory = self._dataset
             if directory.local is None and local_options(self._beam_args) is not None:
-                scratch = TemporaryDirectory(prefix="presage-index-", dir=self._work)
+                scratch = TemporaryDirectory(prefix="presage-index-")
                 directory = Location.parse(stack.enter_context(scratch))
             requests = [
                 PartRequest(

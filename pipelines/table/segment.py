@@ -119,14 +119,11 @@ def describe_files(root: Location | Path, written: Iterable[FileEntry] = ()) -> 
 
 
 @contextmanager
-def segment_directory(
-    directory: Location, work: Path | None, *, in_place: bool
-) -> Iterator[Location]:
+def segment_directory(directory: Location, *, in_place: bool) -> Iterator[Location]:
     """Yield the directory in which to build a segment.
 
     Args:
         directory: of the segment.
-        work: where a temporary directory is made; the system's choice if None.
         in_place: whether to build in `directory` even at an object store; otherwise its files are
             to be uploaded from a temporary directory by `publish`.
     """
@@ -135,9 +132,7 @@ def segment_directory(
             directory.local.mkdir(parents=True)
         yield directory
         return
-    if work is not None:
-        work.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix="presage-build-", dir=work) as name:
+    with TemporaryDirectory(prefix="presage-build-") as name:
         yield Location.parse(name)
 
 

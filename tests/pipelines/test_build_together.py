@@ -9,7 +9,6 @@ from pipelines import build as module
 from pipelines.build import build
 from pipelines.cli import main
 from pipelines.sources.listing import folder_of
-from pipelines.table.segment import segment_directory
 from pipelines.table.verify import verify
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
@@ -80,16 +79,6 @@ def test_build_into_its_own_input_is_refused(tmp_path: Path) -> None:
                 build(into)
     assert not folder_of(url).contains(Location.parse(f"{url}-2/dataset"))
     assert folder_of("/").contains(Location.parse("/dataset"))
-
-
-def test_work_directory_that_is_missing_is_made(tmp_path: Path) -> None:
-    work = tmp_path / "new" / "work"
-    target = Location.parse(f"memory://{tmp_path.name}/segment")
-    with segment_directory(target, work, in_place=False) as directory:
-        assert directory.parent == Location.parse(work)
-    with segment_directory(target, work, in_place=True) as directory:
-        assert directory == target
-    assert [*work.iterdir()] == []
 
 
 @pytest.mark.slow
