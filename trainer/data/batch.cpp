@@ -473,6 +473,7 @@ auto table_lookups(Flat<const i64> values, Flat<const i64> offsets, std::optiona
 }  // namespace
 
 NB_MODULE(batch, m) {
+  nb::set_leak_warnings(false);  // a process may end while threads or caches hold row groups
   nb::class_<ListColumns>(m, "ListColumns").def(nb::init<nb::list, nb::list>(), nb::arg("bags"), nb::arg("weights"));
   m.def("concat_lists", concat_lists, nb::arg("ranges"), nb::arg("owner_of"), nb::arg("weight_bits"), Unlocked());
   m.def("invert", invert, nb::arg("rows"), nb::arg("num_rows"), Unlocked());
