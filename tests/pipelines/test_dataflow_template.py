@@ -17,6 +17,9 @@ from urllib.request import urlopen
 
 import pytest
 
+from pipelines.transforms.fit import fitted_files
+from schemas.fitted import FITTED_DIRECTORY, VOCABULARIES
+from schemas.storage import Location
 from tests import gcs_api
 from tests.external_tools import install_wheel
 from tests.fault_proxy import Faults, fault_proxy
@@ -26,6 +29,7 @@ from tests.pipelines.private_workers import without_paths, without_sources, work
 from tests.pipelines.repeated_bundles import DO_FNS, FUNCTIONS
 
 BUCKET = "shop-presage"
+FITTED = (VOCABULARIES, FITTED_DIRECTORY)
 RUN = """
 import sys
 from apache_beam.options.pipeline_options import PipelineOptions
@@ -172,8 +176,11 @@ def test_graph_that_the_launcher_sends_builds_the_bytes_of_the_command(
     assert repeated == {name for _, name in (*DO_FNS[:2], *FUNCTIONS)}
     build = ["build", job, "--input", launcher / "log", "--output", tmp_path / "by-command"]
     run(repository, {}, sys.executable, "-m", "pipelines", *build)
-    expected = without_paths(bytes_of(tmp_path / "by-command"))
-    assert without_paths(bytes_of(tmp_path / "built")) == expected
+    # A bundle that ran twice leaves the fitted files of its other attempt, which no segment names.
+    fitted = fitted_files(Location.parse(tmp_path / "built"))
+    built = without_paths(bytes_of(tmp_path / "built"))
+    built = {n: b for n, b in built.items() if n in fitted or not n.startswith(FITTED)}
+    assert built == without_paths(bytes_of(tmp_path / "by-command"))
 
 
 def google_environment(endpoint: str, folder: Path) -> dict[str, str]:
@@ -199,7 +206,7 @@ def fetch(url: str) -> bytes:
 def run(repository: Path, variables: Mapping[str, str], *words: str | Path) -> None:
     done = subprocess.run(
         [str(word) for word in words],
-        env=os.environ | {"PYTHONPATH": str(repository)} | variables,
+        env={**os.environ, "PYTHONPATH": str(repository), **variables},
         capture_output=True,
         text=True,
         check=False,

@@ -20,6 +20,7 @@ from trainer.embedding.kernels import compiled
 from trainer.embedding.kernels.interface import (
     ArenaRows,
     RowRule,
+    RowSums,
     TableRows,
     rule_at,
     state_width,
@@ -297,3 +298,20 @@ def test_deduplicated_step_gives_what_the_expanded_one_gives(mean: bool, case: C
         pooled = run_step(batch, tables, gradient, rule, mean=mean)
         found.append([pooled, *(array for pair in tables.values() for array in pair)])
     torch.testing.assert_close(found[0], found[1], rtol=1e-7, atol=1e-9)
+
+
+WRONG = {
+    "type of rows": (RowSums(torch.arange(2), torch.ones(2, 3)), TypeError),
+    "type of sums": (RowSums(torch.arange(2).int(), torch.ones(2, 3).half()), TypeError),
+    "order": (RowSums(torch.arange(2).int(), torch.ones(3, 2).t()), TypeError),
+    "place": (RowSums(torch.arange(2).int(), torch.ones(2, 3, device="meta")), TypeError),
+    "length": (RowSums(torch.arange(3).int(), torch.ones(2, 3)), ValueError),
+    "width": (RowSums(torch.arange(2).int(), torch.ones(2, 4)), ValueError),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_tensors_are_checked(case: str) -> None:
+    right, (wrong, error) = RowSums(torch.arange(2).int(), torch.ones(2, 3)), WRONG[case]
+    with pytest.raises(error):
+        compiled.merge(right, wrong)
