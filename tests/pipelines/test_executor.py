@@ -19,6 +19,7 @@ from pipelines.build import build
 from pipelines.cli import main
 from pipelines.samples import lookups
 from pipelines.workers import keep_freed_memory
+from schemas.config.schedule import BudgetConfig
 from tests import real_logs
 from tests.pipelines import logs, test_joins, test_streams, transform_jobs
 from tests.pipelines.logs import beam_request, bytes_of
@@ -178,7 +179,8 @@ def test_the_c_library_takes_the_settings() -> None:
 
 
 def test_workers_follow_work_processors_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner.os, "sched_getaffinity", lambda _: set(range(8)))
+    machine = BudgetConfig(cpus=8, memory=1 << 40)
+    monkeypatch.setattr(runner, "machine_budget", lambda: machine)
     threads = "--direct_running_mode=multi_threading"
     monkeypatch.setattr(runner, "WORKER_BYTES", 1)
     processes = "--direct_running_mode=multi_processing"

@@ -8,21 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from schemas import layout
 from schemas.accesses import TableAccesses, indexed_steps, num_unique_rows
 from schemas.dataset import Dataset, open_dataset, select_segments
 from schemas.errors import SchemaError
-from schemas.manifest import commit_root, read_root
 from tests.schemas.reference import next_use
 from tests.schemas.tiny import (
     GROUPS,
-    JOB,
     PLACES,
     TABLES,
     lookups_of,
     samples_of,
     write_dataset,
-    write_version,
 )
 
 
@@ -49,17 +45,6 @@ def test_open_dataset_gives_back_manifests_job_and_features(dataset: Dataset) ->
     assert segment.positions("evaluation").tolist() == [4]
     assert segment.positions("test").tolist() == []
     assert segment.num_unique("user").sum() == segment.manifest.groups["user"].num_unique
-
-
-def test_dataset_with_a_name_that_is_no_name_of_a_folder_opens(root: Path, tmp_path: Path) -> None:
-    """Builds before the rule for names left such datasets."""
-    old = tmp_path / "old"
-    shutil.copytree(root, old)
-    job = write_version(old, layout.JOB, JOB.replace("name: tiny", "name: clicks of May"))
-    previous = read_root(old)
-    named = replace(previous.manifest, name="clicks of May", job_sha256=job)
-    assert commit_root(old, previous, named) is not None
-    assert open_dataset(old).job.name == "clicks of May"
 
 
 @pytest.mark.parametrize("segment_index", [0, 1])
