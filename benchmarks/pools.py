@@ -253,10 +253,7 @@ def measure_steps(cell: StepCell, scratch: Path) -> list[dict[str, Any]]:
         work = scratch / "work"
         if served:
             prepare_stores(paths, range(cell.stores))
-        stores = [
-            start(f"store-{n}", store_command(paths, work, n, cell.stores))
-            for n in range(cell.stores)
-        ]
+        stores = [start(f"store-{n}", store_command(paths, work, n)) for n in range(cell.stores)]
         for number in range(cell.stores):
             _wait(lambda n=number: paths.address_file(n).stat() is not None)
         coordinator = start(

@@ -39,9 +39,9 @@ def shard_table() -> tuple[Write, Callable[[], list[np.ndarray]], Callable[[], n
 
     def write(rows: np.ndarray, start: int) -> None:
         records = records_from(start)
-        table.write(rows, 0, np.concatenate([records.values, records.state], axis=1))
+        table.write(rows, np.concatenate([records.values, records.state], axis=1))
 
-    return write, lambda: [table._steps, table._block], lambda: table.fetch(ROWS)[:, -1]
+    return write, lambda: [table._block], lambda: table.fetch(ROWS)[:, -1]
 
 
 def slots() -> tuple[Write, Callable[[], list[np.ndarray]], Callable[[], np.ndarray]]:
@@ -78,7 +78,7 @@ def test_large_table_is_never_copied(
 
         monkeypatch.setattr(mmap, "mmap", refuse)
     write, arrays, read = make()
-    places: list[set[int]] = [set(), set()]
+    places: list[set[int]] = [set() for _ in arrays()]
     for start in range(0, NUM_ROWS, CHUNK):
         write(ROWS[start : start + CHUNK], start)
         for seen, array in zip(places, arrays(), strict=True):
@@ -86,7 +86,7 @@ def test_large_table_is_never_copied(
                 seen.add(array.ctypes.data)
     assert read().tolist() == list(range(NUM_ROWS))
     counts = [len(seen) for seen in places]
-    assert counts == [1, 1] if has_addresses else max(counts) > 2
+    assert set(counts) == {1} if has_addresses else max(counts) > 2
 
 
 def test_addresses_for_all_memory_use_none_until_they_are_written() -> None:

@@ -67,7 +67,7 @@ def test_rows_of_a_step_are_neither_read_nor_written_once_a_later_one_has_writte
         shard.fetch(replace(request, op="fetch", as_of=2), rows)
     message = "rows of step 2 come after those of step 3, which another process has written; "
     with pytest.raises(BehindError, match=f"^{re.escape(message)}"):
-        shard.write(replace(request, train_step=2), rows, block)
+        shard.write(replace(request, train_step=2), rows, np.zeros((6, 5), np.float32))
     assert (shard.fetch(replace(request, op="fetch"), rows)[0] == 3).all()
     shard.close()
 
