@@ -117,7 +117,9 @@ class Coordinator:
             used = members.publish(during, stores)
             for address in (*sources, target):
                 if address not in used:
-                    raise SchemaError("store does not answer, no slot is moved", file=address)
+                    raise SchemaError(
+                        "store does not answer; start it, and move again", file=address
+                    )
             num_rows = sum(self._copy(source, target, during) for source in sources)
             self._call(target, FLUSH, {"session": members.session})
             after = next_slot_map(during, moved=moved, target=target)
