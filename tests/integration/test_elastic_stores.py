@@ -2,8 +2,10 @@
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -53,13 +55,25 @@ class Run:
 
 
 @contextmanager
-def stopped(output: Path, name: str) -> Iterator[None]:
-    """Stop a trainer for a while."""
-    pid = pid_of(output, "demo", name)
+def slowed(output: Path, name: str) -> Iterator[None]:
+    """Let a trainer run for a part of the time: it moves slots, and does not end before."""
+    pid, ended = pid_of(output, "demo", name), threading.Event()
     assert pid, f"{name} has begun"
-    hold(pid)
-    yield
-    os.kill(pid, signal.SIGCONT)
+
+    def stop_often() -> None:
+        with suppress(ProcessLookupError, FileNotFoundError):  # the trainer has ended
+            while not ended.wait(0.05):
+                hold(pid)
+                ended.wait(0.5)
+                os.kill(pid, signal.SIGCONT)
+
+    with ThreadPoolExecutor(1) as pool:
+        stopping = pool.submit(stop_often)
+        try:
+            yield
+        finally:
+            ended.set()
+            stopping.result()
 
 
 @contextmanager
@@ -82,7 +96,7 @@ def test_stores_of_a_job_become_more_and_fewer_and_its_bits_stay(
     text = demo.read_text()
     assert text.count("store: {memory: 200MiB}\n    max_stores: 2") == 1
     text = text.replace("store: {memory: 200MiB}\n    max_stores: 2", ONE_STORE)
-    demo.write_text(text.replace("num_samples: 12000", "num_samples: 60000"))
+    demo.write_text(text.replace("num_samples: 12000", "num_samples: 100000"))
     output = tmp_path / "out"
     output.mkdir()
     said: list[str] = []
@@ -95,7 +109,7 @@ def test_stores_of_a_job_become_more_and_fewer_and_its_bits_stay(
         run.num_stores = 1
         run.until(lambda: num_steps(place.run) >= 2)
         assert run.job.stores == (0,)
-        with stopped(output, "coordinator-0.1"):  # so that the run does not end before
+        with slowed(output, "coordinator-0.1"):  # so that the run does not end before
             run.num_stores = 3
             run.until(lambda: set(run.job.owners) == {0, 1, 2} and not run.job.moving)
         before = num_steps(place.run)
@@ -104,7 +118,7 @@ def test_stores_of_a_job_become_more_and_fewer_and_its_bits_stay(
         run.until(
             lambda: num_steps(place.run) > before + 4 and "coordinator-0.2" in run.job.processes
         )
-        with stopped(output, "coordinator-0.2"):
+        with slowed(output, "coordinator-0.2"):
             run.num_stores = 1
             run.until(lambda: [p.number for p in run.job.of_pool("store")] == [0])
             assert set(run.job.owners) == {0}
