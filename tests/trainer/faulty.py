@@ -97,7 +97,8 @@ def install(faults: Faults) -> None:
     wrap(ReplicaPeers, "_load", load)
 
 
-install(Faults.from_json(os.environ.get(FAULTS, "[]")))  # also in processes that are forked
+if FAULTS in os.environ:  # also in processes that are forked, not where modules are only collected
+    install(Faults.from_json(os.environ[FAULTS]))
 
 if __name__ == "__main__":
     os.environ |= import_variables()
