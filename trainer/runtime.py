@@ -42,15 +42,15 @@ class ChildProcess(Protocol):
 
 
 def start_child(
-    arguments: Sequence[str], *, answers: bool, own_session: bool, files: Sequence[int] = ()
+    arguments: Sequence[str], *, answers: bool, files: Sequence[int] = ()
 ) -> subprocess.Popen[bytes]:
     """Start `python -m trainer` with a pipe to its standard input.
+
+    It has its own session, so that ^C and signals to this process's group do not reach it.
 
     Args:
         arguments: of the command line.
         answers: read its standard output by a pipe instead of inheriting this process's.
-        own_session: start a new session, so that ^C and signals to this process's group do not
-            reach it.
         files: descriptors of open files that it inherits.
     """
     return subprocess.Popen(
@@ -58,7 +58,7 @@ def start_child(
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE if answers else None,
         env={**os.environ, **import_variables()},
-        start_new_session=own_session,
+        start_new_session=True,
         pass_fds=files,
     )
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import errno
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -138,19 +136,9 @@ def damages(path: Path) -> Iterator[Callable[[], object]]:
     yield path.unlink
 
 
-@pytest.mark.parametrize("is_supported", [True, False])
 def test_files_of_many_blocks_are_loaded_and_verified(
-    is_supported: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    preadv = os.preadv
-
-    def refuse(file: int, buffers: list[memoryview], offset: int, flags: int) -> int:
-        if flags:
-            raise OSError(errno.EOPNOTSUPP, "refused")
-        return preadv(file, buffers, offset)
-
-    if not is_supported:
-        monkeypatch.setattr("trainer.checkpoint.read_rows.os.preadv", refuse)
     monkeypatch.setattr(read_rows, "_BLOCK_BYTES", 4096)
     for num_rows in (4 * 4096 // 8 - 16, 30_001):  # files end with a block, and not
         folder = tmp_path / str(num_rows)

@@ -248,8 +248,7 @@ class BackgroundSaver:
         arguments += ["--memory", str(self._memory.path.resolve())]
         arguments += ["--file", str(self._memory.file)]
         arguments += ["--keep", str(self._config.keep)]
-        # own session: signals to the trainer's process group must not reach the agent
-        return start_child(arguments, answers=True, own_session=True, files=[self._memory.file])
+        return start_child(arguments, answers=True, files=[self._memory.file])
 
 
 def _stop_agent(agent: subprocess.Popen[bytes]) -> bool:

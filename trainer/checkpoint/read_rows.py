@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import math
-import os
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -20,12 +18,10 @@ from schemas.errors import SchemaError
 from trainer.checkpoint.format import ROW_FILES, RowsAndRecords
 from trainer.checkpoint.manifest import CheckpointManifest, check_file, check_hash, check_size
 from trainer.stores.api import Records, TableLayout, chunks_of, empty_records
-from trainer.stores.local import ArrayTable, LocalStore, MappedTable
+from trainer.stores.local import ArrayTable, LocalStore
 
 _BLOCK_BYTES = 4 << 20
 """Bytes that are read, then hashed."""
-_DONTCACHE = 0x80
-"""Flag of reads, since Linux 6.14, whose pages leave the page cache: a third of the cost."""
 _FILES = 3
 """Files that are read at once: more do not help two cores."""
 
@@ -72,8 +68,6 @@ class VerifiedFile:
             raise self._damaged()
         self._digest = hashlib.sha256()
         self._file: FileIO | None = None
-        self.flags = 0
-        """Of reads."""
 
     def __enter__(self) -> VerifiedFile:
         self._file = FileIO(self._path)
@@ -85,21 +79,11 @@ class VerifiedFile:
         assert self._file is not None, "the file is read inside the context"
         target = array.reshape(-1).view(np.uint8).data
         while target:
-            count = self._read(self._file, target[:_BLOCK_BYTES])
+            count = self._file.readinto(target[:_BLOCK_BYTES])
             if not count:
                 raise self._damaged()
             self._digest.update(target[:count])
             target = target[count:]
-
-    def _read(self, file: FileIO, target: memoryview) -> int:
-        """Read the next bytes, and return how many."""
-        try:
-            return os.preadv(file.fileno(), [target], -1, self.flags)  # -1: at its position
-        except OSError as error:
-            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL) or not self.flags:
-                raise
-        self.flags = 0
-        return self._read(file, target)
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if self._file is not None:
@@ -166,10 +150,6 @@ def fill_store(checkpoint: Path, manifest: CheckpointManifest, store: LocalStore
             parts = manifest.parts.get(table)
             if parts:
                 rows, *files = _part_files(checkpoint, manifest, parts[-1], layout)
-                if not isinstance(store.tables[table], MappedTable):
-                    # the rows are in memory now; of others a planned cache is filled from the files
-                    for file in (rows, *files):
-                        file.flags = _DONTCACHE
                 records = store.tables[table].reserve(rows.shape[0])
                 tasks.append(pool.submit(_add_rows, store.tables[table], rows))
                 for file, array in zip(files, (records.values, records.state), strict=True):

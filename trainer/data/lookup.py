@@ -26,7 +26,6 @@ from numpy.typing import NDArray
 from schemas.arrays import Array, offsets_of
 from trainer.data import batch as kernels
 
-_PACKED_BITS = 63
 _INT32_MAX = 2**31 - 1
 
 

@@ -249,8 +249,8 @@ class LocalReplicas:
 
 
 def start_replica(arguments: Sequence[str]) -> subprocess.Popen[bytes]:
-    """Start a process with this one's output, in its own session because of ^C."""
-    return start_child(arguments, answers=False, own_session=True)
+    """Start a process with this one's output."""
+    return start_child(arguments, answers=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -89,8 +89,7 @@ class StoreProcesses:
         arguments = ["store", "--port", str(port), "--end-with-stdin"]
         arguments += ["--directory", str(self.directory / f"store-{index:03d}")]
         arguments += ["--token-file", str(self.directory / TOKEN)]
-        # own session: the trainer needs the stores until it has saved after ^C
-        return start_child(arguments, answers=True, own_session=True)
+        return start_child(arguments, answers=True)
 
     def _watch(self, index: int) -> None:
         """Restart a process when it dies, unless it dies too often."""
