@@ -276,7 +276,7 @@ def load_fitted(root: Path | Location, files: Mapping[str, str], data: DataConfi
         data: the job's data section.
 
     Raises:
-        SchemaError: a file is missing, has changed, or is of another release.
+        SchemaError: a file is missing, has changed, or has another format.
     """
     vocabularies: dict[str, Vocabulary] = {}
     for name, config in data.vocabularies.items():
@@ -290,8 +290,7 @@ def load_fitted(root: Path | Location, files: Mapping[str, str], data: DataConfi
             stats |= from_json(dict[str, FittedStats], body)
         except ValueError as error:
             raise SchemaError(
-                f"statistics are of another release: {error}; use that release or rebuild the "
-                "dataset",
+                f"{error}; use the release that wrote the file or rebuild the dataset",
                 file=str(root / path),
             ) from error
     return FittedValues(vocabularies, stats)

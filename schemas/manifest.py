@@ -166,7 +166,7 @@ def decode_manifest(kind: type[T], data: bytes, path: Location | Path, remedy: s
         return from_json(kind, body)
     except (ValueError, TypeError) as error:
         raise SchemaError(
-            f"manifest is of another release: {error}; use that release or {remedy}",
+            f"{error}; use the release that wrote the file or {remedy}",
             file=str(path),
         ) from error
 

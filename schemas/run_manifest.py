@@ -106,7 +106,7 @@ def read_newest_state(run: Location) -> RunState | None:
     """Return the newest state of a run; None if there is none.
 
     Raises:
-        SchemaError: its manifest is damaged, or of another release.
+        SchemaError: its manifest is damaged, or has another format.
         StorageError: the store failed.
     """
     return _newest_state(Versions(run))

@@ -142,7 +142,7 @@ def body_of(directory: Path, manifest: object) -> dict[str, object]:
     return body
 
 
-OTHER_RELEASE = "manifest is of another release: {} in {}; use that release or rebuild the dataset"
+OTHER_FORMAT = "{} in {}; use the release that wrote the file or rebuild the dataset"
 CHANGES = {
     "another format": (
         lambda body: {**body, "format": 3},
@@ -161,11 +161,11 @@ CHANGES = {
 
 @CASES
 @pytest.mark.parametrize(("change", "message"), CHANGES.values(), ids=CHANGES.keys())
-def test_manifest_of_another_release_is_refused_by_name(
+def test_manifest_of_another_format_is_refused_by_name(
     tmp_path: Path, manifest, read, change, message: str
 ) -> None:
     path = write_body(tmp_path, manifest, change(body_of(tmp_path, manifest)))
-    with pytest.raises(SchemaError, match=f"^{re.escape(OTHER_RELEASE.format(message, path))}$"):
+    with pytest.raises(SchemaError, match=f"^{re.escape(OTHER_FORMAT.format(message, path))}$"):
         read(tmp_path)
 
 
@@ -174,7 +174,7 @@ def test_manifest_without_a_key_is_refused_by_name(tmp_path: Path, manifest, rea
     body = body_of(tmp_path, manifest)
     for key in sorted(body.keys() - {"format", "shuffle_key", "parent_sha256"}):
         path = write_body(tmp_path, manifest, {k: v for k, v in body.items() if k != key})
-        pattern = re.escape(OTHER_RELEASE.format(f"missing key: {key}", path))
+        pattern = re.escape(OTHER_FORMAT.format(f"missing key: {key}", path))
         with pytest.raises(SchemaError, match=pattern):
             read(tmp_path)
 
@@ -183,7 +183,7 @@ def test_nested_key_that_is_unknown_is_refused_by_name(tmp_path: Path) -> None:
     body = body_of(tmp_path, SEGMENT)
     body["groups"]["user"]["mode"] = "fast"  # type: ignore[index]
     path = write_body(tmp_path, SEGMENT, body)
-    message = OTHER_RELEASE.format("unknown key: groups.user.mode", path)
+    message = OTHER_FORMAT.format("unknown key: groups.user.mode", path)
     with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
         read_segment(tmp_path)
 

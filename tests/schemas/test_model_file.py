@@ -194,8 +194,7 @@ def rewritten(source: Path, to: Path, **members: bytes) -> Path:
 
 def test_model_of_another_format_is_refused(model: Path, tmp_path: Path) -> None:
     path = rewritten(model, tmp_path / "model", changes=b'{"format": 2}')
-    message = "manifest is of another release: format must be 1, got 2"
-    with pytest.raises(SchemaError, match=re.escape(message)):
+    with pytest.raises(SchemaError, match=r"^format must be 1, got 2 in "):
         open_model(path)
 
 

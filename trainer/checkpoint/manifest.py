@@ -101,7 +101,7 @@ def read_checkpoint_manifest(folder: Path) -> CheckpointManifest:
     """Read the manifest of a checkpoint.
 
     Raises:
-        SchemaError: it is missing, damaged, or of another release.
+        SchemaError: it is missing, damaged, or has another format.
     """
     path = folder / MANIFEST
     data = path.read_bytes() if path.is_file() else b""
