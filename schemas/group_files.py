@@ -83,7 +83,7 @@ class Windows:
 
 
 def to_windows(lists: Jagged, is_null: NDArray[np.bool_] | None = None) -> Windows:
-    """Return lists as windows; `window_entries` is the inverse.
+    """Return lists as windows; `window_ranges` is the inverse.
 
     A repeated list gets the same window. Any other list extends the buffer of the previous distinct
     list if the end of that list and the start of this one have at least half of the shorter list in
@@ -102,13 +102,13 @@ def to_windows(lists: Jagged, is_null: NDArray[np.bool_] | None = None) -> Windo
     return replace(windows, length=length)
 
 
-def window_entries(
+def window_ranges(
     offsets: NDArray[np.int64],
     buffer: NDArray[np.integer],
     start: NDArray[np.integer],
     length: NDArray[np.integer],
-) -> Jagged:
-    """Return the buffer entries of each row's list.
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the first entry and the length of each row's list.
 
     Args:
         offsets: (num_buffers + 1,) offsets of the buffers in the entries.
@@ -116,30 +116,9 @@ def window_entries(
         start: (num_rows,), its first entry.
         length: (num_rows,), its entries, or `NULL_LENGTH`.
 
-    Returns:
-        num_rows rows of positions in the entries; a null list has none.
-
     Raises:
         SchemaError: a window is outside its buffer.
-
-    Example:
-        >>> lists = window_entries(
-        ...     np.array([0, 5, 6]), np.array([0, 1]), np.array([1, 0]), np.array([3, 1])
-        ... )
-        >>> lists.values.tolist(), lists.offsets.tolist()
-        ([1, 2, 3, 5], [0, 3, 4])
     """
-    first, lengths = _window_ranges(offsets, buffer, start, length)
-    return Jagged(ranges(first, lengths), offsets_of(lengths))
-
-
-def _window_ranges(
-    offsets: NDArray[np.int64],
-    buffer: NDArray[np.integer],
-    start: NDArray[np.integer],
-    length: NDArray[np.integer],
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the first entry and the length of each row's list, as `window_entries`."""
     used = length > 0
     in_range = used & (buffer >= 0) & (buffer < len(offsets) - 1)
     first = np.zeros(len(buffer), np.int64)
@@ -374,7 +353,7 @@ def _lists(
     offsets = buffers.offsets.to_numpy().astype(np.int64)
     lengths = numpy_of(length)
     number = _positions_of(buffer, file, BUFFER_INDEX, row_group, checked=lengths > 0)
-    first, sizes = _window_ranges(offsets, number, numpy_of(start), lengths)
+    first, sizes = window_ranges(offsets, number, numpy_of(start), lengths)
     is_null = lengths == NULL_LENGTH
     mask = pa.array(is_null) if is_null.any() else None
     if as_views:

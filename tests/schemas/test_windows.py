@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from schemas import group_files as windows
 from schemas.arrays import Jagged, offsets_of
 from schemas.errors import SchemaError
-from schemas.group_files import NULL_LENGTH, Windows, to_windows, window_entries
+from schemas.group_files import NULL_LENGTH, Windows, to_windows, window_ranges
 from tests.schemas import reference
 
 Lists = list[list[int] | None]
@@ -26,12 +26,11 @@ def jagged(lists: Lists) -> tuple[Jagged, np.ndarray]:
 
 
 def back(x: Jagged, found: Windows) -> Lists:
-    entries = window_entries(found.offsets, found.buffer, found.start, found.length)
-    values = x.values[found.source][entries.values].tolist()
-    cuts = pairwise(entries.offsets.tolist())
+    first, count = window_ranges(found.offsets, found.buffer, found.start, found.length)
+    values = x.values[found.source].tolist()
     return [
-        None if length == NULL_LENGTH else values[a:b]
-        for (a, b), length in zip(cuts, found.length.tolist(), strict=True)
+        None if length == NULL_LENGTH else values[a : a + n]
+        for a, n, length in zip(first.tolist(), count.tolist(), found.length.tolist(), strict=True)
     ]
 
 
@@ -117,7 +116,7 @@ def test_window_outside_its_buffer_is_refused(buffer: int, start: int, length: i
         "row 1; rebuild the dataset"
     )
     with pytest.raises(SchemaError, match=re.escape(message)):
-        window_entries(
+        window_ranges(
             np.array([0, 5, 6]),
             np.array([0, buffer]),
             np.array([0, start]),
