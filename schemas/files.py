@@ -371,7 +371,7 @@ class CheckedFile:
         """
         parquet = self._open()
         if self._by_column and columns is not None and row_group not in self._verified:
-            chunks = _column_chunks(parquet.metadata.row_group(row_group), columns)
+            chunks = column_ranges(parquet.metadata, [row_group], columns)
             if sum(end - start for start, end in chunks) < self._region_bytes(row_group):
                 return self._read_chunks(row_group, columns, chunks)
         self._verify(row_group)
@@ -413,23 +413,26 @@ class CheckedFile:
         return parquet.read(columns=columns, use_threads=False)
 
 
-def _column_chunks(group: pq.RowGroupMetaData, columns: Sequence[str]) -> list[tuple[int, int]]:
-    """Return the byte ranges of some columns of a row group, adjacent ones as one range."""
-    chunks = [group.column(i) for i in range(group.num_columns)]
+def column_ranges(
+    metadata: pq.FileMetaData, row_groups: Iterable[int], columns: Sequence[str], gap_bytes: int = 0
+) -> list[tuple[int, int]]:
+    """Return the byte ranges of some columns of row groups; those at most a gap apart as one."""
+    groups = map(metadata.row_group, row_groups)
+    chunks = [group.column(i) for group in groups for i in range(group.num_columns)]
     ranges = [_chunk_range(c) for c in chunks if _is_of(c.path_in_schema, columns)]
-    merged: list[tuple[int, int]] = []
+    joined: list[tuple[int, int]] = []
     for start, end in sorted(ranges):
-        if merged and merged[-1][1] == start:
-            merged[-1] = (merged[-1][0], end)
+        if joined and start - joined[-1][1] <= gap_bytes:
+            joined[-1] = joined[-1][0], max(joined[-1][1], end)
         else:
-            merged.append((start, end))
-    return merged
+            joined.append((start, end))
+    return joined
 
 
 def _chunk_range(chunk: pq.ColumnChunkMetaData) -> tuple[int, int]:
-    start = chunk.dictionary_page_offset
-    if start is None:
-        start = chunk.data_page_offset
+    start = chunk.data_page_offset
+    if chunk.dictionary_page_offset is not None:
+        start = min(start, chunk.dictionary_page_offset)
     return start, start + chunk.total_compressed_size
 
 

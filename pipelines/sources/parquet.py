@@ -24,6 +24,7 @@ from pipelines.sources.rows import (
     without_column,
 )
 from schemas.config.sources import SourceConfig
+from schemas.files import column_ranges
 
 _COPIED_BATCH_ROWS = 1000
 
@@ -156,35 +157,11 @@ def open_row_groups(
     if fetched < footer <= size:
         fetch(size - footer, size - fetched)
     metadata = pq.read_metadata(pa.BufferReader(memory))
-    for start, end in _column_ranges(metadata, row_groups, columns):
+    for start, end in column_ranges(metadata, row_groups, columns, _GAP_BYTES):
         if 0 <= start < end <= size:  # otherwise the file is damaged, which its reader notices
             for first in range(start, end, _REQUEST_BYTES):
                 fetch(first, min(first + _REQUEST_BYTES, end))
     return pa.BufferReader(memory)
-
-
-def _column_ranges(
-    metadata: pq.FileMetaData, row_groups: Iterable[int], columns: Sequence[str]
-) -> list[tuple[int, int]]:
-    """Return the byte ranges of some columns, near ones joined."""
-    ranges: list[tuple[int, int]] = []
-    for row_group in row_groups:
-        group = metadata.row_group(row_group)
-        for index in range(group.num_columns):
-            chunk = group.column(index)
-            path = f"{chunk.path_in_schema}."
-            if any(path.startswith(f"{name}.") for name in columns):
-                start = chunk.data_page_offset
-                if chunk.dictionary_page_offset is not None:
-                    start = min(start, chunk.dictionary_page_offset)
-                ranges.append((start, start + chunk.total_compressed_size))
-    joined: list[tuple[int, int]] = []
-    for start, end in sorted(ranges):
-        if joined and start - joined[-1][1] <= _GAP_BYTES:
-            joined[-1] = joined[-1][0], max(joined[-1][1], end)
-        else:
-            joined.append((start, end))
-    return joined
 
 
 def parquet_schema(folder: Folder, path: str) -> pa.Schema:
