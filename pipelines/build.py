@@ -20,7 +20,7 @@ from pipelines import executor
 from pipelines.autogroup.costs import LEAST_DEDUP_FACTOR
 from pipelines.autogroup.job import with_groups
 from pipelines.clustering.part import PartResult
-from pipelines.context import BuildContext, BuildRequest, local_options, runner_module
+from pipelines.context import BuildContext, BuildRequest, beam_build, local_options
 from pipelines.prepare import check_map, holds_in_memory, prepare
 from pipelines.progress import counted_rows, is_stopped, report_progress
 from pipelines.quality.gate import GateError, keep_rejects
@@ -232,7 +232,7 @@ def _run_pipeline(
         if options is not None:
             values = executor.run_segment(context, options, request.progress)
         else:
-            values = runner_module("build").run_segment(context, request.beam_args)
+            values = beam_build().run_segment(context, request.beam_args)
         if is_stopped(building):
             raise _stopped_error(request, context, key, merge_counts(values["rejects"]))
     return values

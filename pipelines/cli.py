@@ -21,7 +21,9 @@ from pipelines.demo_log.example import generate_log, write_example
 from pipelines.init.command import init
 from pipelines.preview import WIDTH, preview, show
 from pipelines.quality.gate import GateError
+from pipelines.rewrite.command import RewriteRequest, rewrite
 from pipelines.table.commit import seal
+from pipelines.table.compact import CompactionRequest, compact_dataset
 from pipelines.table.delete import EraseRequest, erase
 from pipelines.table.indexes import oracle
 from pipelines.table.root import MIN_AGE
@@ -376,8 +378,7 @@ def _preview(arguments: argparse.Namespace, _: list[str]) -> int:
 
 
 def _rewrite(arguments: argparse.Namespace, beam_args: list[str]) -> int:
-    module = importlib.import_module("pipelines.rewrite.command")  # imports Beam
-    request = module.RewriteRequest(
+    request = RewriteRequest(
         folder=arguments.folder,
         output=arguments.output,
         layout=arguments.layout,
@@ -388,7 +389,7 @@ def _rewrite(arguments: argparse.Namespace, beam_args: list[str]) -> int:
         attempt=_new_attempt(),
         progress=_progress,
     )
-    _print_result(arguments, module.rewrite(request))
+    _print_result(arguments, rewrite(request))
     return 0
 
 
@@ -416,8 +417,7 @@ def _erase(arguments: argparse.Namespace, beam_args: list[str]) -> int:
         )
         result["erased"] = erase(request)
     if rewrites:
-        module = importlib.import_module("pipelines.table.compact")  # imports Beam
-        compaction = module.CompactionRequest(
+        compaction = CompactionRequest(
             dataset=arguments.dataset,
             older_than=arguments.older_than if arguments.rewrite else None,
             rejects_older_than=arguments.rejects_older_than,
@@ -428,7 +428,7 @@ def _erase(arguments: argparse.Namespace, beam_args: list[str]) -> int:
             attempt=_new_attempt(),
             progress=_progress,
         )
-        result["rewritten"] = module.compact_dataset(compaction)
+        result["rewritten"] = compact_dataset(compaction)
     _print_result(arguments, result)
     return 0
 

@@ -241,6 +241,6 @@ def _runner_words(beam_args: Sequence[str]) -> list[str]:
     return words[index : index + (1 if "=" in words[index] else 2)]
 
 
-def runner_module(name: str) -> ModuleType:
-    """Import a module of `pipelines/beam`, and with it Beam, which takes seconds."""
-    return importlib.import_module(f"pipelines.beam.{name}")
+def beam_build() -> ModuleType:
+    """Import `pipelines.beam.build`, and with it Beam, which takes seconds."""
+    return importlib.import_module("pipelines.beam.build")

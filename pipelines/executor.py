@@ -209,15 +209,15 @@ class Outputs:
             for partition, rows in group_rows(good, partition_of_row):
                 self.send(_KEYED, partition, (source, rows))
 
-    def add_samples(self, outputs: Iterable[Output], sides: Sides, first_join: int = 0) -> None:
+    def add_samples(self, outputs: Iterable[Output], sides: Sides) -> None:
         """Send the samples of a stage: to their part, or to the next look-up by key."""
         for samples in self.main(outputs):
             if isinstance(samples, Tuples):
                 self.add_tuples(samples)
             else:
-                self.look_up(samples, sides, first_join)
+                self.look_up(samples, sides)
 
-    def look_up(self, samples: pa.Table, sides: Sides, first_join: int) -> None:
+    def look_up(self, samples: pa.Table, sides: Sides, first_join: int = 0) -> None:
         """Look up in small side tables, until a large one follows."""
         context = self._context
         for index, join in enumerate(context.data.samples.joins[first_join:], first_join):

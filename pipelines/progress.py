@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from pipelines.scratch import atomic_write
 from pipelines.sources.rows import SPLIT_BYTES
 from schemas.storage import Location
 
@@ -94,7 +93,7 @@ def count_rows(building: Location | Path, more: Counts) -> Counts | None:
         return None
     with _LOCK:
         counts = _COUNTS[directory] = _COUNTS[directory] + more
-        with atomic_write(directory / f"{os.getpid()}.json") as partial:
+        with Location.parse(directory / f"{os.getpid()}.json").new_file() as partial:
             partial.write_text(json.dumps(asdict(counts)), encoding="utf-8")
     return counts
 

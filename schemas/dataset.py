@@ -635,17 +635,12 @@ def type_from_name(name: str) -> pa.DataType:
         raise SchemaError(f"unknown column type: {name!r}; rebuild the dataset") from error
 
 
-def column_types(dataset: Dataset) -> Mapping[str, str]:
-    """Return the type of every column of any segment, selected or not."""
-    return dataset.column_types
-
-
 def missing_column_defaults(dataset: Dataset, segment: Segment) -> dict[str, pa.Scalar]:
     """Return the default of each column that a segment was built without."""
     features = {f.name: f for f in dataset.features.features}
     return {
         name: pa.scalar(features[name].default if name in features else None, type_from_name(kind))
-        for name, kind in column_types(dataset).items()
+        for name, kind in dataset.column_types.items()
         if name not in segment.manifest.columns
     }
 

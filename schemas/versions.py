@@ -14,7 +14,7 @@ import random
 import re
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -104,7 +104,7 @@ class Versions:
             (self._folder / HINT).write_bytes(str(version.number).encode())
         return version
 
-    def retire(self, numbers: Iterator[int] | list[int]) -> None:
+    def retire(self, numbers: Iterable[int]) -> None:
         """Empty superseded versions, which keep their names."""
         for number in numbers:
             self.path(number).write_bytes(b"")

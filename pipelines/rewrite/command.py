@@ -28,8 +28,8 @@ from pipelines.context import (
     BuildContext,
     BuildRequest,
     LocalOptions,
+    beam_build,
     local_options,
-    runner_module,
 )
 from pipelines.exchange import Received, Sent, TaskResult
 from pipelines.executor import Bundle, Outputs, open_exchange, split_inputs
@@ -47,14 +47,13 @@ from pipelines.rewrite.input import (
 from pipelines.samples.sql import LIST_INDEX
 from pipelines.samples.statements import Steps
 from pipelines.samples.tuples import Tuples
-from pipelines.scratch import remove_partial
 from pipelines.shuffle import SHUFFLE
 from pipelines.sources.listing import Folder, folder_of
 from pipelines.sources.rejects import rejects_from_table, sorted_rejects
 from pipelines.sources.rows import ORIGIN, InputSplit, arrow_type
 from pipelines.stages import REJECTS, SAMPLES, read_rows
 from pipelines.table.rows import ContentHash, content_hash, hash_of_values, value_hashes
-from pipelines.table.segment import directory_reference, publish_files
+from pipelines.table.segment import directory_reference, publish_files, remove_partial
 from pipelines.workers import Worker, num_threads
 from schemas.config.job import DataConfig, Job, SamplesConfig, SessionConfig
 from schemas.dataset import Segment
@@ -247,7 +246,7 @@ def _write_rows(
     if options is not None:
         values = run_flat(stage, options)
     else:
-        values = runner_module("build").run_flat(stage, request.beam_args)
+        values = beam_build().run_flat(stage, request.beam_args)
     for reject in rejects_from_table(sorted_rejects(values["rejects"]).slice(0, 1)):
         raise SchemaError(f"{reject}; replace or remove the file")
     parts: list[FlatPart] = values["parts"]

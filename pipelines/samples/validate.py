@@ -421,7 +421,7 @@ def check_repeatable(data: DataConfig, sources: Mapping[str, pa.Table]) -> None:
         _check_functions(per.sql, "data.samples.per.sql", columns)
     if text is not None:
         _check_functions(text, "data.samples.map", columns)
-        _check_modifiers(text, "data.samples.map")
+        _check_modifiers(text)
     for group, transforms in data.transforms.items():
         for name, transform in transforms.items():
             if isinstance(transform, str):
@@ -448,7 +448,7 @@ def _function_name(node: Mapping[str, Any]) -> str:
     return name if name in WITHOUT_PARENTHESES else ""
 
 
-def _check_modifiers(statement: str, key: str) -> None:
+def _check_modifiers(statement: str) -> None:
     """Raise SchemaError for LIMIT, DISTINCT and SAMPLE, whose results depend on batching."""
     for node in (s["node"] for s in parse(statement).get("statements", ())):
         modifiers = {m["type"].split("_")[0] for m in node.get("modifiers", ())}
@@ -456,6 +456,6 @@ def _check_modifiers(statement: str, key: str) -> None:
         refused = sorted(modifiers & {"LIMIT", "DISTINCT"}) + (["SAMPLE"] if sampled else [])
         if refused:
             raise SchemaError(
-                f"{key} must treat each row alone, got {refused[0]}; "
+                f"data.samples.map must treat each row alone, got {refused[0]}; "
                 "choose rows by WHERE, or all rows of a key in data.samples.per"
             )

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from pipelines.clustering.part import build_part
 from pipelines.clustering.writer import SegmentLayout, choose_segment_layout
-from pipelines.context import local_options, runner_module
+from pipelines.context import beam_build, local_options
 from pipelines.oracle.numbering import number_table, training_blocks
 from pipelines.quality.gate import parse_schema, pass_gate
 from pipelines.samples.event_join import write_late
@@ -456,7 +456,7 @@ def _rewrite_parts(
     """Write the parts of a segment and number its accesses; return `parts` and `tables`."""
     options = local_options(request.beam_args)
     if options is None:
-        run = runner_module("build").rewrite_parts
+        run = beam_build().rewrite_parts
         return run(building, parts, layout, features, data.tables, request.beam_args)
     with ThreadPoolExecutor(options.num_workers or num_threads()) as pool:
         results = list(

@@ -30,7 +30,7 @@ from pipelines.table.commit import (
 from pipelines.table.indexes import PartBuilder
 from pipelines.transforms.fit import check_fitted_files
 from schemas.config.job import DataConfig, Job
-from schemas.dataset import Dataset, column_types, open_root
+from schemas.dataset import Dataset, open_root
 from schemas.errors import SchemaError, suggest_name_or
 from schemas.features import Feature, FeatureSet
 from schemas.manifest import (
@@ -99,7 +99,7 @@ def check_types(dataset: Dataset, columns: Mapping[str, str], path: Path | Locat
     Raises:
         SchemaError: a column has another type.
     """
-    types = column_types(dataset)
+    types = dataset.column_types
     for name in sorted(types.keys() & columns.keys()):
         if types[name] != columns[name]:
             raise SchemaError(

@@ -23,7 +23,6 @@ from schemas.config.job import DataConfig
 from schemas.dataset import (
     Dataset,
     Segment,
-    column_types,
     encode_tombstones,
     merge_tombstones,
     open_root,
@@ -126,7 +125,7 @@ def id_type(dataset: Dataset, column: str) -> pa.DataType:
     Raises:
         SchemaError: the values are neither integers nor strings.
     """
-    kind = type_from_name(column_types(dataset)[column])
+    kind = type_from_name(dataset.column_types[column])
     value = kind.value_type if is_list(kind) else kind
     if not (pa.types.is_integer(value) or pa.types.is_string(value)):
         raise SchemaError(

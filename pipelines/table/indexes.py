@@ -15,12 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.context import local_options, runner_module
+from pipelines.context import beam_build, local_options
 from pipelines.oracle.index import TableTotals, index_table
 from pipelines.quality.segment_statistics import segment_statistics
-from pipelines.scratch import remove_partial
 from pipelines.table.root import update_root
-from pipelines.table.segment import describe_files, publish
+from pipelines.table.segment import describe_files, publish, remove_partial
 from pipelines.workers import num_threads
 from schemas.accesses import (
     NextUses,
@@ -235,7 +234,7 @@ def index_tables(requests: Sequence[PartRequest], beam_args: list[str]) -> list[
     options = local_options(beam_args)
     if options is None:
         tasks = [(r.root, r.segment.directory, r.segment.reference, r.order, t) for r, t in tables]
-        return runner_module("build").run_index(tasks, beam_args)
+        return beam_build().run_index(tasks, beam_args)
 
     def num_lookups(task: tuple[PartRequest, str]) -> int:
         request, table = task

@@ -22,7 +22,6 @@ from pipelines.clustering.part import PartResult
 from pipelines.clustering.writer import LOOKUPS, merge_blocks
 from pipelines.oracle.numbering import NumberedTable
 from pipelines.quality.segment_statistics import segment_slices, statistics_text, write_statistics
-from pipelines.scratch import remove_partial
 from pipelines.shuffle import SHUFFLE
 from pipelines.sources.rejects import RejectCounts, number_reject_files
 from schemas.config.job import DataConfig
@@ -49,6 +48,7 @@ from schemas.layout import (
     inverse_column,
     samples_path,
 )
+from schemas.local_files import PARTIAL
 from schemas.manifest import (
     GroupCounts,
     InputFile,
@@ -116,6 +116,12 @@ def describe_files(root: Location | Path, written: Iterable[FileEntry] = ()) -> 
     unread = sizes.keys() - entries.keys() - {BLOCKS, FILES, MANIFEST}
     entries |= {path: describe_file(root, path) for path in unread}
     return [entries[path] for path in sorted(entries)]
+
+
+def remove_partial(root: Location) -> None:
+    """Remove the incomplete files of killed tasks below a directory; a store has none."""
+    for path in [] if root.local is None else root.local.rglob(f"*{PARTIAL}"):
+        path.unlink(missing_ok=True)
 
 
 @contextmanager

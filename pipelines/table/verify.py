@@ -21,7 +21,6 @@ from schemas.dataset import (
     IndexPart,
     Segment,
     access_lists,
-    column_types,
     has_accesses,
     missing_column_defaults,
     open_dataset,
@@ -289,7 +288,7 @@ def _training_lookups(segment: Segment, dataset: Dataset) -> Iterator[tuple[np.n
 
 def type_problems(dataset: Dataset) -> Iterator[str]:
     """Yield a line for each column that two segments store as different types."""
-    types = column_types(dataset)
+    types = dataset.column_types
     for segment in dataset.segments:
         for name, kind in segment.manifest.columns.items():
             if kind != types[name]:

@@ -16,7 +16,6 @@ from pipelines.clustering import part
 from pipelines.clustering.star import check_num_blocks
 from pipelines.clustering.writer import LOOKUPS
 from pipelines.context import BuildRequest
-from pipelines.scratch import atomic_write
 from pipelines.table.rows import VIEW, view_sql
 from pipelines.table.verify import verify
 from schemas.dataset import open_dataset, open_root
@@ -232,7 +231,8 @@ def test_parts_that_are_written_twice_beside_half_written_files_change_no_byte(
 
 def test_two_who_write_one_file_at_once_leave_one_whole_file(tmp_path: Path) -> None:
     target = tmp_path / "file"
-    with atomic_write(target) as first, atomic_write(target) as second:
+    file = Location.parse(target)
+    with file.new_file() as first, file.new_file() as second:
         first.write_text("one")
         second.write_text("two")
     assert target.read_text() == "one"
