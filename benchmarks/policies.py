@@ -197,7 +197,7 @@ class TimedPolicy:
     def __init__(self, policy: Policy) -> None:
         """Wrap a policy."""
         self.policy, self.cpu_sec = policy, 0.0
-        self.name, self.handling = policy.name, policy.handling
+        self.name, self.failure_policy = policy.name, policy.failure_policy
         self.interval_sec = policy.interval_sec
 
     def decide(self, snapshot: Snapshot) -> Mapping[int, Sizes]:

@@ -236,7 +236,7 @@ def measure_steps(cell: StepCell, scratch: Path) -> list[dict[str, Any]]:
     """Run one training at all quotas of a cell, and return a row for each."""
     paths = prepare_steps(cell, scratch)
     metrics = Path(str(paths.run)) / METRICS
-    grouped, served = cell.replicas > 1, cell.stores > 0
+    has_replicas, served = cell.replicas > 1, cell.stores > 0
     with ExitStack() as stack:
 
         def start(name: str, command: Sequence[str]) -> Group:
@@ -257,10 +257,11 @@ def measure_steps(cell: StepCell, scratch: Path) -> list[dict[str, Any]]:
         for number in range(cell.stores):
             _wait(lambda n=number: paths.address_file(n).stat() is not None)
         coordinator = start(
-            "coordinator", coordinator_command(paths, work, grouped=grouped, served=served)
+            "coordinator",
+            coordinator_command(paths, work, has_replicas=has_replicas, served=served),
         )
         replicas = [coordinator]
-        if grouped:
+        if has_replicas:
             _wait(lambda: (paths.run / RENDEZVOUS).stat() is not None)
             replicas = [
                 start(f"replica-{n}", replica_command(paths, work, n, cell.threads))

@@ -43,7 +43,7 @@ from scheduler.controller.log import (
 )
 from scheduler.controller.state import State
 from scheduler.drivers.driver import MAX_MEASURED
-from scheduler.drivers.run import collect_rarely
+from scheduler.drivers.run import raise_gc_threshold
 from scheduler.model.history import History
 from scheduler.model.snapshot import DataFacts
 
@@ -266,7 +266,7 @@ def measure_month(folder: Path, num_jobs: int, num_days: float, rounds: int) -> 
 
 def measure_tick(folder: Path, num_jobs: int) -> dict[str, Any]:
     """Handle, log and sync the steps and readings of many jobs."""
-    collect_rarely()
+    raise_gc_threshold()
     with unsynced(), Log(folder / LOG) as log:
         run = Simulated(log, 3)
         for _ in range(FULL_TICKS):

@@ -40,9 +40,9 @@ from scheduler.drivers.driver import DriverOptions
 from scheduler.drivers.run import (
     RunRequest,
     check_driver,
-    collect_rarely,
     inputs_of,
     plan_jobs,
+    raise_gc_threshold,
     run_jobs,
 )
 from scheduler.model.measurements import fit_file, fit_summary
@@ -167,7 +167,9 @@ def _limited_schedule(snapshot: Snapshot) -> tuple[ScheduleConfig, tuple[str, ..
     if declared.driver == "kubernetes":
         return cluster_schedule(declared), ()
     budget = fill_budget(declared.budget, machine_budget())
-    return machine_schedule(snapshot, budget, shares_cores=budget.cpus != declared.budget.cpus)
+    return machine_schedule(
+        snapshot, budget, allow_oversubscription=budget.cpus != declared.budget.cpus
+    )
 
 
 def _simulate(arguments: argparse.Namespace) -> None:
@@ -269,7 +271,7 @@ def _run(arguments: argparse.Namespace) -> None:
                 print(f"{action.job}: command {action.process}: {shlex.join(command)}")
         return
     with watching(arguments.output, arguments.status, Console(stderr=True), _progress) as progress:
-        collect_rarely()
+        raise_gc_threshold()
         state = run_jobs(replace(request, driver=replace(request.driver, progress=progress)))
     if arguments.json:
         print(json.dumps(jobs_summary(state)))

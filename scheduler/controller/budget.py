@@ -55,7 +55,7 @@ def remaining_work(
         largest_job: most workers of one segment job; None if not limited.
     """
     facts, train = job.snapshot.facts, job.snapshot.job.train
-    config = _limit_workers(
+    config = _cap_workers(
         current_config(job, now_sec, budget), largest_job, max(1, job.remaining_segments)
     )
     models = fit_models(job.snapshot, config, job.steps, job.builds)
@@ -123,7 +123,7 @@ def _with_resources(process: WorkerConfig, memory_bytes: int, cpus: float) -> Wo
     return BookedWorker(cpus=process.cpus, memory=memory_bytes, booked=cpus)
 
 
-def _limit_workers(
+def _cap_workers(
     config: ScheduleConfig, largest_job: int | None, num_segments: int
 ) -> ScheduleConfig:
     """Lower the fewest workers to what the remaining segment jobs may have together."""
@@ -181,13 +181,7 @@ def restore_cores(job: JobState, cpus: float) -> JobState:
 def available_budget(
     state: State, job: JobState, shares: Mapping[str, tuple[float, int]] | None = None
 ) -> BudgetConfig:
-    """Return the budget without the shares of the other jobs.
-
-    Args:
-        state: of all jobs.
-        job: one of them.
-        shares: those of all jobs, if they are known.
-    """
+    """Return the budget without the shares of the other jobs."""
     shares = shares_of(state) if shares is None else shares
     others = [share for name, share in shares.items() if name != job.name]
     return replace(
@@ -313,7 +307,7 @@ def _with_sizes(
         job,
         sizes=sizes,
         phase="running",
-        grouped=job.grouped or sizes.num_replicas > 1,
+        has_replicas=job.has_replicas or sizes.num_replicas > 1,
         correction=Correction(in_flight=Change(sizes=sizes)),
     )
     return job, action

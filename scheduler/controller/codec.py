@@ -170,7 +170,6 @@ class _Job(_Record):
 
 
 def _default(field: Field[Any]) -> Any:
-    """Return the default of a field, or MISSING."""
     factory = field.default_factory
     return field.default if factory is MISSING else factory()
 

@@ -55,11 +55,9 @@ class Submitted(JobEvent):
     document: str
     """Text of its job file."""
     facts: DataFacts
-    """Sizes of its data."""
     history: History
     """Its measurements, and those of other jobs."""
     num_segments: int
-    """Segments of its input."""
     sizes: MachineSizes | None = None
     """Sizes that its file leaves to the machine; None for Pods."""
 
@@ -87,7 +85,6 @@ class Ended(ProcessEvent):
     """A process ended."""
 
     outcome: Outcome
-    """How it ended."""
     detail: str = ""
     """Its last message, or the signal that killed it."""
     num_samples: int = 0
@@ -109,7 +106,6 @@ class Resized(ProcessEvent):
     """A resize of a running process succeeded or was refused."""
 
     resized: bool
-    """Whether it succeeded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +115,6 @@ class Read(ProcessEvent):
     position: int
     """Its step; for a segment job, the seconds since it started."""
     resident_bytes: int
-    """Its memory."""
     busy_cores: float | None = None
     """Cores that were busy since the previous reading; None if not measured."""
 
@@ -152,14 +147,10 @@ class LoadKnown(JobEvent):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moved(JobEvent):
-    """A move of slot ranges to another store ended."""
+    """The move of slot ranges to another store ended."""
 
-    slots: int
-    """The first range."""
-    target: int
-    """The store that was to receive them."""
     moved: bool
-    """Whether it received them."""
+    """Whether that store received them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,10 +64,6 @@ Handler = Callable[[JobState, Any, State], Result]
 def handle(state: State, event: Event) -> tuple[State, list[Action]]:
     """Handle one event.
 
-    Args:
-        state: after the previous event.
-        event: what happened.
-
     Returns:
         The new state, and the decisions in order.
 
@@ -76,19 +72,19 @@ def handle(state: State, event: Event) -> tuple[State, list[Action]]:
     """
     # A clock that is set back must not undo waiting times.
     event = replace(event, time_sec=max(event.time_sec, state.now_sec))
-    before = _claims(state)
+    before = _division_inputs(state)
     state, actions = _apply(replace(state, now_sec=event.time_sec), event)
     if isinstance(event, Tick):
         state, changes = run_tick(_measure(state, event))
         actions += changes
-    if _claims(state) != before:
+    if _division_inputs(state) != before:
         state, changes = allocate(state)
         actions += changes
     state, changes = reconcile(state)
     return state, [*actions, *changes]
 
 
-def _claims(state: State) -> tuple[BudgetConfig, list[tuple[str, int]]]:
+def _division_inputs(state: State) -> tuple[BudgetConfig, list[tuple[str, int]]]:
     """Return what the division of the budget depends on."""
     jobs = [job for job in state.by_priority if job.phase != "draining"]
     return state.budget, [(job.name, job.num_share_changes) for job in jobs]
@@ -278,9 +274,8 @@ def _on_moved(job: JobState, event: Moved, state: State) -> Result:
             job, move_failed_sec=event.time_sec, num_failed_moves=job.num_failed_moves + 1
         )
         return failed, []
-    moved = job.moving or (event.slots,)
     owners = tuple(
-        event.target if number in moved else owner for number, owner in enumerate(job.owners)
+        job.moving_to if number in job.moving else owner for number, owner in enumerate(job.owners)
     )
     job = replace(job, moving=(), owners=owners, move_failed_sec=None, num_failed_moves=0)
     return job, []
@@ -425,7 +420,7 @@ def _on_preempted(job: JobState, event: Preempted, state: State) -> Result:
         return job, []
     notice = f"it is preempted in {event.grace_sec:g} s"
     verb, why = "drain", "it leaves without losing work"
-    if process.pool == "coordinator" and job.grouped:
+    if process.pool == "coordinator" and job.has_replicas:
         why = "its replicas continue from the checkpoint with a new coordinator"
     if process.pool == "segment":
         work = remaining_work(job, event.time_sec, state.budget, state.largest_job)

@@ -40,11 +40,9 @@ class Speed:
     measured: float
     """Rows per second of one segment job, or samples per second of all replicas together."""
     predicted: float
-    """Prediction of `measured`."""
     low: float
     """Lower end of the prediction's 90 % interval."""
     high: float
-    """Upper end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +58,6 @@ class Incident:
     detail: str
     """Reason of the decision that followed."""
     successor: str = ""
-    """The replacing process."""
     back_sec: float | None = None
     """When the replacement ran; None until then."""
 
@@ -92,27 +89,16 @@ class Journal:
     spent: Mapping[str, float] = field(default_factory=dict[str, float])
     """Cost so far by job."""
     ended_sec: Mapping[str, float] = field(default_factory=dict[str, float])
-    """End of each ended job."""
     num_decided: Mapping[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
-    """Number of decisions by job and action."""
     num_incidents: Mapping[tuple[str, Kind], int] = field(
         default_factory=dict[tuple[str, Kind], int]
     )
-    """Number of incidents by job and kind."""
 
 
 def record(
     journal: Journal, before: State, event: Event, after: State, decisions: Sequence[Decision]
 ) -> Journal:
-    """Return the journal after one more event.
-
-    Args:
-        journal: of the events before.
-        before: controller state before the event.
-        event: the event.
-        after: controller state after it.
-        decisions: that followed.
-    """
+    """Return the journal after one more event."""
     first = not journal.num_events
     now = after.now_sec
     incidents = _incidents(event, decisions)

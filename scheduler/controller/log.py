@@ -79,7 +79,6 @@ LOG = "scheduler.jsonl"
 ARCHIVE = "scheduler-archive"
 """Folder of earlier logs beside it, `<number of their first event>.jsonl.gz`."""
 FORMAT = 1
-"""Format version, in the snapshot."""
 MAX_HANDLE_SEC = 1.0
 """CPU time of the events of a log beyond which it is archived; `recover` takes as long."""
 ARCHIVE_BYTES = 256 << 20
@@ -150,11 +149,6 @@ class LogReader:
     """State and journal of a scheduler after some lines of its log."""
 
     def __init__(self, path: Path) -> None:
-        """Begin before the first line.
-
-        Args:
-            path: of the log.
-        """
         self.path = path
         self.state = State()
         self.journal = Journal()
@@ -490,7 +484,7 @@ def describe_job(job: JobState) -> str:
     """Return the progress of a job in one line."""
     live = job.processes.values()
     pools = {pool: sum(p.pool == pool for p in live) for pool in ("segment", "replica", "store")}
-    trainers = pools["replica"] if job.grouped else len(job.of_pool("coordinator"))
+    trainers = pools["replica"] if job.has_replicas else len(job.of_pool("coordinator"))
     return (
         f"{job.phase}, {len(job.built)} of {counted(job.num_segments, 'segment')} built, "
         f"{counted(job.next_step, 'step')} trained, "

@@ -180,7 +180,7 @@ class Reconciler:
         self.memory_bytes -= memory_bytes
         values = {"workers": float(workers), "memory_bytes": float(memory_bytes)}
         if pool == "coordinator":
-            values["grouped"] = float(job.grouped)
+            values["has_replicas"] = float(job.has_replicas)
         self.actions.append(
             Action(
                 verb="start",
@@ -204,7 +204,7 @@ def required_resources(job: JobState, pool: PoolName, workers: int = 1) -> tuple
         return workers * config.preprocessing.worker.cpus, workers * job.worker_memory
     if pool == "store":
         return job.store_cpus, job.store_memory
-    if pool == "coordinator" and job.grouped:
+    if pool == "coordinator" and job.has_replicas:
         return 0.0, 0
     return job.replica_cpus, job.replica_memory
 
@@ -262,7 +262,7 @@ def _reconcile_training(job: JobState, sizes: Sizes, reconciler: Reconciler) -> 
         job = replace(job, num_stores=sizes.num_stores)
     job = _reconcile_stores(job, sizes, reconciler)
     coordinator = next(iter(job.of_pool("coordinator")), None)
-    if coordinator is not None and job.grouped and coordinator.trains_alone:
+    if coordinator is not None and job.has_replicas and coordinator.trains_alone:
         why = "restarted as coordinator of several replicas, after a checkpoint"
         return reconciler.end(job, coordinator, why)
     more_memory = f"its memory becomes {job.replica_memory:,} bytes"
@@ -275,9 +275,9 @@ def _reconcile_training(job: JobState, sizes: Sizes, reconciler: Reconciler) -> 
         return job
     if coordinator is None and stores_ready(job):
         verb = "restart" if "coordinator-0" in job.attempts else "start"
-        what = "coordinator" if job.grouped else "trainer"
+        what = "coordinator" if job.has_replicas else "trainer"
         job = reconciler.start(job, "coordinator", 0, f"{verb} the {what}")
-    if not job.grouped or coordinator is None or coordinator.status != "running":
+    if not job.has_replicas or coordinator is None or coordinator.status != "running":
         return job
     for process in reversed(replicas):
         if process.number >= sizes.num_replicas:
@@ -366,7 +366,7 @@ def is_settled(job: JobState) -> bool:
         return True
     if job.stores and not stores_present(job, job.sizes):
         return False
-    replicas = job.sizes.num_replicas if job.grouped else 0
+    replicas = job.sizes.num_replicas if job.has_replicas else 0
     return len(job.of_pool("coordinator")) == 1 and len(job.of_pool("replica")) == replicas
 
 

@@ -1,9 +1,9 @@
 """Embedding stores of a training job: who owns which slot ranges, and which move is next.
 
 The 4,096 slots of the tables form NUM_RANGES equal ranges. A new store starts empty and receives
-ranges from the others while training continues; a store that is removed first gives away all its
-ranges and then leaves. Store numbers are never reused, and the first store always stays, because
-processes that restart discover the others through it.
+ranges from the others; a store that is removed first gives away all its ranges and then leaves.
+Training stops between two steps while ranges are copied. Store numbers are never reused, and the
+first store always stays, because processes that restart discover the others through it.
 """
 
 from __future__ import annotations

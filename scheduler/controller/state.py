@@ -32,7 +32,6 @@ class Process:
     name: str
     """`<pool>-<number>.<attempt>`, unique in the job over all attempts."""
     pool: PoolName
-    """Its kind."""
     number: int
     """Segment, replica or store."""
     status: Status
@@ -44,11 +43,9 @@ class Process:
     workers: int = 1
     """Pipeline workers of a segment job."""
     began_sec: float
-    """Time of its start."""
     readings: tuple[tuple[int, int], ...] = ()
     """Positions, and resident bytes at each."""
     busy_cores: float | None = None
-    """Latest number of busy cores."""
     memory_before: int | None = None
     """Its memory before a resize that is in flight."""
     cpus_before: float | None = None
@@ -56,9 +53,7 @@ class Process:
     fixed: bool = False
     """Whether more memory was refused, so that it cannot be raised in place."""
     cpu_resize_refused_at: float | None = None
-    """Time at which other cores were refused."""
     mem_shrink_refused_at: float | None = None
-    """Time at which less memory was refused."""
 
     @property
     def held_cpus(self) -> float:
@@ -109,7 +104,6 @@ class UsageWindow:
     busy: tuple[tuple[float, ...], ...] = ()
     """By tick, the busy cores of the busiest process of each pool."""
     step_sec: tuple[float, ...] = ()
-    """Step times."""
     has_new_steps: bool = False
     """Whether steps were committed since the previous tick."""
 
@@ -123,7 +117,6 @@ class StepPrediction:
     low: float
     """Lower end of the 90 % interval."""
     high: float
-    """Upper end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,20 +125,17 @@ class JobState:
 
     name: str
     submitted_sec: float
-    """Time of its submission."""
     document: str
-    """Text of its job file."""
     machine_sizes: MachineSizes | None = None
     """Sizes that its file leaves to the machine; None for Pods."""
     snapshot: Snapshot
     """Data and history at its submission."""
     num_segments: int
-    """Segments of its input."""
     phase: Phase = "submitted"
     sizes: Sizes | None = None
     """Target sizes of its pools; None while it waits for budget."""
-    grouped: bool = False
-    """Whether it trains in replicas beside a coordinator; stays set once there were several."""
+    has_replicas: bool = False
+    """Whether replicas train beside its coordinator; stays set once there were several."""
     worker_memory: int
     """Bytes of one pipeline worker."""
     replica_memory: int
@@ -155,13 +145,10 @@ class JobState:
     worker_peak: int = 0
     """Largest bytes of a pipeline worker that were read, averaged over its segment job."""
     replica_cpus: float
-    """Cores of one replica."""
     store_cpus: float
-    """Cores of one store."""
     usage: UsageWindow = field(default_factory=UsageWindow)
     """The next reading of cores and step times, while it is collected."""
     cores: CoreReadings = field(default_factory=CoreReadings)
-    """Readings of cores and step times."""
     steps_suspect: bool = False
     """Whether its steps may be slow for lack of cores; such steps are not fitted."""
     num_share_changes: int = 0
@@ -184,7 +171,6 @@ class JobState:
     num_trained: int = 0
     """Samples trained, over all epochs."""
     correction: Correction = field(default_factory=Correction)
-    """State of the corrections of its sizes."""
     checked_sec: float = 0.0
     """Time of the last tick at which its sizes were compared."""
     predicted_step: StepPrediction | None = None
@@ -194,7 +180,6 @@ class JobState:
     shortage: str = ""
     """What the next process needs that the budget does not have; empty if nothing is lacking."""
     steps: Window = field(default_factory=Window)
-    """Measured steps."""
     builds: Window = field(default_factory=Window)
     """Measured segment jobs."""
     load: LoadKnown | None = None
@@ -208,9 +193,7 @@ class JobState:
     moving: tuple[int, ...] = ()
     """Slot ranges that are moving between stores, until a move of them has succeeded."""
     moving_from: int = 0
-    """Source of these."""
     moving_to: int = 0
-    """Target of these."""
     move_failed_sec: float | None = None
     """Time at which the move failed, which will be repeated; None if none did."""
     num_failed_moves: int = 0
@@ -332,8 +315,7 @@ Verb = Literal[
     "finish",
     "fail",
 ]
-"""Kinds of decisions; all but EXECUTED_VERBS only record a reason."""
-EXECUTED_VERBS: tuple[Verb, ...] = ("start", "drain", "stop", "migrate", "resize")
+"""Kinds of decisions; those after `resize` only record a reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -344,8 +326,6 @@ class Action:
     """`drain` asks a process to leave without losing work; `stop` ends it."""
     job: str
     process: str = ""
-    """Name of the process, if the decision is about one."""
     reason: str
-    """Why, with numbers."""
     values: Mapping[str, float] = field(default_factory=dict[str, float])
     """Numbers behind the reason, and those that the driver needs."""

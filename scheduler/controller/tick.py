@@ -192,7 +192,9 @@ def _apply_verdict(
     )
     training = change.sizes.num_replicas, change.sizes.num_stores
     is_new = training != (now.num_replicas, now.num_stores)
-    job = replace(job, sizes=change.sizes, grouped=job.grouped or change.sizes.num_replicas > 1)
+    job = replace(
+        job, sizes=change.sizes, has_replicas=job.has_replicas or change.sizes.num_replicas > 1
+    )
     job = restore_cores(job, budget.cpus) if is_new else job
     return job, [Action(verb="scale", job=job.name, reason=reason, values=values)]
 
@@ -546,7 +548,7 @@ def _core_bounds(
         return tuple((cpus, cpus) for cpus in declared)
     free = min(budget.cpus, config.schedule.budget.cpus) - booked_resources(job, job.sizes)[0]
     each = max(0.0, free) / max(1, sum(usage.sizes))
-    threads = file.replica.cpus if job.grouped else config.train.num_threads or math.inf
+    threads = file.replica.cpus if job.has_replicas else config.train.num_threads or math.inf
     return tuple(
         (own, max(own, min(had + each, most)))
         for had, own, most in zip(usage.cpus, declared, (threads, math.inf), strict=False)

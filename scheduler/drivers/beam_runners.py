@@ -200,13 +200,6 @@ class FlinkRunner(SegmentRunner):
     """A Flink session cluster. Its jobs outlive their segment jobs, and are cancelled here."""
 
     def __init__(self, config: FlinkConfig, names: JobNames, file: str) -> None:
-        """Create a runner; nothing is sent.
-
-        Args:
-            config: of the cluster.
-            names: of the jobs.
-            file: path of the configuration, for errors.
-        """
         self._config = config
         self._names = names
         self._file = file
@@ -317,12 +310,6 @@ class DataflowRunner(SegmentRunner):
     """Google Cloud Dataflow, which provides the workers that a job requests."""
 
     def __init__(self, config: DataflowConfig, names: JobNames) -> None:
-        """Create a runner.
-
-        Args:
-            config: of the jobs.
-            names: of the jobs.
-        """
         self._config = config
         self._names = names
         self.largest_job = config.max_workers

@@ -226,7 +226,6 @@ class BusyCores:
     """Mean use of cores between two readings of a process's CPU time."""
 
     def __init__(self) -> None:
-        """Start without readings."""
         self._last: dict[str, tuple[float, float]] = {}
 
     def read(self, name: str, cpu_sec: float, now: float) -> float | None:
@@ -345,7 +344,6 @@ class ThisMachine:
     """Children of any scheduler of this folder are found by their locks."""
 
     def __init__(self) -> None:
-        """Start counting OOM kills."""
         groups = Path("/proc/self/cgroup").read_text(encoding="utf-8")
         self._kills = OomKills(oom_kill_counter(groups), time.monotonic())
 

@@ -99,13 +99,11 @@ class DriverOptions:
     output: Path
     """Folder of the scheduler."""
     poll_sec: float = 0.5
-    """Time between two polls of processes."""
     tick_sec: float = 5.0
     """Time between the first reconcile ticks, before which memory is read."""
     progress: Callable[[str], None] = field(default=lambda _: None)
     """Called with one line for each decision."""
     runner: SegmentRunner = field(default_factory=SegmentRunner)
-    """Where segment jobs run."""
 
 
 class Driver:
@@ -118,14 +116,7 @@ class Driver:
         log: Log,
         paths: Mapping[str, JobPaths],
     ) -> None:
-        """Continue from the end of a log; the decisions on its last event are carried out again.
-
-        Args:
-            options: how processes are observed.
-            platform: where processes run.
-            log: opened for appending.
-            paths: of every job that may run.
-        """
+        """Continue from the end of a log; the decisions on its last event are carried out again."""
         self._options = options
         self._log = log
         self._paths = paths
@@ -268,14 +259,14 @@ class Driver:
         interval, result = URL_POLL_SEC if self._paths[name].is_remote else 0.0, None
         try:
             result = read(name)
-            self._set_answers(name, "")
+            self._report_storage_health(name, "")
         except StorageError as error:
             interval = SILENT_POLL_SEC
-            self._set_answers(name, str(error))
+            self._report_storage_health(name, str(error))
         self._next_poll_sec[name] = time.time() + interval
         return result
 
-    def _set_answers(self, name: str, problem: str) -> None:
+    def _report_storage_health(self, name: str, problem: str) -> None:
         """Report once that a job's store does not answer, and that it answers again."""
         if problem and name not in self._silent:
             self._silent.add(name)
@@ -345,16 +336,13 @@ class Driver:
                 self._handle(load)
 
     def _poll_move(self, name: str) -> None:
-        """Report the end of a slot move."""
         job, processes = self.state.jobs[name], self._processes[name]
         if not job.moving or job.move_failed_sec is not None:
             return
         move = _newest_move(job, processes)
         if move is None or not processes.is_alive(move):
-            target = -1 if move is None else int(move.split("-to-")[1].partition(".")[0])
             moved = move is not None and bool(processes.output(move))
-            first, now = job.moving[0], time.time()
-            self._handle(Moved(time_sec=now, job=name, slots=first, target=target, moved=moved))
+            self._handle(Moved(time_sec=time.time(), job=name, moved=moved))
 
     def _is_up(self, name: str, process: Process) -> bool:
         """Return whether a live process is ready to work."""
@@ -363,7 +351,9 @@ class Driver:
         paths = self._paths[name]
         if process.pool == "store":
             return paths.address_file(process.number).stat() is not None
-        if process.pool == "coordinator" and self.state.jobs[name].grouped:  # replicas can join it
+        if (
+            process.pool == "coordinator" and self.state.jobs[name].has_replicas
+        ):  # replicas can join it
             return (paths.run / RENDEZVOUS).stat() is not None
         return True
 
@@ -436,7 +426,7 @@ class Driver:
                 try:
                     self._start(job, process, decision, processes)
                 except StorageError as error:  # it is found not to be alive, and started later
-                    self._set_answers(job.name, str(error))
+                    self._report_storage_health(job.name, str(error))
         elif action == "drain":
             processes.request_stop(decision.process)
         elif action == "stop":
@@ -457,11 +447,11 @@ class Driver:
         elif process.pool == "coordinator":
             if is_new:
                 paths.run.remove([RENDEZVOUS])  # of a killed coordinator
-            served, grouped = bool(job.num_stores), bool(decision.values.get("grouped"))
+            served, has_replicas = bool(job.num_stores), bool(decision.values.get("has_replicas"))
             if served:
                 self._prepare_stores(job, processes)
             command = coordinator_command(
-                paths, work, grouped=grouped, served=served, endpoint=endpoint
+                paths, work, has_replicas=has_replicas, served=served, endpoint=endpoint
             )
         elif process.pool == "store":
             if is_new:
@@ -509,7 +499,9 @@ def num_gpus_of(process: Process, config: TrainConfig) -> int:
 
 def _newest_move(job: JobState, processes: Processes) -> str | None:
     """Return the process that moves slots now, None if there is none."""
-    return processes.newest_started(f"move-{job.moving[0]}-to-") if job.moving else None
+    if not job.moving:
+        return None
+    return processes.newest_started(f"move-{job.moving[0]}-to-{job.moving_to}.")
 
 
 def unnamed_jobs(state: State, paths: Mapping[str, JobPaths]) -> list[str]:
@@ -609,7 +601,6 @@ class StepTail:
     """New lines of a run's metrics; all lines again after a restore from an older checkpoint."""
 
     def __init__(self, run: Location) -> None:
-        """Start at the first line."""
         self._log = RunLogTail(run, METRICS)
         self._num_samples = 0
 

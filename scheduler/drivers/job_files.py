@@ -92,12 +92,7 @@ class JobPaths:
         return self.storage.local is None
 
     def store(self, number: int, work: Path) -> Path:
-        """Return the folder of a store's log.
-
-        Args:
-            number: of the store.
-            work: folder of its process.
-        """
+        """Return the folder of a store's log."""
         if self.stores.local is not None:
             return self.stores.local / str(number)
         return work / f"store-{number}"
@@ -181,11 +176,6 @@ def discard_stores(paths: JobPaths, numbers: Collection[int], work: Path) -> Non
     """Remove addresses and folders of all stores except these.
 
     The address goes first: another store may come to listen there.
-
-    Args:
-        paths: of the job.
-        numbers: of the stores that stay.
-        work: folder of processes of this machine.
     """
     names, _ = paths.stores.children()
     for number in (int(name) for name in names if name.isdigit()):
@@ -275,14 +265,19 @@ def local_runner_options(workers: int) -> list[str]:
 
 
 def coordinator_command(
-    paths: JobPaths, work: Path, *, grouped: bool, served: bool, endpoint: Endpoint | None = None
+    paths: JobPaths,
+    work: Path,
+    *,
+    has_replicas: bool,
+    served: bool,
+    endpoint: Endpoint | None = None,
 ) -> list[str]:
     """Return the command that starts or resumes training.
 
     Args:
         paths: of the job.
         work: folder of its process.
-        grouped: whether separate replica processes train.
+        has_replicas: whether separate replica processes train.
         served: whether stores hold the rows.
         endpoint: how processes connect; None if all share one loopback.
     """
@@ -290,9 +285,9 @@ def coordinator_command(
     command = [*module_command("trainer"), "train", str(job), "--dataset", str(paths.dataset)]
     command += ["--output", str(paths.run), "--follow", "--resume"]
     command += ["--embedding", "cached"] if served else []
-    command += ["--replicas", "0"] if grouped else []
+    command += ["--replicas", "0"] if has_replicas else []
     command += ["--work", str(work / "coordinator")] if paths.is_remote else []
-    command += ["--host", endpoint.host] if grouped and endpoint is not None else []
+    command += ["--host", endpoint.host] if has_replicas and endpoint is not None else []
     return command
 
 

@@ -53,7 +53,6 @@ class RunRequest:
     cluster: Path | None = None
     """Configuration file of the cluster; None for this machine."""
     driver: DriverOptions
-    """How processes are observed."""
     allow_outside: bool = False
     """Whether a job's schema may be outside the folder of its job file."""
 
@@ -116,7 +115,7 @@ def run_jobs(request: RunRequest) -> State:
             return driver.state
 
 
-def collect_rarely() -> None:
+def raise_gc_threshold() -> None:
     """Let the garbage collector go through all objects rarely, for the rest of this process.
 
     States have no cycles, so that nothing of them is garbage: a pass takes 60 ms at 200 jobs, and
@@ -232,7 +231,7 @@ def _submissions(
             storage=request.storage,
             allow_outside=request.allow_outside,
             budget=budget if request.cluster is None else None,
-            shares_cores=request.budget is None,
+            allow_oversubscription=request.budget is None,
             progress=request.driver.progress,
         )
         if submitted.job in paths:

@@ -51,7 +51,7 @@ def submit(
     storage: Location | None = None,
     allow_outside: bool = False,
     budget: BudgetConfig | None = None,
-    shares_cores: bool = False,
+    allow_oversubscription: bool = False,
     progress: Callable[[str], None] = lambda _: None,
 ) -> tuple[Submitted, JobPaths]:
     """Prepare the folder of a job.
@@ -65,7 +65,7 @@ def submit(
         storage: where the job's files are; None for the folder of the scheduler.
         allow_outside: whether the job's schema may be outside the folder of the job file.
         budget: of all jobs together on this machine; None for Pods.
-        shares_cores: whether processes may share cores, as with a budget of the whole machine.
+        allow_oversubscription: whether processes may share cores, as with the whole machine.
         progress: called with a line for each size that differs from the declared one.
 
     Raises:
@@ -96,9 +96,9 @@ def submit(
         least = replace(
             budget, cpus=min(own.cpus, budget.cpus), memory=min(own.memory, budget.memory)
         )
-        shared = shares_cores and budget.cpus < own.cpus
+        shared = allow_oversubscription and budget.cpus < own.cpus
         config, changes = machine_schedule(
-            snapshot, least, shares_cores=shared, num_segments=len(segments)
+            snapshot, least, allow_oversubscription=shared, num_segments=len(segments)
         )
         sizes = MachineSizes.of(config)
         for line in changes:

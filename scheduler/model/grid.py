@@ -75,9 +75,7 @@ class Sizes:
     workers_per_job: int
     """Pipeline workers of each."""
     num_replicas: int
-    """Trainer replicas."""
     num_stores: int
-    """Embedding stores."""
 
     @property
     def grid(self) -> Grid:
@@ -94,7 +92,6 @@ class BookedWorker(WorkerConfig):
     """
 
     booked: float
-    """Cores."""
 
 
 def booked_cpus(process: WorkerConfig) -> float:

@@ -142,7 +142,6 @@ class WarmStart:
     """Coefficients of a job before it was measured."""
 
     training: tuple[float, ...]
-    """Of a step."""
     segments: tuple[float, ...]
     spread: float
     """Their log error."""
@@ -254,13 +253,11 @@ class Models:
     """All models of one job."""
 
     training: Fit
-    """Step times."""
     segments: Fit
     """Segment times."""
     base_bytes: int
     """Bytes of a trainer before it holds anything of the job."""
     num_segments: int
-    """Segments of the data."""
     similar_jobs: tuple[tuple[str, float], ...] = ()
     """Past jobs behind the warm start, with their weights."""
     num_parts: float

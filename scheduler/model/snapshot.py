@@ -123,9 +123,7 @@ class DataFacts:
     part_rows: float | None
     """Samples of one part of a segment, which one worker writes; None without a dataset."""
     num_dense: int
-    """Dense features."""
     num_sparse: int
-    """Sparse features."""
     measured: bool
     """Whether the numbers come from a dataset; otherwise they are bounds and assumptions."""
 
@@ -135,9 +133,7 @@ class Snapshot:
     """The inputs of `policy.plan`."""
 
     job: Job
-    """The job file."""
     facts: DataFacts
-    """Sizes of its data."""
     history: History = field(default_factory=History)
     """Measurements of it and of earlier jobs."""
 

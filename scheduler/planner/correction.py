@@ -71,7 +71,6 @@ class SizeComparison:
     """The current sizes of a job and the best ones for the work that remains."""
 
     current: Candidate
-    """The current sizes."""
     best: Candidate
     """The best sizes with a trusted prediction, the cost of the change included; may be equal."""
     gain: float
@@ -186,7 +185,6 @@ class MemoryWatch:
     forecast: Forecast
     """Its memory, per worker of a segment job."""
     now_step: int
-    """Its latest step."""
     lookahead_steps: int
     """Steps that it makes while a larger process starts."""
     limit_bytes: int

@@ -87,7 +87,7 @@ def machine_schedule(
     snapshot: Snapshot,
     budget: BudgetConfig,
     *,
-    shares_cores: bool,
+    allow_oversubscription: bool,
     num_segments: int | None = None,
 ) -> tuple[ScheduleConfig, tuple[str, ...]]:
     """Return a schedule that fits a budget, and a line for each size that was changed.
@@ -97,7 +97,7 @@ def machine_schedule(
     Args:
         snapshot: of the job.
         budget: its cores and memory.
-        shares_cores: whether its processes may share cores, because the machine has no more.
+        allow_oversubscription: whether its processes may share cores.
         num_segments: segments of the input, if known.
     """
     declared = snapshot.job.schedule
@@ -108,7 +108,7 @@ def machine_schedule(
         models = replace(models, num_segments=num_segments)
     if _fits(snapshot, config, models):
         return config, ()
-    if shares_cores:
+    if allow_oversubscription:
         config = _with_shared_cores(config)
     config = _with_needed_memory(snapshot, config, models)
     return config, tuple(_changes(declared, config))

@@ -60,7 +60,6 @@ class PlanDecision:
     """The chosen plan and the runners-up."""
 
     chosen: Candidate
-    """The chosen plan."""
     other_training: Candidate | None
     """Best plan with another training pool; None if there is none."""
     other_preprocessing: Candidate | None

@@ -188,10 +188,6 @@ def read_log_state(arguments: argparse.Namespace) -> State:
 def rollback(arguments: argparse.Namespace, now: float) -> Outcome:
     """Withdraw the promotion of a run, also while another host retrains a day.
 
-    Args:
-        arguments: of the command line.
-        now: seconds since the epoch.
-
     Raises:
         PlanError: no root is given, or the run cannot be withdrawn.
         SchemaError: the job or the log is damaged.
@@ -208,11 +204,6 @@ def rollback(arguments: argparse.Namespace, now: float) -> Outcome:
 
 def retrain(arguments: argparse.Namespace, today: date, progress: Callable[[str], None]) -> Outcome:
     """Retrain days in order.
-
-    Args:
-        arguments: of the command line.
-        today: the current date in UTC.
-        progress: called with one line for each action.
 
     Raises:
         SchemaError: the job, the dataset, a run or the log is damaged, or the root is locked.

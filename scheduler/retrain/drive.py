@@ -75,7 +75,6 @@ class RetrainContext:
     processes: Processes
     """Where stages run."""
     log: Log
-    """Open log of the root."""
     stopped: Callable[[], bool]
     """Whether a stop was requested."""
     progress: Callable[[str], None]
@@ -83,16 +82,10 @@ class RetrainContext:
     clock: Callable[[], float] = time.time
     """Seconds since the epoch."""
     poll_sec: float = 0.2
-    """Time between two polls of a process."""
 
 
 def retrain_day(context: RetrainContext, request: DayRequest, source: str) -> Finished:
     """Execute actions until a day is done, from its current state.
-
-    Args:
-        context: dependencies.
-        request: the day.
-        source: folder of its raw files.
 
     Raises:
         SchemaError: the dataset, a run or the log is damaged.
@@ -252,7 +245,6 @@ def _judge(
 
 
 def _promote(context: RetrainContext, attempt: Attempt) -> None:
-    """Log the promotion, and replace the pointer."""
     path, checkpoint = newest_checkpoint(context.root, attempt.run)
     evaluate, compare = attempt.results["evaluate"], attempt.results.get("compare")
     assert attempt.judged is not None, "a promoted run was judged"
@@ -296,9 +288,7 @@ class Sizes:
     """Sizes of a stage."""
 
     workers: int = 1
-    """Workers of the build of a segment."""
     num_replicas: int = 1
-    """Trainer replicas."""
     summary: str = ""
     """The plan in one line."""
 
@@ -320,7 +310,9 @@ def sizes_of(job_file: Path | Location, root: Root, *, allow_outside: bool = Fal
     training = replace(schedule.training, max_stores=0)
     job = replace(snapshot.job, schedule=replace(schedule, training=training))
     snapshot = replace(snapshot, job=job)
-    config, changes = machine_schedule(snapshot, budget, shares_cores=machine.cpus < own.cpus)
+    config, changes = machine_schedule(
+        snapshot, budget, allow_oversubscription=machine.cpus < own.cpus
+    )
     decision = plan(snapshot, config)
     chosen = decision.chosen
     return Sizes(

@@ -56,14 +56,12 @@ class LogManifest:
     parent_sha256: str | None = None
     """Hash of the version before it."""
     format: int = 1
-    """Format version."""
 
 
 class Log:
     """The log, owned by this process, and the state of its records; a context."""
 
     def __init__(self, root: Location) -> None:
-        """Create a log; the context takes it over."""
         self._root = root
         self._versions = Versions(root)
         self._lease = Lease(root, f"{socket.gethostname()}:{os.getpid()}", EXPIRY_SEC)
@@ -178,11 +176,6 @@ def roll_back(root: Location, run: str, now: float) -> State:
 
     Nothing is done if it was withdrawn before. The owner of the log goes on: it closes an attempt
     that started from such a run, and starts a new one.
-
-    Args:
-        root: of the days.
-        run: a promoted run.
-        now: seconds since the epoch.
 
     Raises:
         PlanError: the run is not promoted, or no earlier one is left.

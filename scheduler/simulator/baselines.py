@@ -11,7 +11,7 @@ from scipy.optimize import nnls
 
 from scheduler.model.fit import Floats, Window
 from scheduler.simulator.kind_models import MIN_CELLS, KindModels, allowed_sizes
-from scheduler.simulator.views import Capacity, Handling, JobView, Measurement, Sizes, Snapshot
+from scheduler.simulator.views import Capacity, FailurePolicy, JobView, Measurement, Sizes, Snapshot
 
 RESTART_SEC = 60.0
 """Time to restart all processes of a job from its checkpoint."""
@@ -62,7 +62,7 @@ class StaticPolicy:
     """Each job has the sizes that its user requested."""
 
     name = "static"
-    handling = Handling(RESTART_SEC, RESTART_SEC, keeps_steps=False, replaces_slow=False)
+    failure_policy = FailurePolicy(RESTART_SEC, RESTART_SEC, keeps_steps=False, replaces_slow=False)
     interval_sec = float("inf")
 
     def decide(self, snapshot: Snapshot) -> dict[int, Sizes]:
@@ -111,13 +111,12 @@ class ThresholdPolicy:
     """
 
     name = "threshold"
-    handling = Handling(
+    failure_policy = FailurePolicy(
         THRESHOLD_CHANGE_SEC, THRESHOLD_CHANGE_SEC, keeps_steps=True, replaces_slow=True
     )
     interval_sec = 180.0
 
     def __init__(self) -> None:
-        """Start without jobs."""
         self.climbs: dict[int, _Climb] = {}
 
     def decide(self, snapshot: Snapshot) -> dict[int, Sizes]:
@@ -200,11 +199,12 @@ class MarginalPolicy:
     """
 
     name = "marginal"
-    handling = Handling(JOB_RESTART_SEC, RECOVERY_SEC, keeps_steps=False, replaces_slow=True)
+    failure_policy = FailurePolicy(
+        JOB_RESTART_SEC, RECOVERY_SEC, keeps_steps=False, replaces_slow=True
+    )
     interval_sec = 600.0
 
     def __init__(self) -> None:
-        """Start without measurements."""
         self.models = KindModels(fit_optimus)
         self.next_sec = 0.0
 
@@ -344,11 +344,12 @@ class GoodputPolicy:
     """
 
     name = "goodput"
-    handling = Handling(JOB_RESTART_SEC, RECOVERY_SEC, keeps_steps=False, replaces_slow=False)
+    failure_policy = FailurePolicy(
+        JOB_RESTART_SEC, RECOVERY_SEC, keeps_steps=False, replaces_slow=False
+    )
     interval_sec = 60.0
 
     def __init__(self) -> None:
-        """Start without measurements."""
         self.models = KindModels(fit_pollux)
 
     def decide(self, snapshot: Snapshot) -> dict[int, Sizes]:

@@ -27,7 +27,7 @@ import numpy as np
 from scheduler.simulator.jobs import ACCIDENTS, JobSpec, Table
 from scheduler.simulator.views import (
     Capacity,
-    Handling,
+    FailurePolicy,
     JobView,
     Measurement,
     Policy,
@@ -97,17 +97,14 @@ class JobRun:
     """A submitted job."""
 
     job: int
-    """Its number."""
     spec: JobSpec
     """Its true properties."""
-    handling: Handling
-    """Handling of failures by the policy."""
+    failure_policy: FailurePolicy
     used: ResourceUse
     """Resource use of all jobs, updated in place."""
     sizes: Sizes | None = None
     """None while it waits."""
     since_sec: float = 0.0
-    """When it got its sizes."""
     now_sec: float = 0.0
     """Time of its state."""
     progress: float = 0.0
@@ -193,7 +190,7 @@ class JobRun:
         if before is None:
             self.resumes_sec = now_sec + START_SEC
         else:
-            self.resumes_sec = max(self.resumes_sec, now_sec + self.handling.change_sec)
+            self.resumes_sec = max(self.resumes_sec, now_sec + self.failure_policy.change_sec)
         self.most_replicas = max(self.most_replicas, sizes.num_replicas)
         self._set_rate(sizes)
 
@@ -216,7 +213,7 @@ class JobRun:
     def keeps_steps(self) -> bool:
         """Whether the loss of a process costs no step."""
         sizes = self.sizes
-        return self.handling.keeps_steps and sizes is not None and sizes.num_replicas > 1
+        return self.failure_policy.keeps_steps and sizes is not None and sizes.num_replicas > 1
 
     def _pause(self, pause_sec: float) -> None:
         self.resumes_sec = max(self.resumes_sec, self.now_sec + pause_sec)
@@ -253,15 +250,15 @@ class JobRun:
         if kind == "loss":
             self.losses += 1
             self.loss_left = float(self.spec.failures[self.losses % ACCIDENTS])
-            alone = self.handling.keeps_steps and not self.keeps_steps
-            self._pause(ALONE_SEC if alone else self.handling.recovery_sec)
+            alone = self.failure_policy.keeps_steps and not self.keeps_steps
+            self._pause(ALONE_SEC if alone else self.failure_policy.recovery_sec)
             self.lose()
         elif kind == "slow":
             self._slow_down()
         elif kind == "fast":
             self.slow, self.slow_until = 1.0, math.inf
-            if self.handling.replaces_slow:
-                self._pause(self.handling.change_sec)
+            if self.failure_policy.replaces_slow:
+                self._pause(self.failure_policy.change_sec)
         assert self.sizes is not None, "the job runs"
         self._set_rate(self.sizes)
 
@@ -270,7 +267,7 @@ class JobRun:
         self.stragglers += 1
         self.slow = float(spec.slowness[number])
         slow_sec = float(spec.slow_sec[number])
-        if self.handling.replaces_slow:
+        if self.failure_policy.replaces_slow:
             slow_sec = min(slow_sec, FOUND_SEC)
         self.slow_until = self.now_sec + slow_sec
         self.slow_left = float(spec.stragglers[self.stragglers % ACCIDENTS])
@@ -300,9 +297,7 @@ class Outcome:
     jct_mean_sec: float | None
     """Mean; None if no job finished."""
     jct_p50_sec: float | None
-    """Median."""
     jct_p95_sec: float | None
-    """95th percentile."""
     completion_rate: float
     """Share of all jobs that finished."""
     cpu_utilisation: float
@@ -413,7 +408,7 @@ class Cluster:
         run = JobRun(
             job=job,
             spec=self.specs[job],
-            handling=self.policy.handling,
+            failure_policy=self.policy.failure_policy,
             used=self.used,
             now_sec=now,
         )

@@ -290,7 +290,6 @@ def _synthetic_table(kind: str, compute: float, lookup: float, sync: float) -> T
 
 GIB = float(1 << 30)
 PEAK = 1.2
-"""Default of `Knobs.peak`."""
 STORES_OF_REPLICAS = (0.0, 0.5, 1.0)
 """Requested stores per replica, one of these; at least one store."""
 MEDIAN_BYTES = 8 * GIB

@@ -19,7 +19,7 @@ REFIT = 1.25
 """Growth of the number of measurements at which a kind is fitted again."""
 REFIT_CELLS = 1.1
 """Growth of the number of measured sizes, likewise."""
-SAMPLED = ((1, 1), (1, 3), (2, 5), (3, 3), (1, 6), (3, 1), (5, 5), (2, 9), (4, 12))
+FIRST_SIZES = ((1, 1), (1, 3), (2, 5), (3, 3), (1, 6), (3, 1), (5, 5), (2, 9), (4, 12))
 """Replicas and stores of the first jobs of a kind: like Optimus, we measure some sizes before the
 first fit."""
 MIN_CELLS = 7
@@ -103,7 +103,6 @@ class KindModels:
         self.seconds[kind] = self.fit(window, snapshot.allowed[kind], batch)
 
     def _count(self, kind: str) -> int:
-        """Return the number of all measurements of a kind."""
         return sum(by[kind].count for by in (self.trusted, self.suspect) if kind in by)
 
     def window(self, kind: str) -> Window:
@@ -118,7 +117,7 @@ class KindModels:
         """Return the sizes at which a new job is measured; None if enough sizes were measured."""
         if len(self.window(view.kind)) >= MIN_CELLS:
             return None
-        replicas, stores = SAMPLED[view.job % len(SAMPLED)]
+        replicas, stores = FIRST_SIZES[view.job % len(FIRST_SIZES)]
         in_range = stores < allowed.shape[0] and replicas < allowed.shape[1]
         if not in_range or not allowed[stores, replicas]:
             return view.request

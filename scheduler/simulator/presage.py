@@ -44,7 +44,7 @@ from scheduler.planner.policy import TIME_COST_EXPONENT, Candidate, weighted_cos
 from scheduler.planner.share import WAITING, Options, share_budget, urgencies
 from scheduler.simulator.baselines import release_excess
 from scheduler.simulator.kind_models import KindModel, KindModels, build_kind, fit_presage
-from scheduler.simulator.views import Handling, JobView, Measurement, Readings, Sizes, Snapshot
+from scheduler.simulator.views import FailurePolicy, JobView, Measurement, Readings, Sizes, Snapshot
 from schemas.config.schedule import BudgetConfig
 
 
@@ -110,11 +110,6 @@ class Estimates:
     """
 
     def __init__(self, parts: Parts) -> None:
-        """Start without measurements.
-
-        Args:
-            parts: active parts of the policy.
-        """
         self.parts = parts
         self.models = KindModels(fit_presage)
         self.kinds: dict[str, KindModel] = {}
@@ -211,12 +206,7 @@ class Estimates:
 
 
 def readings_of(measured: Measurement, given: Sizes) -> PoolReadings:
-    """Return the readings of a job's pools.
-
-    Args:
-        measured: the measurement.
-        given: sizes of the job then.
-    """
+    """Return the readings of a job's pools."""
     return (
         Reading(given.replica_cpus, measured.replica_busy, measured.step_sec),
         Reading(given.store_cpus, measured.store_busy, measured.step_sec),
@@ -283,16 +273,10 @@ class Plans:
 class PresagePolicy:
     """Our policy."""
 
-    handling = Handling(PAUSE_SEC, PAUSE_SEC, keeps_steps=True, replaces_slow=True)
+    failure_policy = FailurePolicy(PAUSE_SEC, PAUSE_SEC, keeps_steps=True, replaces_slow=True)
     interval_sec = INTERVAL_SEC
 
     def __init__(self, parts: Parts = ALL, name: str = "presage") -> None:
-        """Start without estimates.
-
-        Args:
-            parts: active parts.
-            name: on the command line.
-        """
         self.parts, self.name = parts, name
         self.estimates = Estimates(parts)
         self.plans: dict[int, Plans] = {}

@@ -1,4 +1,4 @@
-"""The interface of a policy: its input, its output, and the handling of failures."""
+"""The interface of a policy: its input, its output, and what failures cost."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Capacity:
 
 
 @dataclass(frozen=True, slots=True)
-class Handling:
+class FailurePolicy:
     """Cost of changes and failures under a policy.
 
     Attributes:
@@ -176,7 +176,7 @@ class Policy(Protocol):
 
     name: str
     """Name on the command line."""
-    handling: Handling
+    failure_policy: FailurePolicy
     interval_sec: float
     """Time between decisions on running jobs without events; waiting jobs are decided on each
     round."""

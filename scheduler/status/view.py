@@ -64,9 +64,7 @@ class View:
     decisions: tuple[Decision, ...]
     """The latest decisions, newest first."""
     num_decided: tuple[tuple[str, str, int], ...]
-    """Number of decisions by job and action."""
     num_incidents: tuple[tuple[str, Kind, int], ...]
-    """Number of incidents by job and kind."""
 
     @property
     def is_over(self) -> bool:
@@ -90,13 +88,10 @@ class JobView:
     since_sec: float
     """When it was submitted."""
     ended_sec: float | None
-    """When it ended."""
     deadline_sec: float | None
     """Time limit after its submission."""
     segments_built: int
-    """Committed segments."""
     num_segments: int
-    """Segments of its input."""
     next_step: int
     """Committed steps."""
     num_trained: int
@@ -112,7 +107,6 @@ class JobView:
     forecast: Forecast | None
     """None unless it runs."""
     spent: float
-    """Cost so far."""
     hour_price: float
     """Cost of one more hour with the current reservations."""
     last_reason: str
@@ -214,7 +208,6 @@ class Forecast:
     low: float
     """Lower end of the 90 % interval of step times, relative to the prediction."""
     high: float
-    """Upper end."""
     confident: bool
     """Whether the interval is narrow enough to act upon."""
 
@@ -292,7 +285,7 @@ def _target_size(job: JobState, name: PoolName) -> int:
         return min(sizes.segment_jobs if job.built else 1, job.remaining_segments)
     if not job.built:
         return 0
-    replicas = sizes.num_replicas if job.grouped else 0
+    replicas = sizes.num_replicas if job.has_replicas else 0
     stores = target_stores(sizes) if job.stores else 0
     return {"coordinator": 1, "replica": replicas, "store": stores}[name]
 
@@ -335,13 +328,7 @@ def _forecast(job: JobState, remaining: RemainingWork | None) -> Forecast | None
 def _stores(
     job: JobState, remaining: RemainingWork | None, decisions: Sequence[Decision]
 ) -> Stores | None:
-    """Return the stores of a job; None if it has none.
-
-    Args:
-        job: its state.
-        remaining: work, None unless it runs.
-        decisions: on the job as a whole, oldest first.
-    """
+    """Return the stores of a job; None if it has none."""
     processes = {process.number: process for process in job.of_pool("store")}
     owners = () if job.phase in ENDED_PHASES else job.owners
     numbers = sorted(processes.keys() | set(owners))

@@ -82,7 +82,7 @@ def demo(repository: Path) -> Snapshot:
 @pytest.mark.parametrize("memory", [4 * GIB, 24 * GIB])
 def test_demo_is_planned_on_small_machines(demo: Snapshot, cpus: float, memory: int) -> None:
     config, changes = machine_schedule(
-        demo, BudgetConfig(cpus=cpus, memory=memory), shares_cores=True
+        demo, BudgetConfig(cpus=cpus, memory=memory), allow_oversubscription=True
     )
     chosen = plan(demo, config).chosen
     assert chosen.preprocessing_cpus + chosen.training_cpus <= cpus + 1e-9
@@ -108,7 +108,7 @@ def test_worker_that_needs_more_than_its_memory_gets_it_where_no_second_fits(
     demo = replace(demo, facts=replace(demo.facts, row_bytes=8_000.0))
     with pytest.raises(PlanError, match=r"use at least cpus=3 .*workers=2, replicas=1"):
         plan(demo, replace(demo.job.schedule, budget=budget))
-    config, changes = machine_schedule(demo, budget, shares_cores=True)
+    config, changes = machine_schedule(demo, budget, allow_oversubscription=True)
     assert plan(demo, config).chosen.num_replicas == 1
     assert changes == ("preprocessing.worker has 2182MiB instead of 2048MiB, which the data need",)
 
@@ -121,7 +121,7 @@ def test_replica_that_needs_more_than_its_memory_gets_it_instead_of_a_store(
         needing, facts=replace(needing.facts, table_rows={"items": 30_000_000}, measured=True)
     )
     budget = BudgetConfig(cpus=2.0, memory=24 * GIB)
-    config, changes = machine_schedule(needing, budget, shares_cores=True)
+    config, changes = machine_schedule(needing, budget, allow_oversubscription=True)
     chosen = plan(needing, config).chosen
     assert (chosen.num_replicas, chosen.num_stores) == (1, 0)
     assert changes[-1].startswith("training.replica has ")
@@ -154,17 +154,21 @@ def test_budget_that_a_refusal_advises_is_enough(
     demo: Snapshot, facts: dict[str, float], budget: BudgetConfig
 ) -> None:
     snapshot = wide(demo, **facts)
-    config, _ = machine_schedule(snapshot, budget, shares_cores=False, num_segments=1)
+    config, _ = machine_schedule(snapshot, budget, allow_oversubscription=False, num_segments=1)
     snapshot = replace(snapshot, facts=replace(snapshot.facts, measured=True))
     with pytest.raises(PlanError) as refused:
         plan(snapshot, config)
-    config, _ = machine_schedule(snapshot, advised(str(refused.value)), shares_cores=False)
+    config, _ = machine_schedule(
+        snapshot, advised(str(refused.value)), allow_oversubscription=False
+    )
     chosen = plan(snapshot, config).chosen
     assert chosen.predicted_sec > 0
 
 
 def test_sizes_travel_as_numbers_and_pods_keep_what_is_declared(demo: Snapshot) -> None:
-    config, _ = machine_schedule(demo, BudgetConfig(cpus=1.0, memory=4 * GIB), shares_cores=True)
+    config, _ = machine_schedule(
+        demo, BudgetConfig(cpus=1.0, memory=4 * GIB), allow_oversubscription=True
+    )
     assert MachineSizes.of(config).applied_to(demo.job.schedule) == replace(
         config, budget=replace(demo.job.schedule.budget, cpus=1.0, memory=4 * GIB)
     )

@@ -41,7 +41,6 @@ class RefusedError(Exception):
     """
 
     def __init__(self, status: int, message: str) -> None:
-        """Store both."""
         super().__init__(f"{status}: {message}")
         self.status = status
         self.message = message
@@ -65,7 +64,6 @@ class Api:
     """Pods of one namespace."""
 
     def __init__(self, client: ApiClient, namespace: str) -> None:
-        """Create a client; nothing is sent."""
         self._client = client
         self._namespace = namespace
         self._pods = f"/api/v1/namespaces/{namespace}/pods"

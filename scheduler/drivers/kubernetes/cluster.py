@@ -71,13 +71,7 @@ class Cluster:
     def __init__(
         self, config: ClusterConfig, output: Path, progress: Callable[[str], None]
     ) -> None:
-        """Create the table of Pods; the context connects.
-
-        Args:
-            config: of the cluster.
-            output: folder of the scheduler.
-            progress: called once with each message.
-        """
+        """Create the table of Pods; the context connects."""
         self._config = config
         self._output = output
         self._progress = progress
@@ -368,7 +362,6 @@ class Cluster:
             self._quiet_until = 0.0
 
     def _report(self, line: str) -> None:
-        """Report a line once."""
         if line not in self._reported:
             self._reported.add(line)
             self._progress(line)

@@ -140,14 +140,7 @@ def read_cluster(path: Path) -> ClusterConfig:
 def check_volumes(
     config: ClusterConfig, path: Path, storage: Location, inputs: Iterable[Location]
 ) -> None:
-    """Raise SchemaError if Pods cannot reach local files; those at a URL need no volume.
-
-    Args:
-        config: of the cluster.
-        path: its file, for errors.
-        storage: where the jobs' files are.
-        inputs: raw files of the jobs.
-    """
+    """Raise SchemaError if Pods cannot reach local files; those at a URL need no volume."""
     writable = [volume for volume in config.volumes if not volume.read_only]
     needs = [("write to", "--storage", storage, writable)]
     needs += [("read", "--input", location, [*config.volumes]) for location in inputs]

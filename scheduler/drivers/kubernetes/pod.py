@@ -192,11 +192,9 @@ class TrackedPod:
     """The observed state of a Pod, and pending requests for it."""
 
     name: str
-    """Name of the Pod."""
     manifest: Mapping[str, Any] | None = None
     """Manifest to apply; None once the server has it."""
     observed: Mapping[str, Any] | None = None
-    """Last observed state."""
     is_gone: bool = False
     """Whether the object no longer exists."""
     grace_sec: int | None = None

@@ -47,9 +47,8 @@ class Kind:
 
 @dataclass(frozen=True)
 class Flight:
-    """Ranges of slots on their way; a move is named after its first."""
+    """Ranges of slots on their way."""
 
-    first: int
     ranges: tuple[int, ...]
     givers: frozenset[int]
     target: int
@@ -197,10 +196,10 @@ class ElasticWorld:
         job = self.state.jobs[action.job]
         source, target = int(action.values["source"]), int(action.values["target"])
         if action.values.get("whole"):
-            flight = Flight(job.moving[0], tuple(range(NUM_RANGES)), frozenset({source}), target)
+            flight = Flight(tuple(range(NUM_RANGES)), frozenset({source}), target)
         else:
             running = {p.number for p in job.of_pool("store") if p.status == "running"}
-            flight = Flight(job.moving[0], job.moving, frozenset(running - {target}), target)
+            flight = Flight(job.moving, frozenset(running - {target}), target)
         self.flights[action.job] = flight
 
     def _alive(self, job: str, pool: str) -> list[int]:
@@ -244,9 +243,7 @@ class ElasticWorld:
         torn = there and self._trains(name) and self.kind.torn_moves and 0.6 <= chance < 0.8
         if moved or torn:
             self.rows[name].moved(flight)
-        return Moved(
-            time_sec=self._later(), job=name, slots=flight.first, target=flight.target, moved=moved
-        )
+        return Moved(time_sec=self._later(), job=name, moved=moved)
 
     def _work(self, job: str, name: str) -> Event:
         state, (pool, _) = self.state.jobs[job], place_of(name)
@@ -256,7 +253,7 @@ class ElasticWorld:
             del self.children[job, name]
             samples = STEPS_PER_SEGMENT * BATCH if pool == "segment" else 0
             return Ended(**who, outcome="done", num_samples=samples, work_sec=5.0)
-        trains = pool == "replica" or (pool == "coordinator" and not state.grouped)
+        trains = pool == "replica" or (pool == "coordinator" and not state.has_replicas)
         if trains and self.steps[job] < len(state.built) * STEPS_PER_SEGMENT:
             return self._make_steps(job, len(state.built) * STEPS_PER_SEGMENT)
         return Tick(time_sec=self.now)

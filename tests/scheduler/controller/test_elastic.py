@@ -60,8 +60,7 @@ def moves_of(actions: list[Action]) -> list[Action]:
 
 def moved(bench: Bench, action: Action, *, done: bool = True) -> list[Action]:
     """Confirm a move."""
-    slots, target = int(action.values["slots"]), int(action.values["target"])
-    return bench.at(Moved, slots=slots, target=target, moved=done)
+    return bench.at(Moved, moved=done)
 
 
 def settle(bench: Bench) -> list[Action]:

@@ -79,7 +79,7 @@ def test_handle_of_measured_steps_scales_training_up_calmly_and_settles() -> Non
     assert scale.values["num_replicas"] > 1
     assert f"% saved in {NUM_TICKS} ticks; " in scale.reason
     assert scale.values["predicted_sec"] < scale.values["predicted_sec_before"]
-    assert bench.job.grouped
+    assert bench.job.has_replicas
     # The lone trainer saves and leaves; a coordinator with replicas takes over.
     assert "drain coordinator-0.1" in said(changes)
     after = bench.at(Ended, "coordinator-0.1", 1.0, outcome="left")
@@ -202,7 +202,7 @@ def test_handle_of_a_hot_range_that_the_oracle_knows_of_moves_it_before_it_is_ho
     assert "according to the oracle" in moves[0].reason
     slot, target = int(moves[0].values["slots"]), int(moves[0].values["target"])
     assert not [a for a in bench.ticks(3) if a.verb == "migrate"]
-    bench.at(Moved, slots=slot, target=target, moved=True)
+    bench.at(Moved, moved=True)
     assert bench.job.owners[slot] == target
 
 

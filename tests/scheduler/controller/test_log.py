@@ -60,7 +60,7 @@ EVENTS: list[Event] = [
         time_sec=3.0, job="first", next_step=2, num_samples=9, num_replicas=1, seconds=(0.1, 0.2)
     ),
     LoadKnown(time_sec=3.0, job="first", num_steps=4, slots=((1, 2), (3, 4)), touched_rows=(3, 9)),
-    Moved(time_sec=3.0, job="first", slots=1, target=0, moved=True),
+    Moved(time_sec=3.0, job="first", moved=True),
     Tick(
         time_sec=4.0,
         steps=(

@@ -19,7 +19,7 @@ from scheduler.controller.events import (
     Submitted,
     Tick,
 )
-from scheduler.controller.state import ENDED_PHASES, EXECUTED_VERBS, Action, State
+from scheduler.controller.state import ENDED_PHASES, Action, State
 from scheduler.model.history import History
 from tests.scheduler.made import FACTS, JOB
 
@@ -53,7 +53,7 @@ class Child:
     number: int
     runs: bool = False
     leaving: bool = False
-    grouped: bool = False
+    has_replicas: bool = False
 
 
 @dataclass
@@ -70,7 +70,7 @@ class World:
 
     def carry_out(self, action: Action) -> None:
         """Carry out an action, unless it was carried out before."""
-        if action.verb not in EXECUTED_VERBS or action.verb in ("migrate", "resize"):
+        if action.verb not in ("start", "drain", "stop"):
             return
         key = (action.job, action.process)
         if action.verb == "start":
@@ -82,7 +82,9 @@ class World:
             places = [(c.pool, c.number) for c in same]
             assert (pool, number) not in places, "one process per task"
             self.known.add(key)
-            self.children[key] = Child(pool, number, grouped=bool(action.values.get("grouped")))
+            self.children[key] = Child(
+                pool, number, has_replicas=bool(action.values.get("has_replicas"))
+            )
         elif key in self.children:
             self.children[key].leaving = True
 
@@ -126,7 +128,7 @@ class World:
             del self.children[job, name]
             self.finished[job] += 1
             return Ended(**who, outcome="done")
-        trains = child.pool == "replica" or (child.pool == "coordinator" and not child.grouped)
+        trains = child.pool == "replica" or (child.pool == "coordinator" and not child.has_replicas)
         if trains and self.steps[job] < there * STEPS_PER_SEGMENT:
             self.steps[job] += 1
             return Stepped(

@@ -47,12 +47,14 @@ WORK = Path("/work")
 
 def test_commands_of_trainers_parse(paths: JobPaths) -> None:
     parser = trainer_parser()
-    alone = parser.parse_args(coordinator_command(paths, WORK, grouped=False, served=False)[3:])
+    alone = parser.parse_args(
+        coordinator_command(paths, WORK, has_replicas=False, served=False)[3:]
+    )
     assert (alone.job, alone.replicas, alone.embedding) == (paths.job_file.local, 1, "plain")
     assert alone.work is None
     assert alone.follow
     assert alone.resume
-    group = parser.parse_args(coordinator_command(paths, WORK, grouped=True, served=True)[3:])
+    group = parser.parse_args(coordinator_command(paths, WORK, has_replicas=True, served=True)[3:])
     assert (group.job, group.replicas, group.embedding) == (paths.served_job.local, 0, "cached")
     replica = parser.parse_args(replica_command(paths, WORK, 2, 3)[3:])
     assert (replica.run, replica.number, replica.threads) == (paths.run.local, 2, 3)
@@ -71,7 +73,7 @@ def test_commands_of_trainers_parse(paths: JobPaths) -> None:
 def test_commands_of_a_job_at_a_url_name_folders_of_their_own(remote: JobPaths) -> None:
     parser, url = trainer_parser(), "s3://bucket/small"
     coordinator = parser.parse_args(
-        coordinator_command(remote, WORK, grouped=True, served=True)[3:]
+        coordinator_command(remote, WORK, has_replicas=True, served=True)[3:]
     )
     assert (str(coordinator.job), str(coordinator.output)) == (
         f"{url}/job-with-stores.yaml",
@@ -102,11 +104,11 @@ def test_commands_of_trainers_with_networks_of_their_own_parse(paths: JobPaths) 
     assert stores.certificate_name == "job.presage"
     parser = trainer_parser()
     lone = parser.parse_args(
-        coordinator_command(paths, WORK, grouped=False, served=True, endpoint=ENDPOINT)[3:]
+        coordinator_command(paths, WORK, has_replicas=False, served=True, endpoint=ENDPOINT)[3:]
     )
     assert lone.host == "127.0.0.1", "it serves nobody"
     coordinator = parser.parse_args(
-        coordinator_command(paths, WORK, grouped=True, served=True, endpoint=ENDPOINT)[3:]
+        coordinator_command(paths, WORK, has_replicas=True, served=True, endpoint=ENDPOINT)[3:]
     )
     assert coordinator.host == "$(HOST)"
     served = [

@@ -88,10 +88,14 @@ def test_lost_process_of_two_replicas_costs_a_pause_where_steps_are_kept() -> No
 
 
 def test_accident_never_ends_a_pause_sooner() -> None:
-    handling = ThresholdPolicy.handling
+    failure_policy = ThresholdPolicy.failure_policy
     request = Sizes(2, 1, PEAK, PEAK, GIB, GIB)
     one = JobRun(
-        job=0, spec=spec(0, 0.0, 100.0), handling=handling, used=ResourceUse(), now_sec=0.0
+        job=0,
+        spec=spec(0, 0.0, 100.0),
+        failure_policy=failure_policy,
+        used=ResourceUse(),
+        now_sec=0.0,
     )
     one.place(request, 0.0)
     for what in ("loss", "slow", "fast"):

@@ -64,9 +64,9 @@ class Stored(Bench):
         values = move.values
         return int(values["slots"]), int(values["source"]), int(values["target"])
 
-    def moves(self, slots: int, target: int) -> None:
+    def moves(self) -> None:
         """Let a move come to its end."""
-        self.at(Moved, slots=slots, target=target, moved=True)
+        self.at(Moved, moved=True)
 
     def read(self, number: int, busy: float) -> None:
         """Read a store."""

@@ -135,7 +135,7 @@ def test_cells_of_stores_fit_the_window_and_follow_a_move_to_its_end(
     slots, source, target = stored.begins_to_move()
     log, whole = tmp_path / LOG, tmp_path / "whole"
     stored.write_log(log)
-    stored.moves(slots, target)
+    stored.moves()
     stored.write_log(whole)
     begun, content = log.read_bytes(), whole.read_bytes()
     assert content.startswith(begun)

@@ -116,7 +116,7 @@ def test_page_has_a_cell_for_each_range_and_says_which_one_moves() -> None:
     what = f"ange {slots} is" if len(moving) == 1 else f"anges {format_spans(moving)} are"
     assert f"R{what} moving from {source} to {target}." in shown
     assert f"r{what} moving from {source} to {target}" in in_terminal(stored.view())
-    stored.moves(slots, target)
+    stored.moves()
     document = parsed(stored.view())
     shown = "".join(document.text)
     assert f"range {slots}: store {target}" in shown
