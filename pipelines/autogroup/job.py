@@ -489,9 +489,8 @@ def rewritten(text: str, data: DataConfig, reasons: Mapping[str, str]) -> str:
     assert isinstance(section, yaml.MappingNode), "a job that was read has a data section"
     groups = {name: _flow(columns) for name, columns in data.groups.items()}
     transforms = {name: _flow(made) for name, made in data.transforms.items()}
-    edits = [
-        (node, _mapping(section, node, groups, reasons)) for node in [_value(section, "groups")]
-    ]
+    node = _value(section, "groups")
+    edits = [(node, _mapping(section, node, groups, reasons))]
     if data.transforms:
         node = _value(section, "transforms")
         edits.append((node, _mapping(section, node, transforms, {})))

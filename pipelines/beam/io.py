@@ -102,7 +102,7 @@ class BuildDataset(beam.PTransform):
                 SEGMENT: pipeline | "existing segment" >> beam.Create([existing.id]),
                 REJECTS: pipeline | "no rejects" >> beam.Create([]).with_output_types(Reject),
             }
-        pending = _start_build(pipeline, request, job, context)
+        pending = _start_build(request, job, context)
         outputs = segment_pipeline(pipeline, pending.context)
         listing = pipeline | "listing" >> beam.Create([context.listing])
         return add_commit(listing, outputs, pending)
@@ -140,8 +140,7 @@ class WriteDataset(beam.PTransform):
 
     def expand(self, input_or_inputs: Any) -> dict[str, Any]:
         """Convert the rows, build the parts, commit the segment."""
-        pipeline = input_or_inputs.pipeline
-        pending = _start_build(pipeline, self._request, self._job, self._context)
+        pending = _start_build(self._request, self._job, self._context)
         in_one_window = input_or_inputs | "one window" >> beam.WindowInto(GlobalWindows())
         typed = _typed_rows(in_one_window, pending.context)
         rows = {SAMPLES: typed[SAMPLES], REJECTS: typed[REJECTS]}
@@ -372,9 +371,7 @@ def _unread_file(job: Job, path: Path | Location, name: str) -> InputFile:
     return InputFile(source=data.sample_source, path=name, num_bytes=0, sha256="")
 
 
-def _start_build(
-    pipeline: beam.Pipeline, request: BuildRequest, job: Job, context: BuildContext
-) -> PendingSegment:
+def _start_build(request: BuildRequest, job: Job, context: BuildContext) -> PendingSegment:
     """Make the directory of a segment's parts; return the segment."""
     root = request.dataset / SEGMENTS / request.attempt
     context = replace(

@@ -78,7 +78,7 @@ def to_svg(figure: Figure, label: str) -> str:
 class Line:
     """One line of a chart."""
 
-    name: str  # in the legend; empty for none
+    name: str  # in the legend
     x: NDArray[Any]
     y: NDArray[Any]
     color: str
@@ -100,7 +100,7 @@ def curve_chart(label: str, lines: Sequence[Line], x: Scale, y: Scale) -> str:
     """Return lines over one x axis, with a legend above."""
     figure, axes = canvas(330)
     for line in lines:
-        axes.plot(line.x, line.y, color=line.color, label=line.name or "_hidden", **line.style)
+        axes.plot(line.x, line.y, color=line.color, label=line.name, **line.style)
     axes.grid(axis="y")
     axes.margins(x=0.0)
     axes.set(xlabel=x.label, ylabel=y.label, xlim=(x.low, x.high), ylim=(y.low, y.high))
@@ -118,7 +118,7 @@ class Bar:
     name: str
     value: float
     text: str
-    color: str = OURS
+    color: str
 
 
 @rc_context(STYLE)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,11 +19,11 @@ import pyarrow as pa
 from pipelines.sources.rows import RawRows, arrow_type
 from schemas.config.sources import SourceConfig
 from schemas.errors import SchemaError, suggest_name
+from schemas.files import sha256_of
 from schemas.manifest import InputFile
 from schemas.paths import is_below, local_path
 from schemas.storage import Location
 
-_BLOCK_BYTES = 8 << 20
 _READERS = 8
 """Files that are hashed at once."""
 
@@ -162,15 +161,7 @@ class Folder:
         Raises:
             OSError: it cannot be read.
         """
-        digest = hashlib.sha256()
-        if self.location is not None:
-            for chunk in (self.location / path).chunks(self.size(path)):
-                digest.update(chunk)
-            return digest.hexdigest()
-        with self.open(path) as file:
-            while block := file.read(_BLOCK_BYTES):
-                digest.update(block)
-        return digest.hexdigest()
+        return sha256_of(Path(self.root, path) if self.location is None else self.location / path)
 
 
 def folder_of(root: str | Path, only: tuple[str, ...] = ()) -> Folder:

@@ -284,7 +284,8 @@ def _write_segments(
     due_ids = {s.id for s in due}
     requested = _requested_texts(dataset, request)
     gate = dataset.job.data.gate and replace(dataset.job.data.gate, action="warn")
-    schema = parse_schema(_schema_bytes(dataset))
+    schema_bytes = read_version(dataset.directory, SCHEMA, dataset.manifest.schema_sha256)
+    schema = parse_schema(schema_bytes)
     refused = request.dataset / f".refused-{request.attempt}"
     rewritten: dict[str, Reference | None] = {}
     previous: Segment | None = None
@@ -344,10 +345,6 @@ def deleted_texts(dataset: Dataset, segment: Segment) -> frozenset[str]:
             if not is_list(values.type):
                 texts |= id_texts(pc.unique(values.take(pa.array(rows))).to_pylist())
     return frozenset(texts)
-
-
-def _schema_bytes(dataset: Dataset) -> bytes:
-    return read_version(dataset.directory, SCHEMA, dataset.manifest.schema_sha256)
 
 
 def _manifest_of(
@@ -412,7 +409,7 @@ def compact_segment(
         texts: ids as texts; lines of `rejects/` and `late/` that contain one are removed; None
             removes all lines.
         fitted: files of fitted parameters, path to sha256.
-        request: for the runner and the place of local files.
+        request: for the runner.
 
     Returns:
         Whether a sample is left; otherwise nothing is written.
