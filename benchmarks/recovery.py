@@ -176,7 +176,7 @@ def measure_store_failure(scenario: str, dataset: Path, scratch: Path) -> dict[s
             stack.callback(watcher.process.kill)
         else:
             os.kill(stores.pids[0], 9)
-            if scenario.startswith("node"):
+            if scenario == "node":
                 shutil.rmtree(folder / "stores" / "store-000", ignore_errors=True)
         end_of_fault = time.monotonic()
         watcher.wait_for(lambda count: count > before)

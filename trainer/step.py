@@ -263,16 +263,6 @@ class Tree(Generic[T]):
         self._held[node] = value
 
 
-def leaves_of_node(node: Node, num_leaves: int) -> range:
-    """Return the leaves under a node of a tree of `num_leaves`.
-
-    Example:
-        >>> leaves_of_node(Node(2, 1), 7)
-        range(4, 7)
-    """
-    return range(node.first, min(node.first + (1 << node.level), num_leaves))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartialSums:
     """Sums over some microbatches of a step.

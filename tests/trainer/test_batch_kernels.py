@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from schemas.arrays import offsets_of
 from schemas.config.job import TableConfig
 from schemas.order import Step
-from trainer.data import collate, shared
+from trainer.data import batch, collate, shared
 from trainer.data.collate import BlockRange
 from trainer.data.decode import BatchSpec, Lists, RowGroup, padding_row_group
 from trainer.data.lookup import (
@@ -22,7 +22,6 @@ from trainer.data.lookup import (
     KeyedBags,
     TableLookup,
     VectorLayout,
-    distinct_positions,
     inverse_of,
     table_lookups,
     vector_layout,
@@ -108,7 +107,7 @@ def test_positions_are_those_of_the_reference(values: list[int]) -> None:
     for limit in (2**63, 2**40, 2**11, 1):
         array = np.array([value % limit for value in values], np.int64)
         expected = np.unique(array, return_inverse=True)
-        found = distinct_positions(array)
+        found = batch.distinct_positions(array)
         assert [part.tolist() for part in found] == [part.tolist() for part in expected]
 
 

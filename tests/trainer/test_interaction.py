@@ -11,11 +11,12 @@ from hypothesis import strategies as st
 
 from trainer.data.lookup import Inverse, inverse_of
 from trainer.embedding.kernels.compiled import CompiledInteractions
-from trainer.embedding.kernels.interface import Interactions, Vectors
+from trainer.embedding.kernels.interface import Vectors
 from trainer.embedding.kernels.torch_ops import TorchInteractions
 from trainer.models.torchrec_models import interact
 
 COMPILED, TORCH = CompiledInteractions(), TorchInteractions()
+Interactions = CompiledInteractions | TorchInteractions
 
 
 def case(

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.step import Node, Tree, leaves_of_node
+from trainer.step import Node, Tree
 
 
 def by_hand(values: list[str]) -> str:
@@ -37,7 +37,8 @@ def test_who_adds_what_does_not_show(num_leaves: int, cuts: list[int], chance: r
         chance.shuffle(leaves)
         for leaf in leaves:
             own.add(Node(0, leaf), str(leaf))
-        covered = [i for node in own.held for i in leaves_of_node(node, num_leaves)]
+        ends = [(node.first, node.first + (1 << node.level)) for node in own.held]
+        covered = [i for start, stop in ends for i in range(start, min(stop, num_leaves))]
         assert sorted(covered) == list(range(first, end))
         received += own.held.items()
     chance.shuffle(received)

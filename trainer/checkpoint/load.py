@@ -212,14 +212,9 @@ class CheckpointTable:
             layout: of the run.
             folders: parts of the table in a complete checkpoint, the newest first.
         """
-        self._layout = layout
+        self.layout = layout
         self._folders = folders
         self._parts = [RowPart(folder, random=True) for folder in folders]
-
-    @property
-    def layout(self) -> TableLayout:
-        """Layout of the rows."""
-        return self._layout
 
     def fetch(self, rows: NDArray[np.int64]) -> Records:
         """Return copies of rows; a row that was never trained has its initial values."""
@@ -227,13 +222,13 @@ class CheckpointTable:
 
     def find(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.bool_], Records]:
         """Return which rows were ever trained, and copies of all; see `fetch`."""
-        records, is_trained = empty_records(self._layout, len(rows)), np.zeros(len(rows), bool)
+        records, is_trained = empty_records(self.layout, len(rows)), np.zeros(len(rows), bool)
         for part in self._parts:
             missing = np.flatnonzero(~is_trained)
             is_in, positions = find_sorted(part.rows, rows[missing])
             records.put(missing[is_in], part.records.take(positions[is_in]))
             is_trained[missing[is_in]] = True
-        records.put(~is_trained, initial_records(self._layout, rows[~is_trained]))
+        records.put(~is_trained, initial_records(self.layout, rows[~is_trained]))
         return is_trained, records
 
     def contents(self) -> Iterator[RowsAndRecords]:

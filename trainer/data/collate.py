@@ -24,7 +24,6 @@ from trainer.data.lookup import (
     MergedLookups,
     TableLookup,
     VectorLayout,
-    distinct_positions,
     inverse_of,
     merge_lookups,
     table_lookups,
@@ -388,7 +387,7 @@ def make_microbatches(
         rows_per_batch = [batch.lookups[table].rows for batch in batches]
         all_rows = np.concatenate([np.empty(0, np.int64), *rows_per_batch])
         if rows is None:
-            step_rows[table], positions = distinct_positions(all_rows)
+            step_rows[table], positions = kernels.distinct_positions(all_rows)
         else:
             step_rows[table] = rows[table]
             positions = _positions_in(table, rows[table], all_rows)

@@ -65,13 +65,6 @@ class TableLookup:
         return _slices_of(self, feature)
 
 
-def distinct_positions(
-    values: NDArray[np.int64],
-) -> tuple[NDArray[np.int64], NDArray[np.integer]]:
-    """Return the ascending distinct values, and the position of each value in them."""
-    return kernels.distinct_positions(values)
-
-
 @dataclass(frozen=True, slots=True)
 class Inverse:
     """Inverse indices from samples to the unique tuples of one group, and their transpose.

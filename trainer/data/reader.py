@@ -92,7 +92,6 @@ class Reader:
             find_shared: set `Batch.shared`, for models that compute shared features once.
             lookups: set `Batch.lookups` and `Batch.groups`.
         """
-        self._split = split
         self._lookups = lookups
         self._spec = spec
         self._order = order

@@ -147,7 +147,7 @@ def interact(rows: Vectors, own: Vectors, inverse: Inverse) -> tuple[torch.Tenso
         inverse: from samples to rows.
 
     Returns:
-        `row_out` and `own_out` of `Interactions.interact`.
+        `row_out` and `own_out` of `CompiledInteractions.interact`.
     """
     kernel = CompiledInteractions() if rows.rest.is_cpu else TorchInteractions()
     return _Interact.apply(kernel, inverse, rows.first, rows.rest, own.first, own.rest)

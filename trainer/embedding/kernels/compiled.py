@@ -91,7 +91,7 @@ def merge(left: RowSums, right: RowSums) -> RowSums:
 
 
 class CompiledInteractions:
-    """`Interactions` in host memory."""
+    """Dot products between vectors of samples and of the shared rows, in host memory."""
 
     def interact(
         self,
@@ -101,7 +101,20 @@ class CompiledInteractions:
         row_out: torch.Tensor,
         own_out: torch.Tensor,
     ) -> None:
-        """Write the products of two vectors of a row, and of a sample and its row."""
+        """Write the products of two vectors of a row, and of a sample and its row.
+
+        With x the m vectors of a row and v the k of a sample:
+
+            row_out = [x_0 if rows.first, x_a . x_b for a < b]
+            own_out = [v_0 if own.first, v_a . v_b for a < b, v_a . x_b for all a, b]
+
+        Args:
+            rows: of num_rows rows.
+            own: of num_samples samples.
+            inverse: from samples to rows.
+            row_out: (num_rows, rows.own_width).
+            own_out: (num_samples, own.own_width + k * m).
+        """
         interaction.interact(
             (rows.first, rows.rest, row_out),
             (own.first, own.rest, own_out),
@@ -118,7 +131,15 @@ class CompiledInteractions:
         gradients: tuple[torch.Tensor, torch.Tensor],
         out: tuple[Vectors, Vectors],
     ) -> None:
-        """Write the gradients of all vectors."""
+        """Write the gradients of all vectors.
+
+        Args:
+            rows: of num_rows rows.
+            own: of num_samples samples.
+            inverse: from samples to rows.
+            gradients: of `row_out` and `own_out`.
+            out: receives the gradients of `rows` and `own`.
+        """
         of_rows, of_own = gradients
         interaction.interact_back(
             (rows.first, rows.rest, of_rows),

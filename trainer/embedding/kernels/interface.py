@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
 from schemas.config.train import SparseOptimizerConfig
-from trainer.data.lookup import Inverse
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,50 +208,3 @@ class Vectors:
         """Width of the first vector plus the number of pairs of vectors."""
         first = 0 if self.first is None else self.rest.shape[2]
         return first + self.count * (self.count - 1) // 2
-
-
-class Interactions(Protocol):
-    """Dot products between vectors of samples and of the shared rows."""
-
-    def interact(
-        self,
-        rows: Vectors,
-        own: Vectors,
-        inverse: Inverse,
-        row_out: torch.Tensor,
-        own_out: torch.Tensor,
-    ) -> None:
-        """Write the products of two vectors of a row, and of a sample and its row.
-
-        With x the m vectors of a row and v the k of a sample:
-
-            row_out = [x_0 if rows.first, x_a . x_b for a < b]
-            own_out = [v_0 if own.first, v_a . v_b for a < b, v_a . x_b for all a, b]
-
-        Args:
-            rows: of num_rows rows.
-            own: of num_samples samples.
-            inverse: from samples to rows.
-            row_out: (num_rows, rows.own_width).
-            own_out: (num_samples, own.own_width + k * m).
-        """
-        ...
-
-    def interact_back(
-        self,
-        rows: Vectors,
-        own: Vectors,
-        inverse: Inverse,
-        gradients: tuple[torch.Tensor, torch.Tensor],
-        out: tuple[Vectors, Vectors],
-    ) -> None:
-        """Write the gradients of all vectors.
-
-        Args:
-            rows: of num_rows rows.
-            own: of num_samples samples.
-            inverse: from samples to rows.
-            gradients: of `row_out` and `own_out`.
-            out: receives the gradients of `rows` and `own`.
-        """
-        ...

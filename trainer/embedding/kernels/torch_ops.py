@@ -15,7 +15,6 @@ def update_rows(
 
     With g the gradient of a row, w its values, s its state, a = learning rate:
 
-        sum              w  = g
         sgd              w -= a g
         rowwise_adagrad  s += mean(g * g);  w -= a g / (sqrt(s) + eps)
         adagrad          s += g * g;        w -= a g / (sqrt(s) + eps)
@@ -32,9 +31,6 @@ def update_rows(
 
     Source: Duchi, Hazan and Singer (2011); the row-wise form is FBGEMM's; `torch.optim.SparseAdam`.
     """
-    if rule.name == "sum":
-        values.copy_(gradient)
-        return
     if rule.name == "sgd":
         values.sub_(gradient, alpha=rule.learning_rate)
         return
@@ -50,7 +46,7 @@ def update_rows(
 
 
 class TorchInteractions:
-    """Batched matrix products, with a copy of its row for each sample."""
+    """`CompiledInteractions` as batched matrix products, with a copy of its row for each sample."""
 
     def interact(
         self,
