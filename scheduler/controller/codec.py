@@ -162,9 +162,7 @@ class _Job(_Record):
     """Jobs."""
 
     def decode(self, body: Any) -> Any:
-        return self._with_job(super().decode(body))
-
-    def _with_job(self, value: JobState) -> JobState:
+        value: JobState = super().decode(body)
         job = job_of_document(value.document, value.name, value.machine_sizes)
         return replace(value, snapshot=replace(value.snapshot, job=job))
 

@@ -363,7 +363,6 @@ def _start_move(job: JobState, move: SlotMove, why: str) -> tuple[JobState, list
         job=job.name,
         reason=f"{ranges} from store {move.source} to store {move.target}: {why}",
         values={
-            "slots": float(move.ranges[0]),
             "source": float(move.source),
             "target": float(move.target),
             "whole": float(len(move.ranges) == job.owners.count(move.source)),

@@ -136,7 +136,7 @@ def _check_job(
         return replace(job, verdict=f"no other size fits what is free: {error}"), actions
     if job.steps_suspect:
         comparison = replace(comparison, not_compared=CORES_REDUCED)
-    watches = watch_memory(job, work, budget, step_sec)
+    watches = forecast_pools(job, work, budget, step_sec)
     verdict = decide_correction(job.correction, state.now_sec, comparison, watches)
     job = replace(job, correction=verdict.state, verdict=verdict.reason)
     job, changes = _apply_verdict(job, verdict, comparison, budget)
@@ -265,7 +265,7 @@ MAX_FORECASTS = 2
 """Processes of a pool whose memory is forecast at a tick."""
 
 
-def watch_memory(
+def forecast_pools(
     job: JobState, work: RemainingWork, budget: BudgetConfig, step_sec: float
 ) -> list[MemoryWatch]:
     """Return forecasts of the processes of each pool that use most memory.
@@ -462,7 +462,7 @@ def fit_cores_to_need(
     assert grant is not None, "there is a reading"
     job = replace(job, steps_suspect=grant.slower)
     bounds = _core_bounds(job, usage, budget, limits=limits)
-    fitted = _with_untried_cores(job, readings, grant.cpus)
+    fitted = _with_core_trial(job, readings, grant.cpus)
     wanted = [
         had if had / MIN_RATIO < cpus < had * MIN_RATIO else cpus
         for had, cpus in zip(usage.cpus, map(_clip, fitted, bounds), strict=True)
@@ -513,7 +513,7 @@ def _cpus(reading: PoolReadings) -> tuple[float, ...]:
     return tuple(pool.cpus for pool in reading)
 
 
-def _with_untried_cores(
+def _with_core_trial(
     job: JobState, readings: CoreReadings, fitted: Sequence[float]
 ) -> tuple[float, ...]:
     """Return the fitted cores, or more than before where more were never tried at these sizes.

@@ -86,7 +86,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BookedWorker(WorkerConfig):
-    """A process with other cores than its file says, because its steps need no more.
+    """A process that is booked with fewer or more cores than the job file requests.
 
     Predictions use `cpus`, the cores of the file, with which its steps take as long.
     """

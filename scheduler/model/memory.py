@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.special import stdtrit
 
-from scheduler.model.fit import Floats
+from scheduler.model.fit import LEVEL, Floats
 from scheduler.model.snapshot import DataFacts
 from schemas.config.train import TrainConfig
 
@@ -225,8 +225,6 @@ MIN_STRETCHES = 8
 """Fewest peaks for a trend."""
 SKIPPED = 0.1
 """Share of the earliest readings that is skipped, while the process starts."""
-LEVEL = 0.9
-"""Share of peaks that the interval is to contain."""
 MAX_POINTS = 4096
 """Most future steps at which a forecast is evaluated."""
 BETTER = 0.95

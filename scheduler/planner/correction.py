@@ -228,7 +228,7 @@ class Verdict:
     Attributes:
         state: for the next tick.
         change: the change to start now, or None.
-        reason: why, or why not.
+        reason: sentence for the log.
     """
 
     state: Correction

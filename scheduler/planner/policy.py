@@ -1,8 +1,8 @@
 """Choose the sizes of both pools of one job among all candidates.
 
 With a deadline, the cheapest plan that meets it. Without one, the plan with the smallest
-time^k x cost, with the time cost exponent k: k per cent more cost are acceptable if they save at
-least one per cent of time. For k = 1 and one pool this is the knee where efficiency per execution
+time^k x cost, with the time cost exponent k: spending k per cent more is accepted if it saves one
+per cent of time. For k = 1 and one pool this is the knee where efficiency per execution
 time is largest (Eager, Zahorjan and Lazowska 1989, Speedup versus efficiency in parallel systems).
 Each pool costs while it is held, and the training pool is held while it waits for segments, so a
 plan in which one pool waits for the other loses.

@@ -69,7 +69,7 @@ class Options:
 def job_options(
     grid: Grid, predictions: Predictions, config: ScheduleConfig, preferred: int
 ) -> tuple[Ints, Options]:
-    """Return the plans of one job that are no faster than the one that it prefers.
+    """Return the preferred plan of one job, and the slower ones.
 
     Args:
         grid: its candidates.

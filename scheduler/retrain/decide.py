@@ -337,7 +337,7 @@ def _first_train(
     segments = segments_to_train(state, dataset, attempt.day, base, config.refused_days)
     if not segments:
         return Close(attempt.run, final=True, status=0, reason=f"{base} has trained it")
-    same = _refused_alike(state, base, segments)
+    same = _same_refusal(state, base, segments)
     if same is not None and not attempt.again:
         reason = f"nothing has changed since {same} was refused; --again trains it again"
         return Close(attempt.run, final=True, status=EXIT_REFUSED, reason=reason)
@@ -345,7 +345,7 @@ def _first_train(
     return Run(attempt.run, "train", _process(attempt, "train"), base, segments, reason)
 
 
-def _refused_alike(state: State, base: str | None, segments: tuple[str, ...]) -> str | None:
+def _same_refusal(state: State, base: str | None, segments: tuple[str, ...]) -> str | None:
     """Return a refused run with the same base, segments and comparison, if there is one."""
     for a in reversed(state.attempts):
         same = a.base == base and a.segments == segments and a.compared_with == state.last_good

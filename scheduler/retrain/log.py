@@ -1,12 +1,13 @@
 """The log of retrained days in a root, which several hosts may share.
 
-It is a log of states as facts, like that of the scheduler (`scheduler.controller.log`), and has the
-same JSON. A root may be at an object store, where nothing can be appended to a file: each record is
-a new version of a numbered manifest (`schemas.versions`), with the state after it, so that nothing
-is folded again. One process at a time owns the log. It holds a lease, and each version names the
-lease of its owner: another process takes over once that lease has ended, and the earlier owner, if
-it was only suspended, cannot append any more. A rollback alone is appended beside the owner, which
-reads it before its next record.
+A root may be at an object store, where nothing can be appended to a file: each record is a new
+version of a numbered manifest (`schemas.versions`), with the state after it, so that no record has
+to be applied again.
+
+One process at a time owns the log. It holds a lease, and each version names the lease of its owner:
+another process takes over once that lease has ended, and the earlier owner, if it was only
+suspended, cannot append any more. A rollback alone is appended beside the owner, which reads it
+before its next record.
 """
 
 from __future__ import annotations

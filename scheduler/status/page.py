@@ -30,7 +30,7 @@ from scheduler.status.view import (
     memory,
     notes_of,
     percent,
-    visible,
+    printable,
 )
 from schemas.hashing import NUM_SLOTS
 
@@ -327,7 +327,7 @@ _ENVIRONMENT.filters |= {
     "isoformat": _isoformat,
     "memory": memory,
     "percent": percent,
-    "visible": visible,
+    "printable": printable,
 }
 _TEMPLATE = _ENVIRONMENT.get_template(
     "page.html",

@@ -32,7 +32,7 @@ from scheduler.status.view import (
     memory,
     notes_of,
     percent,
-    visible,
+    printable,
 )
 from schemas.errors import SchemaError
 from schemas.files import replace_bytes
@@ -58,9 +58,9 @@ def render(view: View, num_incidents: int = LATEST, num_decisions: int = 0) -> R
         f"{memory(view.used_memory_bytes)} of {memory(view.memory_bytes)} reserved | "
         f"cost {digits(spent)} | {clock(view.now_sec)} UTC"
     )
-    parts: list[RenderableType] = [Text(visible(head), style="bold"), _jobs(view.jobs)]
+    parts: list[RenderableType] = [Text(printable(head), style="bold"), _jobs(view.jobs)]
     for job in view.jobs:
-        parts += [Text(visible(f"{job.name}: {note}")) for note in notes_of(job)]
+        parts += [Text(printable(f"{job.name}: {note}")) for note in notes_of(job)]
         if job.stores is not None:
             parts.append(_stores(job.name, job.stores))
     if view.incidents:
@@ -71,7 +71,7 @@ def render(view: View, num_incidents: int = LATEST, num_decisions: int = 0) -> R
     for decision in reversed(view.decisions[:num_decisions]):
         subject = f"{decision.job} {decision.process}".strip()
         line = f"{clock(decision.time_sec)} {subject}: {decision.action}: {decision.reason}"
-        parts.append(Text(visible(line)))
+        parts.append(Text(printable(line)))
     return Group(*parts)
 
 
@@ -106,7 +106,7 @@ def _show(board: Board, console: Console, lines: SimpleQueue[str], stop: threadi
             over = stop.wait(REFRESH_SEC)
             try:
                 while True:
-                    display.console.print(Text(visible(lines.get_nowait())))
+                    display.console.print(Text(printable(lines.get_nowait())))
             except Empty:
                 pass
             try:
@@ -122,7 +122,7 @@ def _jobs(jobs: tuple[JobView, ...]) -> Table:
         table.add_column(name, overflow="fold")
     for job in jobs:
         table.add_row(
-            Text(visible(job.name)),
+            Text(printable(job.name)),
             job.phase,
             f"{job.segments_built}/{job.num_segments}",
             f"{percent(job.num_trained / max(job.num_to_train, 1))}, step {job.next_step:,}",
@@ -144,7 +144,7 @@ def _stores(job: str, stores: Stores) -> Text:
     parts = [_store(store) for store in stores.stores]
     if stores.move is not None:
         parts.append(describe_move(stores.move))
-    return Text(visible(f"{job}: stores {'; '.join(parts)}"))
+    return Text(printable(f"{job}: stores {'; '.join(parts)}"))
 
 
 def _store(store: StoreView) -> str:
@@ -195,7 +195,7 @@ def _incident(incident: Incident, view: View) -> Text:
     else:
         outcome = "not replaced yet" if view.is_open(incident) else "no longer needed"
     subject = f"{incident.job} {incident.process}".strip()
-    return Text(visible(f"{clock(incident.time_sec)} {subject}: {incident.kind}, {outcome}"))
+    return Text(printable(f"{clock(incident.time_sec)} {subject}: {incident.kind}, {outcome}"))
 
 
 def port_of(text: str) -> int:

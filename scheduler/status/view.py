@@ -189,8 +189,7 @@ class Move:
     ranges: tuple[int, ...]
     source: int
     """The store that owns them until the move ends."""
-    target: int | None
-    """The receiving store; None if the decision is no longer in the journal."""
+    target: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,7 +257,7 @@ def _job_view(job: JobState, state: State, journal: Journal) -> JobView:
         if job.phase == "finished"
         else facts.num_train_samples * config.train.epochs,
         pools=tuple(pool for pool in pools if pool.processes or pool.wanted),
-        stores=_stores(job, remaining, decisions),
+        stores=_stores(job, remaining),
         speeds=journal.speeds.get(job.name, ()),
         forecast=_forecast(job, remaining),
         spent=journal.spent.get(job.name, 0.0),
@@ -325,9 +324,7 @@ def _forecast(job: JobState, remaining: RemainingWork | None) -> Forecast | None
     )
 
 
-def _stores(
-    job: JobState, remaining: RemainingWork | None, decisions: Sequence[Decision]
-) -> Stores | None:
+def _stores(job: JobState, remaining: RemainingWork | None) -> Stores | None:
     """Return the stores of a job; None if it has none."""
     processes = {process.number: process for process in job.of_pool("store")}
     owners = () if job.phase in ENDED_PHASES else job.owners
@@ -351,7 +348,7 @@ def _stores(
             for number in numbers
         ),
         owners=owners,
-        move=_move(job, owners, decisions),
+        move=_move(job),
         step=now,
         step_ahead=ahead,
     )
@@ -371,14 +368,10 @@ def _shares(
     return {store: load / total for store, load in loads.items()} if total else {}
 
 
-def _move(job: JobState, owners: Sequence[int], decisions: Sequence[Decision]) -> Move | None:
-    ranges = job.moving
-    if not ranges or ranges[-1] >= len(owners):
+def _move(job: JobState) -> Move | None:
+    if not job.moving or job.phase in ENDED_PHASES:
         return None
-    moves = [d.values for d in decisions if d.action == "migrate"]
-    is_recorded = bool(moves) and moves[-1]["slots"] == ranges[0]
-    target = int(moves[-1]["target"]) if is_recorded else None
-    return Move(ranges=ranges, source=owners[ranges[0]], target=target)
+    return Move(ranges=job.moving, source=job.moving_from, target=job.moving_to)
 
 
 # Formatting for the page and the terminal.
@@ -394,8 +387,7 @@ def describe_move(move: Move) -> str:
     """Return what moves from which store to which."""
     many = len(move.ranges) > 1
     subject = f"ranges {format_spans(move.ranges)} are" if many else f"range {move.ranges[0]} is"
-    target = "" if move.target is None else f" to {move.target}"
-    return f"{subject} moving from {move.source}{target}"
+    return f"{subject} moving from {move.source} to {move.target}"
 
 
 def duration(seconds: float) -> str:
@@ -457,11 +449,11 @@ def percent(share: float) -> str:
     return f"{100 * share:.0f} %"
 
 
-def visible(text: str) -> str:
+def printable(text: str) -> str:
     """Replace control and bidirectional formatting characters.
 
     Example:
-        >>> visible(chr(27) + "[2J" + chr(10)) == chr(0xFFFD) + "[2J" + chr(0xFFFD)
+        >>> printable(chr(27) + "[2J" + chr(10)) == chr(0xFFFD) + "[2J" + chr(0xFFFD)
         True
     """
     return "".join("\ufffd" if unicodedata.category(c) in ("Cc", "Cf") else c for c in text)

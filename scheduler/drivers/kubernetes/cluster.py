@@ -484,8 +484,8 @@ class Pods:
         """Delete the objects of ended Pods, except these names.
 
         A live Pod with another name appeared after it was declared ended: the scheduler that
-        requested it died. It is killed; only slot moves live without being named. The job's Secret
-        is deleted with its last process.
+        requested it died. It is killed; only processes of slot moves run without being in the
+        state. The job's Secret is deleted with its last process.
         """
         pods = self._cluster.pods_of(self._job)
         for name, pod in pods.items():

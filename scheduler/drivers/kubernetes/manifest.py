@@ -82,7 +82,7 @@ class ClusterConfig:
     namespace: str
     """Namespace of all Pods."""
     image: str
-    """Image with the source tree and its requirements."""
+    """Image with Presage and its requirements."""
     volumes: tuple[VolumeConfig, ...] = ()
     """Volumes with files that Pods read or write by path; none if all are at URLs."""
     kubeconfig: str | None = None
@@ -95,7 +95,7 @@ class ClusterConfig:
     python: tuple[str, ...] = ("python",)
     """Command of the Python interpreter in the image."""
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Environment variables of each Pod, such as PYTHONPATH."""
+    """Environment variables of each Pod."""
     environment_from: tuple[VariablesConfig, ...] = ()
     """Secrets and ConfigMaps of the namespace with more of them, such as credentials of the object
     store."""

@@ -200,7 +200,7 @@ def test_handle_of_a_hot_range_that_the_oracle_knows_of_moves_it_before_it_is_ho
     assert moves[0].values["source"] == 0.0
     assert "store 0 will have" in moves[0].reason
     assert "according to the oracle" in moves[0].reason
-    slot, target = int(moves[0].values["slots"]), int(moves[0].values["target"])
+    slot, target = bench.job.moving[0], int(moves[0].values["target"])
     assert not [a for a in bench.ticks(3) if a.verb == "migrate"]
     bench.at(Moved, moved=True)
     assert bench.job.owners[slot] == target

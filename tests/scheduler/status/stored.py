@@ -61,8 +61,7 @@ class Stored(Bench):
         self.knows()
         self.stepped(32, 1.0)  # in 60 s the load of step 80 and later is there
         (move,) = [a for a in self.ticks(1) if a.verb == "migrate"]
-        values = move.values
-        return int(values["slots"]), int(values["source"]), int(values["target"])
+        return self.job.moving[0], int(move.values["source"]), int(move.values["target"])
 
     def moves(self) -> None:
         """Let a move come to its end."""

@@ -128,15 +128,6 @@ def test_page_has_a_cell_for_each_range_and_says_which_one_moves() -> None:
     assert len(looks) == len(set(owners)) == len(set(tones)), "each store has a look of its own"
 
 
-def test_a_move_that_was_decided_long_ago_is_shown_without_its_end() -> None:
-    stored = Stored(1, 300)
-    slots, source, _ = stored.begins_to_move()
-    other = next(i for i, owner in enumerate(stored.job.owners) if owner != source)
-    view = stored.view(moving=(other,))
-    assert f"Range {other} is moving from {stored.job.owners[other]}." in "".join(parsed(view).text)
-    assert other != slots
-
-
 def test_a_store_without_ranges_and_one_without_a_process_are_shown() -> None:
     stored = Stored(1)
     stored.read(0, 0.4)
