@@ -71,7 +71,10 @@ class Memory {
     nb::capsule owner(data_, [](void* data) noexcept { std::free(data); });
     const size_t shape[1] = {static_cast<size_t>(size)};
     void* data = std::exchange(data_, nullptr);
-    return nb::cast(nb::ndarray<nb::numpy>(data, 1, shape, owner, nullptr, dtype));
+    nb::object made = nb::cast(nb::ndarray<nb::numpy>(data, 1, shape, owner, nullptr, dtype));
+    // nanobind gives 64-bit integers numpy's type long long, which equals int64 but is another one to its loops.
+    const bool is_int = dtype.code == static_cast<uint8_t>(nb::dlpack::dtype_code::Int);
+    return is_int && dtype.bits == 64 ? made.attr("view")("int64") : made;
   }
 
  private:
