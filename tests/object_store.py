@@ -37,7 +37,6 @@ ACCESS_KEY, SECRET_KEY = "presage-test", "presage-test-secret"
 AZURE_ACCOUNT = "devstoreaccount1"
 AZURE_KEY = base64.b64encode(b"a key that only tests know").decode()
 BUCKET = "bucket"
-SCHEMES = ("s3", "gs", "az")
 
 
 @contextmanager

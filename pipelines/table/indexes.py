@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import count
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -103,8 +104,7 @@ class PartBuilder:
         """
         self._dataset = dataset
         self._beam_args = beam_args
-        self.suffix = uuid.uuid4().hex[:6]
-        """Ends the names of the parts."""
+        self._suffix = uuid.uuid4().hex[:6]  # of the names of the parts
         self._built: dict[tuple[str, str], Reference] = {}
 
     def updated_indexes(
@@ -165,7 +165,7 @@ class PartBuilder:
                 directory = Location.parse(stack.enter_context(scratch))
             requests = [
                 PartRequest(
-                    directory / index.id / f"{segment.directory.name}_{self.suffix}",
+                    directory / index.id / f"{segment.directory.name}_{self._suffix}",
                     index,
                     segment,
                     order_of_part(index, segment, data),
@@ -321,16 +321,7 @@ def add_index(dataset: Dataset, order: Order, builder: PartBuilder) -> Dataset:
     index = dataset.index_entry(order)
     while index not in dataset.complete_indexes():
         (extended,) = builder.add_missing([index], dataset.segments, dataset.job.data)
-        segments = dataset.segments
-
-        def with_parts(
-            manifest: DatasetManifest,
-            extended: IndexEntry = extended,
-            segments: Sequence[Segment] = segments,
-        ) -> DatasetManifest:
-            return _with_parts(manifest, extended, segments)
-
-        update_root(root, with_parts)
+        update_root(root, partial(_with_parts, extended=extended, segments=dataset.segments))
         dataset = open_segments(root, ids)
         index = dataset.index_entry(order)
     builder.discard_unused()

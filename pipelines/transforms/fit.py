@@ -414,7 +414,7 @@ def publish_fitted(
 ) -> dict[str, str]:
     """Copy the new files of a segment into the dataset; return all files, path to sha256."""
     published = dict(files)
-    for path in new_files(files, dataset):
+    for path in sorted(files.keys() - fitted_files(dataset).keys()):
         digest = published.pop(path)
         data = read_verified(building / FITTED / path, digest)
         target = free_path(dataset, path)
@@ -441,25 +441,15 @@ def returned_files(values: Mapping[str, Sequence[Any]], base: Mapping[str, str])
     return dict(files)
 
 
-def new_files(files: Mapping[str, str], dataset: Location) -> list[str]:
-    """Return the files of a segment that no segment of the dataset has."""
-    return sorted(files.keys() - fitted_files(dataset).keys())
-
-
-def fitted_files_match(files: Mapping[str, str], dataset: Location) -> bool:
-    """Return whether the files of a segment extend those of the dataset, or the reverse."""
-    existing = fitted_files(dataset).items()
-    return files.items() <= existing or existing <= files.items()
-
-
 def check_fitted_files(files: Mapping[str, str], dataset: Location) -> None:
     """Check that no concurrent build has added files.
 
     Raises:
         SchemaError: the dataset has files from which the segment did not start.
     """
-    if not fitted_files_match(files, dataset):
-        missing = sorted(set(fitted_files(dataset)) - set(files))
+    existing = fitted_files(dataset)
+    if not (files.items() <= existing.items() or existing.items() <= files.items()):
+        missing = sorted(existing.keys() - files.keys())
         raise SchemaError(
             f"segment was fitted without {missing[0]}, which another segment added meanwhile; "
             "run it again",
