@@ -7,6 +7,8 @@ from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 
+import pytest
+
 from schemas.layout import JOB, SCHEMA, SEGMENTS
 from schemas.manifest import commit_root, find_root, read_dataset
 from schemas.run_log import RunSummary, StepMetric
@@ -15,21 +17,13 @@ from tests.shared import make_once
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import with_keys
 from tests.trainer.runs import run_job
-from trainer.diff import compare_runs
 from trainer.recovery import Drain
-from trainer.run import verify_run
 from trainer.setup import TrainOptions
 from trainer.train import train
 
 ONCE = {"epochs": "1"}
 GROWING = [[(400, 50), (333, 30)], [(250, 0)], [(180, 40)], [(64, 0)], [(120, 60)]]
 """Training and evaluation samples of each file of each segment: 12, 4, 3, 1 and 2 steps."""
-
-
-def assert_equal(run: Path, other: Path) -> None:
-    """Assert that two runs have the same bits and that one is whole."""
-    assert compare_runs(run, other).difference is None
-    assert verify_run(run).problems == ()
 
 
 def make_versions(
@@ -60,6 +54,24 @@ def _grown_versions(folder: Path) -> None:
     job = write_job(folder / "job", **ONCE, poll="20ms")
     with_keys(job, "stores: {timeout: 60s}")
     run_job(job, make_versions(folder, job)[-1], folder / "whole")
+
+
+@pytest.fixture(scope="module")
+def versions() -> list[Path]:
+    """The dataset after each segment, blocks in another order than stored."""
+    return grown_versions()
+
+
+@pytest.fixture(scope="module")
+def job(versions: list[Path]) -> Path:
+    """The job of the versions."""
+    return versions[0].parent / "job" / "job.yaml"
+
+
+@pytest.fixture(scope="module")
+def whole(versions: list[Path]) -> Path:
+    """A plain run on the finished dataset."""
+    return versions[0].parent / "whole"
 
 
 def commit(version: Path, dataset: Path) -> None:

@@ -16,12 +16,14 @@ from tests.shared import make_once
 from tests.trainer.make_dataset import make_dataset, write_job
 from trainer.checkpoint.format import ROW_FILES
 from trainer.checkpoint.load import newest_checkpoint
-from trainer.checkpoint.manifest import read_checkpoint_manifest
+from trainer.checkpoint.manifest import complete_checkpoints, read_checkpoint_manifest
 from trainer.components import Components, build_components, order_of
 from trainer.data.collate import Batch
 from trainer.data.decode import spec_of
 from trainer.data.reader import Reader
+from trainer.diff import compare_runs
 from trainer.embedding.module import Embedding
+from trainer.run import verify_run
 from trainer.setup import TrainOptions
 from trainer.train import train
 
@@ -40,6 +42,17 @@ def run_job(job: Path, dataset: Path, run: Path, **options: object) -> RunSummar
         clock=lambda: float(next(ticks)),
         on_step=lambda metric, num_steps: None,
     )
+
+
+def assert_equal(run: Path, other: Path) -> None:
+    """Assert that two runs have the same bits, and that the first one is whole."""
+    assert compare_runs(run, other).difference is None
+    assert verify_run(run).problems == ()
+
+
+def steps_of(run: Path) -> list[int]:
+    """Return the steps of the complete checkpoints of a run."""
+    return [int(checkpoint.name) for checkpoint in complete_checkpoints(run / CHECKPOINTS)]
 
 
 def small_dataset() -> Path:

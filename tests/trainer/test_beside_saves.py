@@ -15,10 +15,10 @@ from schemas.dataset import open_dataset
 from schemas.run_log import CHECKPOINTS
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import agents_of_run, is_gone, wait_for
-from tests.trainer.runs import rows_in
+from tests.trainer.runs import rows_in, steps_of
 from trainer.checkpoint.load import save_checkpoint
 from trainer.checkpoint.manager import CHECKPOINT_LOG
-from trainer.checkpoint.manifest import complete_checkpoints, step_of_newest
+from trainer.checkpoint.manifest import step_of_newest
 from trainer.checkpoint.snapshot import SnapshotMemory, memory_path
 from trainer.components import build_components, order_of
 from trainer.context import RunContext
@@ -86,10 +86,6 @@ class OneReplica:
         assert found[f"{TABLE}/rows.npy"].tolist() == list(range(train_step + 1))
         values = found[f"{TABLE}/values.npy"][:, 0].tolist()
         assert values == [train_step - 1, *range(train_step)]
-
-
-def steps_of(run: Path) -> list[int]:
-    return [int(checkpoint.name) for checkpoint in complete_checkpoints(run / CHECKPOINTS)]
 
 
 def copied_of(run: Path) -> list[int]:

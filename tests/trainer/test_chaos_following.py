@@ -9,8 +9,9 @@ import pytest
 
 from tests.trainer.drawn_faults import draw
 from tests.trainer.faults import Faults
-from tests.trainer.growing import assert_equal, grown_versions
+from tests.trainer.growing import grown_versions
 from tests.trainer.replicas_following import Together
+from tests.trainer.runs import assert_equal
 
 NUM_STEPS = 22
 CACHED: dict[str, Any] = {"embedding": "cached", "stores": 2}

@@ -18,10 +18,10 @@ from tests.trainer.growing import commit
 from tests.trainer.held import held_by, let_go
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import ended, num_steps, started, trained, until, with_keys
+from tests.trainer.runs import assert_equal
 from trainer.checkpoint.load import newest_checkpoint
 from trainer.diff import compare_runs
 from trainer.recovery import Drain, DrainInterrupt, resume_hint
-from trainer.run import verify_run
 
 SEGMENT = [[(2000, 1500)]]
 EPOCHS = {"epochs": "2"}
@@ -80,8 +80,7 @@ def test_run_that_is_asked_to_end_saves_its_last_step_and_goes_on_with_the_same_
     assert int(newest.name) == step < num_steps(whole)
     assert not (run / SUMMARY).exists()
     trained(job, dataset, run, *arguments, "--resume")
-    assert compare_runs(run, whole).difference is None
-    assert verify_run(run).problems == ()
+    assert_equal(run, whole)
 
 
 @pytest.mark.slow

@@ -14,16 +14,19 @@ from tests.trainer.growing import (
     ONCE,
     Pipeline,
     StoppedError,
-    assert_equal,
     follow_job,
-    grown_versions,
+    job,
     make_versions,
     stopping_at,
+    versions,
+    whole,
 )
 from tests.trainer.make_dataset import write_job
-from tests.trainer.runs import run_job
+from tests.trainer.runs import assert_equal, run_job
 from trainer.diff import compare_runs
 from trainer.run import verify_run
+
+__all__ = ["job", "versions", "whole"]
 
 NUM_STEPS = 22
 COMMITS = {
@@ -33,24 +36,6 @@ COMMITS = {
     "all at once": (2, 2, 2, 2),
     "each after a step": (4, 5, 6, 7),
 }
-
-
-@pytest.fixture(scope="module")
-def versions() -> list[Path]:
-    """The dataset after each segment, blocks in another order than stored."""
-    return grown_versions()
-
-
-@pytest.fixture(scope="module")
-def job(versions: list[Path]) -> Path:
-    """The job of the versions."""
-    return versions[0].parent / "job" / "job.yaml"
-
-
-@pytest.fixture(scope="module")
-def whole(versions: list[Path]) -> Path:
-    """A plain run on the finished dataset."""
-    return versions[0].parent / "whole"
 
 
 CACHES = {

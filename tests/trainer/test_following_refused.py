@@ -18,35 +18,20 @@ from tests.trainer.growing import (
     ONCE,
     Pipeline,
     StoppedError,
-    assert_equal,
     commit,
     follow_job,
-    grown_versions,
+    job,
     make_versions,
     stopping_at,
+    versions,
+    whole,
 )
 from tests.trainer.make_dataset import change_root, write_job
-from tests.trainer.runs import run_job
+from tests.trainer.runs import assert_equal, run_job
 from trainer.checkpoint.load import newest_checkpoint
 from trainer.run import verify_run
 
-
-@pytest.fixture(scope="module")
-def versions() -> list[Path]:
-    """The dataset after each segment, blocks in another order than stored."""
-    return grown_versions()
-
-
-@pytest.fixture(scope="module")
-def job(versions: list[Path]) -> Path:
-    """The job of the versions."""
-    return versions[0].parent / "job" / "job.yaml"
-
-
-@pytest.fixture(scope="module")
-def whole(versions: list[Path]) -> Path:
-    """A plain run on the finished dataset."""
-    return versions[0].parent / "whole"
+__all__ = ["job", "versions", "whole"]
 
 
 def changed(dataset: Path, **changes: object) -> None:

@@ -22,9 +22,8 @@ from tests.trainer.processes import (
     until,
     wait_for,
 )
+from tests.trainer.runs import assert_equal
 from tests.trainer.test_draining import SEGMENT
-from trainer.diff import compare_runs
-from trainer.run import verify_run
 
 pytestmark = pytest.mark.slow
 SLOWLY = Faults().pause(0, 0.05).pause(1, 0.05)
@@ -74,11 +73,6 @@ def cpu_ticks(pid: int) -> int:
     return sum(map(int, fields[11:13]))
 
 
-def assert_same(folder: Path, run: Path) -> None:
-    assert compare_runs(folder / "alone", run).difference is None
-    assert verify_run(run).problems == ()
-
-
 def test_killed_replica_is_forked_again_by_a_server_that_only_waits(
     folder: Path, tmp_path: Path
 ) -> None:
@@ -97,7 +91,7 @@ def test_killed_replica_is_forked_again_by_a_server_that_only_waits(
     assert not is_gone(new)
     status, said = ended(process)
     assert status == 0, said
-    assert_same(folder, run)
+    assert_equal(run, folder / "alone")
 
 
 def test_replicas_and_server_end_when_the_launcher_is_killed(folder: Path, tmp_path: Path) -> None:
@@ -110,7 +104,7 @@ def test_replicas_and_server_end_when_the_launcher_is_killed(folder: Path, tmp_p
     wait_for(lambda: all(map(is_gone, (server, *replicas))))
     assert ended(process)[0] == -signal.SIGKILL
     trained(folder / "job.yaml", folder / "dataset", run, "--resume")
-    assert_same(folder, run)
+    assert_equal(run, folder / "alone")
 
 
 def test_killed_trainer_with_stores_continues_until_it_was_killed_too_often(
@@ -134,7 +128,7 @@ def test_killed_trainer_with_stores_continues_until_it_was_killed_too_often(
     os.kill(forked(process, "train")[0], signal.SIGKILL)
     status, said = ended(process)
     assert status == 0, said
-    assert_same(folder, run)
+    assert_equal(run, folder / "alone")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -150,4 +144,4 @@ def test_signal_to_the_server_stops_the_trainer_at_a_step_that_is_saved(
     message = f"{number.name}: stopped at step {num_steps(run)}; continue {run} with --resume"
     assert said.splitlines()[-1] == message
     trained(folder / "job.yaml", folder / "dataset", run, "--resume")
-    assert_same(folder, run)
+    assert_equal(run, folder / "alone")

@@ -16,11 +16,10 @@ from tests.shared import with_long
 from tests.trainer.faults import Faults
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import PATIENCE
-from tests.trainer.runs import SEGMENTS, run_job
-from trainer.diff import compare_runs
+from tests.trainer.runs import SEGMENTS, assert_equal, run_job
 from trainer.elastic.launcher import LaunchOptions, LocalReplicas, start_replica, train_replicas
 from trainer.recovery import Drain, DrainInterrupt
-from trainer.run import read_ledger, verify_run
+from trainer.run import read_ledger
 from trainer.setup import TrainOptions
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -47,13 +46,6 @@ def together(
     )
 
 
-def assert_as_alone(folder: Path, run: Path) -> None:
-    found = compare_runs(folder / "alone", run)
-    assert found.difference is None
-    assert found.num_steps == 32
-    assert verify_run(run).problems == ()
-
-
 def lives_of(run: Path) -> dict[str, int]:
     """Return for each life of a replica the steps that it had leaves of."""
     found: dict[str, int] = {}
@@ -68,7 +60,7 @@ def test_any_number_of_replicas_has_the_bits_of_one_process(
 ) -> None:
     summary = together(folder, tmp_path / "run", count)
     assert summary.num_steps == 32
-    assert_as_alone(folder, tmp_path / "run")
+    assert_equal(tmp_path / "run", folder / "alone")
     assert len(lives_of(tmp_path / "run")) >= min(count, 4)
 
 
@@ -88,7 +80,7 @@ FAULTS = {
 @pytest.mark.parametrize("what", with_long(FAULTS, "both, one after the other", "one is cut off"))
 def test_faults_do_not_show(what: str, folder: Path, tmp_path: Path) -> None:
     together(folder, tmp_path / "run", 2, FAULTS[what])
-    assert_as_alone(folder, tmp_path / "run")
+    assert_equal(tmp_path / "run", folder / "alone")
 
 
 AWAY = {
@@ -113,7 +105,7 @@ def test_one_that_was_away_computes_leaves_again(what: str, folder: Path, tmp_pa
     launch = LaunchOptions(count=2, heartbeat_sec=1.0, start=faults.start)
     job, dataset = folder / "job" / "job.yaml", folder / "dataset"
     train_replicas(job, Location.parse(dataset), run, TrainOptions(), launch, look)
-    assert_as_alone(folder, run)
+    assert_equal(run, folder / "alone")
     assert back, "it came back and computed leaves"
 
 
@@ -121,7 +113,7 @@ def test_a_run_that_was_killed_as_a_whole_goes_on(folder: Path, tmp_path: Path) 
     run = tmp_path / "run"
     together(folder, run, 2, steps=13)
     together(folder, run, 3, resume=True)
-    assert_as_alone(folder, run)
+    assert_equal(run, folder / "alone")
 
 
 def test_replicas_that_are_killed_too_often_are_given_up(folder: Path, tmp_path: Path) -> None:
@@ -152,7 +144,7 @@ def test_replicas_that_are_started_by_hand_find_each_other(folder: Path, tmp_pat
     paths = (folder / "job" / "job.yaml", Location.parse(folder / "dataset"), run)
     train_replicas(*paths, TrainOptions(), launch, lambda *_: None, on_start=start)
     assert [replica.wait(PATIENCE) for replica in started] == [0, 0]
-    assert_as_alone(folder, run)
+    assert_equal(run, folder / "alone")
     assert len(lives_of(run)) == 2
 
 
@@ -175,4 +167,4 @@ def test_a_run_that_is_asked_to_end_ends_and_goes_on(folder: Path, tmp_path: Pat
         train_replicas(job, Location.parse(dataset), run, TrainOptions(), launch, ask, drain)
     assert "--resume" in asked.value.message
     together(folder, run, 2, resume=True)
-    assert_as_alone(folder, run)
+    assert_equal(run, folder / "alone")

@@ -16,11 +16,11 @@ from schemas.storage import Location
 from tests.trainer.faults import Faults
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import ended, num_steps, started, trained, until
+from tests.trainer.runs import assert_equal
 from tests.trainer.test_draining import SEGMENT
 from tests.trainer.test_replicas import agreed, status
 from trainer.agreement import LeaveOutcome, leave_outcome
 from trainer.checkpoint.load import newest_checkpoint
-from trainer.diff import compare_runs
 from trainer.elastic.exchange import SplitPlanner
 from trainer.elastic.launcher import LaunchOptions, LocalReplicas, train_replicas
 from trainer.elastic.membership import (
@@ -29,7 +29,7 @@ from trainer.elastic.membership import (
     Membership,
 )
 from trainer.recovery import Drain, DrainInterrupt
-from trainer.run import read_ledger, verify_run
+from trainer.run import read_ledger
 from trainer.setup import TrainOptions
 
 EPOCHS = {"epochs": "8"}
@@ -45,11 +45,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_dataset(folder / "dataset", job, SEGMENT)
     trained(job, folder / "dataset", folder / "alone")
     return folder
-
-
-def assert_as_alone(folder: Path, run: Path) -> None:
-    assert compare_runs(folder / "alone", run).difference is None
-    assert verify_run(run).problems == ()
 
 
 def train_and(
@@ -77,7 +72,7 @@ def test_nobody_waits_for_a_replica_that_leaves(number: int, folder: Path, tmp_p
             os.kill(replicas.pids[number], signal.SIGTERM)
 
     train_and(leave, folder, run, NEVER_SEC)
-    assert_as_alone(folder, run)
+    assert_equal(run, folder / "alone")
     steps: dict[str, list[int]] = {}
     for entry in read_ledger(run / LEDGER):
         steps.setdefault(entry.replica[:3], []).append(entry.step)
@@ -100,7 +95,7 @@ def test_run_whose_replicas_all_leave_one_by_one_goes_on(folder: Path, tmp_path:
         f"stopped at step {num_steps(run)}; continue {run} with --resume"
     )
     trained(folder / "job.yaml", folder / "dataset", run, "--resume", "--replicas", "2")
-    assert_as_alone(folder, run)
+    assert_equal(run, folder / "alone")
 
 
 @pytest.mark.slow
@@ -126,7 +121,7 @@ def test_replicas_that_are_asked_to_end_agree_on_their_last_step_and_save_it(
     assert int(newest.name) == step < num_steps(folder / "alone")
     assert not (run / SUMMARY).exists()
     trained(job, folder / "dataset", run, "--resume")
-    assert_as_alone(folder, run)
+    assert_equal(run, folder / "alone")
 
 
 @pytest.mark.slow
@@ -148,7 +143,7 @@ def test_replicas_that_are_asked_before_their_first_step_leave_a_run_that_goes_o
         )
     assert found.value.message.startswith("stopped at step 0; ")
     trained(job, folder / "dataset", run, "--resume", "--replicas", "2")
-    assert_as_alone(folder, run)
+    assert_equal(run, folder / "alone")
 
 
 def test_a_replica_leaves_after_the_step_in_whose_agreement_it_says_so() -> None:

@@ -16,12 +16,11 @@ from schemas.errors import SchemaError
 from schemas.storage import Location
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import trained, with_keys
+from tests.trainer.runs import assert_equal
 from tests.trainer.test_draining import SEGMENT, with_a_fifo
-from trainer.diff import compare_runs
 from trainer.elastic.context import read_rendezvous, write_rendezvous
 from trainer.elastic.launcher import LaunchOptions, start_replica, train_replicas
 from trainer.elastic.worker import replica_limits
-from trainer.run import verify_run
 from trainer.setup import TrainOptions
 
 LINE = (
@@ -78,8 +77,7 @@ def test_others_go_on_without_a_replica_that_hangs(folder: Path, tmp_path: Path)
     run, alone = tmp_path / "run", tmp_path / "alone"
     together(folder, run, ["1"])
     trained(folder / "job.yaml", folder / "dataset", alone)
-    assert compare_runs(alone, run).difference is None
-    assert verify_run(run).problems == ()
+    assert_equal(run, alone)
     [line] = (tmp_path / "run-1" / "stacks-1.txt").read_text().splitlines()[-1:]
     found = re.fullmatch(LINE, line)
     assert found is not None, line

@@ -20,14 +20,12 @@ from tests.shared import with_long
 from tests.trainer.faults import Faults
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import agents_of_run, hold, is_gone, is_stopped, wait_for
-from tests.trainer.runs import SEGMENTS, checkpoint_at, run_job
+from tests.trainer.runs import SEGMENTS, assert_equal, checkpoint_at, run_job, steps_of
 from trainer import run_checkpoints as room
 from trainer.checkpoint.manager import CHECKPOINT_LOG
 from trainer.checkpoint.manifest import complete_checkpoints, read_checkpoint_manifest, verify_files
 from trainer.checkpoint.snapshot import memory_path
-from trainer.diff import compare_runs
 from trainer.elastic.launcher import LaunchOptions, LocalReplicas, train_replicas
-from trainer.run import verify_run
 from trainer.setup import TrainOptions
 
 
@@ -65,11 +63,6 @@ def together(
     train_replicas(*paths, given, launch, lambda *_: None, on_start=on_start)
 
 
-def steps_of(run: Path) -> list[int]:
-    """Return the steps of the complete checkpoints of a run."""
-    return [int(checkpoint.name) for checkpoint in complete_checkpoints(run / CHECKPOINTS)]
-
-
 def copied_of(run: Path) -> list[int]:
     """Return the steps at which what changed was copied."""
     path = run / CHECKPOINT_LOG
@@ -80,8 +73,7 @@ def copied_of(run: Path) -> list[int]:
 
 def assert_whole(folder: Path, run: Path) -> list[str]:
     """Assert that a run has the bits of one process, and return its checkpoints, all whole."""
-    assert compare_runs(folder / "alone", run).difference is None
-    assert verify_run(run).problems == ()
+    assert_equal(run, folder / "alone")
     wait_for(lambda: not memory_path(folder / "memory", run).exists())
     found = complete_checkpoints(run / CHECKPOINTS)
     for checkpoint in found:

@@ -16,13 +16,12 @@ from tests.shared import with_long
 from tests.trainer.faults import Faults
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import PATIENCE
-from tests.trainer.runs import SEGMENTS, rows_in, run_job
+from tests.trainer.runs import SEGMENTS, assert_equal, rows_in, run_job
 from tests.trainer.stores import kill_stores, log_files
 from trainer.checkpoint.manager import CHECKPOINT_LOG
 from trainer.checkpoint.manifest import DENSE_FILE, complete_checkpoints
-from trainer.diff import compare_runs
 from trainer.elastic.launcher import LaunchOptions, LocalReplicas, start_replica, train_replicas
-from trainer.run import read_ledger, verify_run
+from trainer.run import read_ledger
 from trainer.setup import TrainOptions
 from trainer.stores.factory import STORE
 from trainer.stores.remote.ownership import ShardControl
@@ -79,13 +78,6 @@ def together(
     )
 
 
-def assert_as_alone(folder: Path, run: Path) -> None:
-    found = compare_runs(folder / "alone", run)
-    assert found.difference is None
-    assert found.num_steps == 32
-    assert verify_run(run).problems == ()
-
-
 @pytest.mark.parametrize(
     ("count", "embedding", "retained_bytes"),
     [(2, "cached", 1 << 14), (3, "cached", 1 << 30), (2, "uncached", 1 << 9)],
@@ -95,7 +87,7 @@ def test_replicas_that_share_stores_have_the_bits_of_one_process(
 ) -> None:
     run = tmp_path / "run"
     together(folder, run, count=count, embedding=embedding, retained_bytes=retained_bytes)
-    assert_as_alone(folder, run)
+    assert_equal(run, folder / "alone")
     assert (run / CHECKPOINT_LOG).is_file(), "they were copied beside training"
     assert_checkpoints_as_alone(folder, run)
     stores = sorted((run / STORE).glob("store-*"))
@@ -132,7 +124,7 @@ FAULTS = {
 @pytest.mark.parametrize("what", with_long(FAULTS, "both, one after the other", "one is held"))
 def test_faults_do_not_show(what: str, folder: Path, tmp_path: Path) -> None:
     together(folder, tmp_path / "run", faults=FAULTS[what])
-    assert_as_alone(folder, tmp_path / "run")
+    assert_equal(tmp_path / "run", folder / "alone")
 
 
 @pytest.mark.parametrize(
@@ -159,13 +151,13 @@ def test_where_all_die_at_once_the_run_goes_back(after: str, folder: Path, tmp_p
         on_start=attempts.append,
     )
     assert summary.num_rollbacks == 1
-    assert_as_alone(folder, run)
+    assert_equal(run, folder / "alone")
 
 
 def test_one_that_was_killed_computes_leaves_again(folder: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     together(folder, run, faults=Faults().kill(1, 3).pause(0, 0.25))
-    assert_as_alone(folder, run)
+    assert_equal(run, folder / "alone")
     lives = {e.replica for e in read_ledger(run / LEDGER) if e.replica.startswith("001")}
     assert len(lives) >= 2, "it joined from the state of the other and computed leaves"
 
@@ -174,7 +166,7 @@ def test_a_store_that_is_killed_costs_no_step(folder: Path, tmp_path: Path) -> N
     run = tmp_path / "run"
     summary = together(folder, run, faults=SLOWLY, at_step={7: lambda: kill_stores(run, 0)})
     assert (summary.num_rollbacks, summary.recomputed_steps) == (0, 0)
-    assert_as_alone(folder, run)
+    assert_equal(run, folder / "alone")
 
 
 def test_a_store_that_loses_its_rows_takes_all_replicas_back(folder: Path, tmp_path: Path) -> None:
@@ -182,7 +174,7 @@ def test_a_store_that_loses_its_rows_takes_all_replicas_back(folder: Path, tmp_p
     at_step = {15: lambda: kill_stores(run, 0, forget=True)}
     summary = together(folder, run, faults=SLOWLY, at_step=at_step)
     assert summary.num_rollbacks == 1
-    assert_as_alone(folder, run)
+    assert_equal(run, folder / "alone")
 
 
 def test_replicas_started_by_hand_tell_that_rows_are_lost(folder: Path, tmp_path: Path) -> None:
@@ -203,7 +195,7 @@ def test_replicas_started_by_hand_tell_that_rows_are_lost(folder: Path, tmp_path
     summary = together(folder, run, count=0, on_step=kill_all, on_start=start)
     assert summary.num_rollbacks == 1
     assert [replica.wait(PATIENCE) for replica in started] == [-9, -9, EXIT_LOST_ROWS, 0, 0]
-    assert_as_alone(folder, run)
+    assert_equal(run, folder / "alone")
 
 
 def test_replicas_without_stores_are_told_to_share_some(folder: Path, tmp_path: Path) -> None:

@@ -20,7 +20,15 @@ from schemas.run_log import LEDGER
 from schemas.storage import Location
 from tests.shared import with_long
 from tests.trainer.faults import Faults
-from tests.trainer.growing import GROWING, ONCE, assert_equal, commit, grown_versions, make_versions
+from tests.trainer.growing import (
+    GROWING,
+    ONCE,
+    commit,
+    job,
+    make_versions,
+    versions,
+    whole,
+)
 from tests.trainer.make_dataset import change_root, write_job
 from tests.trainer.processes import (
     ended,
@@ -30,7 +38,7 @@ from tests.trainer.processes import (
     until,
 )
 from tests.trainer.replicas_following import KNOWN, Together
-from tests.trainer.runs import checkpoint_at, run_job
+from tests.trainer.runs import assert_equal, checkpoint_at, run_job
 from tests.trainer.stores import kill_stores
 from trainer.elastic.context import read_rendezvous, write_rendezvous
 from trainer.elastic.launcher import start_replica
@@ -38,26 +46,10 @@ from trainer.elastic.peer_state import REPLICAS
 from trainer.recovery import Drain, DrainInterrupt
 from trainer.run import read_ledger
 
+__all__ = ["job", "versions", "whole"]
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 CACHED: dict[str, Any] = {"embedding": "cached", "stores": 2}
-
-
-@pytest.fixture(scope="module")
-def versions() -> list[Path]:
-    """The dataset after each segment, blocks in another order than stored."""
-    return grown_versions()
-
-
-@pytest.fixture(scope="module")
-def job(versions: list[Path]) -> Path:
-    """The job of the versions."""
-    return versions[0].parent / "job" / "job.yaml"
-
-
-@pytest.fixture(scope="module")
-def whole(versions: list[Path]) -> Path:
-    """A plain run on the finished dataset."""
-    return versions[0].parent / "whole"
 
 
 @pytest.fixture

@@ -15,10 +15,8 @@ from schemas.errors import SchemaError
 from schemas.run_log import read_summary
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import hold
-from tests.trainer.runs import SEGMENTS, run_job
+from tests.trainer.runs import SEGMENTS, assert_equal, run_job
 from tests.trainer.stores import kill_stores, log_bytes, log_files, stores_of
-from trainer.diff import compare_runs
-from trainer.run import verify_run
 from trainer.run_log import LogWriter
 from trainer.stores.factory import STORE
 from trainer.stores.remote.connection import read_access, resolve_address
@@ -66,11 +64,6 @@ def at_step(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, Callable[[Pat
     assert not wanted, "everything happened"
 
 
-def assert_equal(one: Path, other: Path) -> None:
-    assert compare_runs(one, other).difference is None
-    assert verify_run(other).problems == ()
-
-
 @pytest.mark.slow
 def test_stores_killed_at_any_moment_cost_no_committed_step(
     job: Path,
@@ -93,7 +86,7 @@ def test_stores_killed_at_any_moment_cost_no_committed_step(
     at_step[13] = lambda run: threading.Timer(0.01, kill_stores, (run, 1)).start()
     summary = run_job(job, dataset, run, embedding="cached", stores=2)
     assert (summary.num_rollbacks, summary.recomputed_steps) == (0, 0)
-    assert_equal(undisturbed, run)
+    assert_equal(run, undisturbed)
 
 
 @pytest.mark.slow
@@ -116,7 +109,7 @@ def test_store_that_dies_with_its_directory_takes_the_run_back_to_its_checkpoint
     # from the kill to the next call of that store, which a whole cached step may go without
     assert 3 <= summary.recomputed_steps <= 2 * EVERY + 4
     assert read_summary(run / "summary.json").recomputed_steps == summary.recomputed_steps
-    assert_equal(undisturbed, run)
+    assert_equal(run, undisturbed)
 
 
 @pytest.mark.slow
@@ -145,7 +138,7 @@ def test_store_that_comes_back_in_an_older_state_is_not_believed(
     at_step |= {7: keep_copy, 10: put_back}
     summary = run_job(job, dataset, run, embedding="uncached", stores=2)
     assert summary.num_rollbacks == 1
-    assert_equal(undisturbed, run)
+    assert_equal(run, undisturbed)
 
 
 @pytest.mark.slow
@@ -182,4 +175,4 @@ def test_slots_that_move_cost_no_committed_step_whoever_is_killed(
     summary = run_job(job, dataset, run, embedding="cached", stores=2)
     assert (summary.num_rollbacks, summary.recomputed_steps) == (0, 0)
     assert killed is not None or moved[0]["num_slots"] == 1024
-    assert_equal(undisturbed, run)
+    assert_equal(run, undisturbed)

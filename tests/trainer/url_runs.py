@@ -14,11 +14,9 @@ from schemas.run_manifest import ALL, OBJECTS, RunManifest, RunState, fetch_run,
 from schemas.storage import Location
 from schemas.versions import Versions
 from tests.trainer.make_dataset import write_job
-from tests.trainer.runs import run_job, small_dataset
+from tests.trainer.runs import assert_equal, run_job, small_dataset
 from trainer.checkpoint.upload import open_output
-from trainer.diff import compare_runs
 from trainer.recovery import Drain
-from trainer.run import verify_run
 from trainer.setup import TrainOptions
 from trainer.train import train
 
@@ -75,8 +73,7 @@ def check_objects(url: str) -> None:
 def check_equal(url: str, run: Path, copy: Path) -> None:
     """Check that a run at a URL has the bits of one in a folder, and is complete."""
     fetch_run(Location.parse(url), copy, ALL)
-    assert compare_runs(copy, run).difference is None
-    assert verify_run(copy).problems == ()
+    assert_equal(copy, run)
     check_objects(url)
 
 
