@@ -36,7 +36,6 @@ class UrlCheck:
         probe: given the directory and a clock in seconds since 1970, returns whether the
             requirement is met, and what was found; raises StorageError or OSError if the store
             fails.
-        must: the requirement.
     """
 
     name: str

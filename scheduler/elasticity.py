@@ -45,9 +45,7 @@ class Reading:
     """What one process did for a while at one size of its pools.
 
     Attributes:
-        cpus: its cores.
         busy: the mean of its busy cores.
-        step_sec: seconds of a step.
 
     Raises:
         ValueError: a value is not positive; an idle process does not show its need.
@@ -58,7 +56,6 @@ class Reading:
     step_sec: float
 
     def __post_init__(self) -> None:
-        """Check the values."""
         if not all(0.0 < value < float("inf") for value in (self.cpus, self.busy, self.step_sec)):
             raise ValueError(f"reading must be positive, got {self}; leave it out")
 
@@ -69,7 +66,6 @@ class CoreNeed:
 
     Attributes:
         cpus: cores below which steps got longer; the fewest that were tried if none did.
-        slower: whether steps got longer.
     """
 
     cpus: float
@@ -78,13 +74,7 @@ class CoreNeed:
 
 @dataclass(frozen=True, slots=True)
 class CoreFit:
-    """The cores that a process is to get.
-
-    Attributes:
-        cpus: cores.
-        why: the rule that decided.
-        need: the need by its readings.
-    """
+    """The cores that a process is to get."""
 
     cpus: float
     why: FitReason
@@ -161,7 +151,6 @@ class CoreReadings:
     """Readings of one job.
 
     Attributes:
-        sizes: its sizes at the latest reading.
         readings: by sizes, the latest one last.
     """
 

@@ -105,7 +105,6 @@ def _apply(state: State, event: Event) -> tuple[State, list[Action]]:
 
 
 def _measure(state: State, tick: Tick) -> State:
-    """Return the state with the steps and readings of a tick."""
     jobs = dict(state.jobs)
     for steps in tick.steps:
         job = jobs.get(steps.job)

@@ -136,8 +136,6 @@ class Entry:
 
     Attributes:
         line: its number, from 1.
-        event: the event.
-        decisions: the decisions that followed.
     """
 
     line: int
@@ -257,7 +255,6 @@ class Log:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Close the file."""
         os.close(self._file)
 
     def _open(self) -> None:
@@ -413,7 +410,6 @@ class Replay:
     """The result of a replay.
 
     Attributes:
-        state: after all events.
         num_events: events that were handled again.
         num_decisions: decisions of the log.
         differences: decisions that differ, in order.

@@ -38,8 +38,6 @@ class SlotMove:
 
     Attributes:
         ranges: their numbers, ascending.
-        source: the store that owns them.
-        target: the store that receives them.
     """
 
     ranges: tuple[int, ...]

@@ -45,11 +45,7 @@ class SegmentRunner:
 
 @dataclass(frozen=True, slots=True)
 class JobNames:
-    """Names of one scheduler's jobs on a cluster, different from all other schedulers' names.
-
-    Attributes:
-        prefix: of all names.
-    """
+    """Names of one scheduler's jobs on a cluster, different from all other schedulers' names."""
 
     prefix: str
 
@@ -102,7 +98,6 @@ class FlinkConfig:
     """Additional Beam options."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for an invalid combination."""
         url = urlsplit(self.address)
         if url.scheme not in ("http", "https") or not url.hostname:
             raise ValueError(
@@ -147,7 +142,6 @@ class DataflowConfig:
     """Additional Beam options."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for values that Dataflow would reject."""
         for name in ("temp_location", "staging_location"):
             value = getattr(self, name)
             if value is not None and not value.startswith("gs://"):
@@ -171,7 +165,6 @@ class RunnerConfig:
     """For `runner: dataflow`."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError if the runner's section is missing."""
         if self.runner != "local" and getattr(self, self.runner) is None:
             raise ValueError(
                 f"runner {self.runner} has no section of that name; add the section {self.runner}"

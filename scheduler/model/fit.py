@@ -229,7 +229,6 @@ class Window:
     cells: Mapping[Key, Cell] = field(default_factory=lambda: MappingProxyType(dict[Key, Cell]()))
 
     def __len__(self) -> int:
-        """Return the number of cells."""
         return len(self.cells)
 
     @property

@@ -28,7 +28,6 @@ class Grid:
     Attributes:
         segment_jobs: segment jobs at once.
         workers_per_job: pipeline workers of each.
-        num_replicas: trainer replicas.
         num_stores: embedding stores, 0 if each replica holds the tables.
     """
 
@@ -43,12 +42,10 @@ class Grid:
         return cls(*rows.T)
 
     def __getitem__(self, mask: NDArray[np.bool_]) -> Grid:
-        """Return the candidates of a mask."""
         columns = (self.segment_jobs, self.workers_per_job, self.num_replicas, self.num_stores)
         return Grid(*(column[mask] for column in columns))
 
     def __len__(self) -> int:
-        """Return n."""
         return len(self.segment_jobs)
 
     @property
@@ -101,12 +98,7 @@ def booked_cpus(process: WorkerConfig) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """Resources of a pool, one entry per candidate.
-
-    Attributes:
-        cpus: (n,) cores.
-        memory_bytes: (n,) bytes.
-    """
+    """Resources of a pool, one entry per candidate."""
 
     cpus: Floats
     memory_bytes: Ints

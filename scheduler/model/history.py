@@ -52,11 +52,6 @@ class PastJob:
     """Measured over default time of its steps."""
 
     def __post_init__(self) -> None:
-        """Check the numbers.
-
-        Raises:
-            ValueError: a number is out of range, or their count is not that of the terms.
-        """
         numbers = (*self.training, *self.segments)
         if len(self.training) != len(TRAINING_TERMS) or len(self.segments) not in (
             0,
@@ -96,7 +91,6 @@ class BuildRecord:
         num_samples: samples that it wrote.
         startup_sec: seconds before the first sample.
         rows_per_sec: samples per second after start-up.
-        num_workers: its processes.
     """
 
     num_samples: int
@@ -112,7 +106,6 @@ class RunRecord:
     Attributes:
         name: its folder, relative to the history.
         summary: the output of `train --json`.
-        metrics: its steps.
     """
 
     name: str

@@ -326,8 +326,6 @@ class _Fit:
     Attributes:
         support: indices of the columns.
         columns: (n, len(support)) values.
-        coefficients: of the columns.
-        error: sum of squares.
     """
 
     support: tuple[int, ...]

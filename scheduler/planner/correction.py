@@ -226,8 +226,6 @@ class Verdict:
     """The result of one tick.
 
     Attributes:
-        state: for the next tick.
-        change: the change to start now, or None.
         reason: sentence for the log.
     """
 

@@ -126,7 +126,6 @@ class Outcome:
 
     Attributes:
         days: each day with its result, in order, up to the first that could not be finished.
-        promoted: the pointer.
     """
 
     days: Sequence[tuple[str, Finished]]

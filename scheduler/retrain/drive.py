@@ -394,11 +394,7 @@ POINTER = "PROMOTED"
 
 @dataclass(frozen=True, slots=True)
 class Root:
-    """Places of a retrained job.
-
-    Attributes:
-        location: the root.
-    """
+    """Places of a retrained job."""
 
     location: Location
 

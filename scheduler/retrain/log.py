@@ -87,7 +87,6 @@ class Log:
         raise AssertionError("`backoff` does not end")
 
     def __exit__(self, *error: object) -> None:
-        """End the lease."""
         self._lease.release()
 
     def _try_to_own(self) -> bool:

@@ -91,7 +91,6 @@ class _Climb:
     Attributes:
         best: sizes at the highest speed.
         step_sec: seconds per step there.
-        ended: whether scaling has ended.
     """
 
     best: Sizes | None = None

@@ -278,9 +278,7 @@ class EndedJob:
     """The result of one job.
 
     Attributes:
-        submit_sec: time of submission.
         end_sec: when it finished or failed.
-        completed: whether it finished.
         deadline_sec: time limit after submission, None without one.
     """
 
@@ -347,12 +345,7 @@ _SUBMIT, _ROUND = -1, -2
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The result of one simulation.
-
-    Attributes:
-        ended: results of all jobs by number.
-        used: resource use.
-    """
+    """The result of one simulation."""
 
     ended: tuple[EndedJob, ...]
     used: ResourceUse

@@ -57,7 +57,6 @@ class Trace:
     """Jobs in order of submission.
 
     Attributes:
-        jobs: valid jobs.
         num_skipped: lines with a negative time, no duration or no replica.
         num_unsorted: lines before one with an earlier submission; all are sorted.
     """
@@ -188,11 +187,9 @@ class Table:
     """One kind of job. Arrays are (stores + 1, replicas + 1); nan for impossible sizes.
 
     Attributes:
-        kind: its name.
         speed: samples per second.
         replica_busy: busy cores of one replica.
         store_busy: busy cores of one store.
-        batch_samples: samples per step.
     """
 
     kind: str
@@ -318,7 +315,6 @@ class Knobs:
     """Ratio of needed to busy cores; a process with fewer is slowed down."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for a value out of range."""
         if not 1.0 <= self.over_request < float("inf"):
             raise ValueError(
                 f"over_request must be at least 1, got {self.over_request}; 1 asks for the need"

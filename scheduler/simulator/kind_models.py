@@ -44,7 +44,6 @@ class KindMeasurements:
     """Measurements of one kind.
 
     Attributes:
-        window: of steps.
         count: all measurements, beyond those that the window keeps.
     """
 

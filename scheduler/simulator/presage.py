@@ -87,7 +87,6 @@ class JobEstimate:
 
     Attributes:
         version: number of updates.
-        cores: measurements of its cores.
         memory: bytes of one replica and of all stores that it should get; None for its request.
         num_forecasts: passed `FORECAST_POINTS`.
         oom: handled out-of-memory failures.
@@ -505,7 +504,6 @@ def _price(sizes: Sizes) -> float:
 
 
 def _candidate(sizes: Sizes, seconds: float) -> Candidate:
-    """Return sizes as a candidate without a preprocessing pool."""
     price = _price(sizes)
     return Candidate(
         segment_jobs=0,

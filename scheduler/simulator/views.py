@@ -16,11 +16,6 @@ class Sizes:
     """Resources of a job.
 
     Attributes:
-        num_replicas: trainer replicas.
-        num_stores: embedding stores.
-        replica_cpus: cores of one replica.
-        store_cpus: cores of one store.
-        replica_memory: bytes of one replica.
         tables_memory: bytes of all stores together, divided evenly.
     """
 
@@ -49,12 +44,7 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Resources of the cluster.
-
-    Attributes:
-        cpus: cores.
-        memory_bytes: bytes.
-    """
+    """Resources of the cluster."""
 
     cpus: float
     memory_bytes: float
@@ -84,11 +74,6 @@ class Measurement:
     """One noisy measurement of a job at its sizes.
 
     Attributes:
-        job: number of the job.
-        kind: kind of the job.
-        num_replicas: its replicas.
-        num_stores: its stores.
-        step_sec: seconds per step.
         replica_busy: busy cores of one replica.
         store_busy: busy cores of one store.
     """
@@ -108,7 +93,6 @@ class JobView:
 
     Attributes:
         job: its number, in order of submission.
-        kind: its kind.
         priority: larger is more important.
         request: sizes that its user requested.
         current: its sizes; None while it waits.
@@ -153,8 +137,6 @@ class Snapshot:
     """Input of a decision.
 
     Attributes:
-        now_sec: simulated time.
-        capacity: of the cluster.
         jobs: waiting and running jobs, in order of submission.
         measured: measurements since the last decision.
         allowed: by kind, which (stores, replicas) are possible.

@@ -33,12 +33,7 @@ class UnreachableError(Exception):
 
 
 class RefusedError(Exception):
-    """The API server rejects a request.
-
-    Attributes:
-        status: HTTP status code.
-        message: of the server.
-    """
+    """The API server rejects a request."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(f"{status}: {message}")
@@ -206,7 +201,6 @@ class Api:
 
 @contextmanager
 def _converted_errors() -> Generator[None]:
-    """Convert errors of the client into ours."""
     try:
         yield
     except ApiException as error:
@@ -242,7 +236,6 @@ def _events(response: urllib3.HTTPResponse) -> Generator[tuple[str, dict[str, An
 
 
 def _lines(response: urllib3.HTTPResponse) -> Generator[bytes]:
-    """Yield complete lines of a streamed answer."""
     rest = b""
     for chunk in response.stream(amt=None, decode_content=False):
         *lines, rest = (rest + chunk).split(b"\n")
@@ -298,11 +291,7 @@ FIRST_WAIT_SEC, MAX_WAIT_SEC = 0.5, 10.0
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A complete list of Pods.
-
-    Attributes:
-        pods: their objects.
-    """
+    """A complete list of Pods."""
 
     pods: tuple[dict[str, Any], ...]
 

@@ -33,7 +33,6 @@ class VolumeConfig:
     """Whether Pods mount it read-only."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for an invalid mount."""
         if not self.path.startswith("/"):
             raise ValueError(f"path must be absolute, got {self.path!r}; write the full path")
         if (self.claim is None) == (self.host_path is None):
@@ -53,7 +52,6 @@ class VariablesConfig:
     """Name of a ConfigMap."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError unless there is one of both."""
         if (self.secret is None) == (self.config_map is None):
             raise ValueError(
                 f"source must have either secret or config_map, got "
@@ -122,7 +120,6 @@ class ClusterConfig:
     """Time after the grace period at which a terminating Pod counts as lost with its node."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for durations below a second or a relative folder."""
         for name, path in (("secrets", self.secrets), ("work", self.work)):
             if not path.startswith("/"):
                 raise ValueError(f"{name} must be absolute, got {path!r}; write the full path")

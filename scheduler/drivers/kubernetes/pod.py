@@ -53,8 +53,6 @@ class Wait:
     """Why a Pod does not start.
 
     Attributes:
-        reason: of the cluster.
-        message: of the cluster.
         permanent: whether the Pod itself is invalid.
         normal: whether every Pod waits for it, for some seconds.
         unschedulable: whether no node has room.
