@@ -79,7 +79,9 @@ class Rows:
         there = [number for number in alive if number in {*addresses, *self.owners}]
         owners = self.owners or list(initial_owners(addresses))
         missing = set(owners) - {NOBODY, *alive}
-        assert not missing, f"the lead waits for nobody who is gone, got {missing}, {job.owners}"
+        assert not missing, (
+            f"the coordinator waits for nobody who is gone, got {missing}, {job.owners}"
+        )
         if NOBODY in owners:
             fewest = min(there, key=lambda store: (owners.count(store), store))
             owners = [fewest if owner == NOBODY else owner for owner in owners]
