@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.arrays import Array, Jagged, offsets_of
+from schemas.arrays import Array, Jagged, offsets_of, stable_order
 from schemas.dataset import Dataset, Index, access_lists, has_accesses
 from schemas.errors import SchemaError
 from schemas.files import CheckedFile, DecodedFileCache, ListFiles, replace_bytes
@@ -398,12 +398,6 @@ class NextUses:
         first, last = dataset.segments[segment].edge_positions(self._table)
         per_batch = self._order.blocks_per_batch
         return first // per_batch, last // per_batch
-
-
-def stable_order(values: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Return the stable ascending order of non-negative values."""
-    narrow = values.max(initial=0) < 1 << 16  # 16 bits: a radix sort
-    return np.argsort(values.astype(np.uint16) if narrow else values, kind="stable")
 
 
 def allocate(count: int) -> NDArray[np.int32]:

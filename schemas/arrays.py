@@ -98,6 +98,14 @@ def ranges(starts: NDArray[np.integer], lengths: NDArray[np.integer]) -> NDArray
     return np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths)
 
 
+def stable_order(values: NDArray[np.integer]) -> NDArray[np.int64]:
+    """Return the stable ascending order of non-negative values; 16 bits take linear time."""
+    largest = values.max(initial=0)
+    if not largest:
+        return np.arange(len(values))
+    return np.argsort(values.astype(np.uint16) if largest < 1 << 16 else values, kind="stable")
+
+
 def find_sorted(
     ascending: NDArray[np.int64], wanted: NDArray[np.int64]
 ) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:

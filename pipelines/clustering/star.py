@@ -25,6 +25,7 @@ from schemas.arrays import (
     comparable,
     offsets_of,
     one_chunk,
+    stable_order,
     take_rows,
     take_values,
     unique_tuples,
@@ -182,7 +183,7 @@ def sort_samples(columns: SortKeys, data: DataConfig) -> SampleOrder:
     """
     codes = _ranks(columns.keys)[columns.key]
     rows = np.lexsort((columns.index, columns.origin, columns.time))
-    rows = rows[_stable_order(codes[rows])]
+    rows = rows[stable_order(codes[rows])]
     codes, time = codes[rows], columns.time[rows]
     starts = _session_starts(codes, time, data.session.gap)
     del codes, columns
@@ -214,7 +215,7 @@ def _order_of_ranges(evaluation: NDArray[np.bool_], window: NDArray[np.int32]) -
     """Return the stable order of samples by split and window."""
     ranges = window.astype(np.int64) - (window.min() if len(window) else 0)
     ranges += evaluation * (ranges.max(initial=0) + 1)
-    return _stable_order(ranges)
+    return stable_order(ranges)
 
 
 def _ranks(keys: pa.Array) -> NDArray[np.int32]:
@@ -226,14 +227,6 @@ def _ranks(keys: pa.Array) -> NDArray[np.int32]:
     ranks = np.empty(len(keys), np.int32)
     ranks[order] = np.arange(len(keys), dtype=np.int32)
     return ranks
-
-
-def _stable_order(codes: NDArray[np.integer]) -> NDArray[np.int64]:
-    """Return the stable order of non-negative integers; numpy sorts 16 bits in linear time."""
-    largest = codes.max(initial=0)
-    if not largest:
-        return np.arange(len(codes))
-    return np.argsort(codes.astype(np.uint16) if largest < 1 << 16 else codes, kind="stable")
 
 
 def _first_of_each(numbers: NDArray[np.int64]) -> NDArray[np.bool_]:
