@@ -422,11 +422,6 @@ def plans_of_span(
     )
 
 
-def settle(source: RowSource, at: int | None = None) -> int:
-    """Fix and return the step from which a source can be extended; see `PlannedCache.settle`."""
-    return source.settle(at) if isinstance(source, PlannedCache) else 0
-
-
 def extend(source: RowSource, store: Store, span: Span, config: TrainConfig, step: int) -> None:
     """Extend the plans of a source to the end of a span.
 
@@ -438,7 +433,7 @@ def extend(source: RowSource, store: Store, span: Span, config: TrainConfig, ste
         store: of the rows.
         span: with more steps than the source covers.
         config: train section of the job.
-        step: the next step, at most the one that `settle` returned.
+        step: the next step, at most the one that `PlannedCache.settle` returned.
 
     Raises:
         PlanError: the cache is too small for a table.

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from schemas.config.train import TrainConfig
 from trainer.embedding.cache import CachedRows, PlannedCache, RowSource
 from trainer.embedding.changes import Changes
-from trainer.follow import Span, extend, settle
+from trainer.follow import Span, extend
 from trainer.stores.api import Store
 
 
@@ -57,7 +57,7 @@ class RunRows:
         Args:
             at: step that another replica has fixed.
         """
-        return settle(self.source, at)
+        return self.source.settle(at) if isinstance(self.source, PlannedCache) else 0
 
     def extend(self, span: Span, train_step: int) -> None:
         """Extend the plan to the steps of a span, from a step on.

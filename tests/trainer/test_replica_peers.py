@@ -90,7 +90,7 @@ def test_replica_beyond_loopback_must_have_a_certificate(
         steps=None,
         follow=False,
         extent=EXTENT,
-        retained_bytes=1,
+        buffer_bytes=1,
         copy_bytes=0,
         shared=None,
         attempt="a",

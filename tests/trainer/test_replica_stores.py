@@ -53,7 +53,7 @@ def together(
     count: int = 2,
     embedding: str = "cached",
     faults: Faults | None = None,
-    retained_bytes: int = 1 << 14,
+    buffer_bytes: int = 1 << 14,
     at_step: dict[int, Callable[[], None]] | None = None,
     on_step: Callable[[StepMetric, int], None] = lambda *_: None,
     on_start: Callable[[LocalReplicas], None] = lambda _: None,
@@ -62,7 +62,7 @@ def together(
         count=count,
         heartbeat_sec=2.0,
         start=(faults or Faults()).start,
-        retained_bytes=retained_bytes,
+        buffer_bytes=buffer_bytes,
     )
     wanted = dict(at_step or {})
 
@@ -79,14 +79,14 @@ def together(
 
 
 @pytest.mark.parametrize(
-    ("count", "embedding", "retained_bytes"),
+    ("count", "embedding", "buffer_bytes"),
     [(2, "cached", 1 << 14), (3, "cached", 1 << 30), (2, "uncached", 1 << 9)],
 )
 def test_replicas_that_share_stores_have_the_bits_of_one_process(
-    count: int, embedding: str, retained_bytes: int, folder: Path, tmp_path: Path
+    count: int, embedding: str, buffer_bytes: int, folder: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    together(folder, run, count=count, embedding=embedding, retained_bytes=retained_bytes)
+    together(folder, run, count=count, embedding=embedding, buffer_bytes=buffer_bytes)
     assert_equal(run, folder / "alone")
     assert (run / CHECKPOINT_LOG).is_file(), "they were copied beside training"
     assert_checkpoints_as_alone(folder, run)
@@ -145,7 +145,7 @@ def test_where_all_die_at_once_the_run_goes_back(after: str, folder: Path, tmp_p
         folder,
         run,
         faults=SLOWLY,
-        retained_bytes=1 << 9 if to_stores else 1 << 30,
+        buffer_bytes=1 << 9 if to_stores else 1 << 30,
         embedding="uncached" if to_stores else "cached",
         on_step=kill_all,
         on_start=attempts.append,

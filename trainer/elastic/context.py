@@ -40,7 +40,7 @@ class Rendezvous:
     """Whether to wait for new segments."""
     extent: DatasetExtent
     """The part of the dataset that is agreed on at the start."""
-    retained_bytes: int
+    buffer_bytes: int
     """Size of the write buffer in front of the stores."""
     copy_bytes: int
     """Size of the largest copy for a checkpoint; 0 if none is made beside training."""

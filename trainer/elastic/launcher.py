@@ -46,7 +46,7 @@ from trainer.elastic.context import (
     write_rendezvous,
 )
 from trainer.elastic.membership import Lighthouse
-from trainer.elastic.shared_rows import RETAINED_BYTES, SharedStores, launch_shared_stores
+from trainer.elastic.shared_rows import BUFFER_BYTES, SharedStores, launch_shared_stores
 from trainer.follow import FollowedDataset
 from trainer.recovery import Drain, DrainInterrupt, Watchdog, resume_hint
 from trainer.run_checkpoints import check_room, copy_bytes_of
@@ -267,7 +267,7 @@ class LaunchOptions:
     """Time without heartbeat after which a replica is considered dead."""
     restarts: int = 100
     """Maximum number of restarts, of all replicas in total."""
-    retained_bytes: int = RETAINED_BYTES
+    buffer_bytes: int = BUFFER_BYTES
     """Size of the write buffer in front of the stores."""
     work: Path | None = None
     """Directory of work folders, for a run at a URL."""
@@ -430,7 +430,7 @@ class Launcher:
             steps=self.options.steps,
             follow=self.options.follow,
             extent=self.data.refresh(),
-            retained_bytes=launch.retained_bytes,
+            buffer_bytes=launch.buffer_bytes,
             copy_bytes=copy_bytes,
             shared=shared,
             attempt=writer_id() if self.uploader is None else self.uploader.attempt,

@@ -44,7 +44,7 @@ from trainer.stores.factory import (
 from trainer.stores.remote.client import RemoteStore, open_remote_store
 from trainer.stores.remote.processes import TOKEN
 
-RETAINED_BYTES = 16 << 20
+BUFFER_BYTES = 16 << 20
 """Rows in the write buffer: replicas that are that far behind can still read theirs."""
 _NO_ROWS = np.empty(0, np.int64)
 EvictedRows = dict[str, tuple[NDArray[np.int64], Records]]

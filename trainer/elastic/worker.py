@@ -114,7 +114,7 @@ def _train(
             store = open_shared(shared, job_path, config.stores, layouts)
             components = build_components(spec, on_host, store, steps_before=before)
             planned = config if train_options.embedding == "cached" else None
-            write_buffer = WriteBuffer(store, rendezvous.retained_bytes)
+            write_buffer = WriteBuffer(store, rendezvous.buffer_bytes)
             rows = SharedRows(write_buffer, components.embedding, planned, shared.first)
         stack.callback(rows.close)
         fingerprint = fingerprint_of(job, data.current().dataset)

@@ -24,11 +24,11 @@ sessions = iter(range(10**9))
 
 @pytest.fixture(scope="module")
 def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreProcess]:
-    with running(start_store(tmp_path_factory.mktemp("retained") / "store")) as (process,):
+    with running(start_store(tmp_path_factory.mktemp("buffer") / "store")) as (process,):
         yield process
 
 
-class Together:
+class TwoReplicas:
     """Two replicas that share a store, and the step that each row left last."""
 
     def __init__(self, process: StoreProcess, most_bytes: int) -> None:
@@ -72,47 +72,47 @@ def test_every_replica_reads_what_left_last_whoever_writes(
     process: StoreProcess, most_bytes: int
 ) -> None:
     rng = np.random.default_rng(most_bytes)
-    together = Together(process, most_bytes)
-    together.agree(0)
+    pair = TwoReplicas(process, most_bytes)
+    pair.agree(0)
     for _ in range(150):
         if rng.random() < 0.5:
-            together.agree(int(rng.integers(2)))
-        together.leave(rng.choice(12, rng.integers(5), replace=False).tolist(), late=False)
+            pair.agree(int(rng.integers(2)))
+        pair.leave(rng.choice(12, rng.integers(5), replace=False).tolist(), late=False)
         for replica in (0, 1):
-            assert together.found(replica, together.step) == together.history
-    with together.replicas[1].unbuffered():  # whoever writes at the end has all that is missing
+            assert pair.found(replica, pair.step) == pair.history
+    with pair.replicas[1].unbuffered():  # whoever writes at the end has all that is missing
         pass
-    together.agree(1)
-    assert together.found(0, together.step) == together.history
-    together.close()
+    pair.agree(1)
+    assert pair.found(0, pair.step) == pair.history
+    pair.close()
 
 
 def test_a_replica_that_was_held_reads_no_row_of_a_later_step(process: StoreProcess) -> None:
-    together = Together(process, most_bytes=0)
-    together.agree(0)
-    together.leave([1, 2], late=False)
-    at = together.step
-    together.leave([2, 3], late=True)
-    assert together.found(0, together.step) == {1: 1, 2: 2, 3: 2}
+    pair = TwoReplicas(process, most_bytes=0)
+    pair.agree(0)
+    pair.leave([1, 2], late=False)
+    at = pair.step
+    pair.leave([2, 3], late=True)
+    assert pair.found(0, pair.step) == {1: 1, 2: 2, 3: 2}
     with pytest.raises(
         BehindError, match=f"as of step {at - 1} were replaced by those of step {at}"
     ):
-        together.found(1, at)
-    together.close()
+        pair.found(1, at)
+    pair.close()
 
 
 def test_rows_that_the_stores_refuse_are_not_said_to_be_written(
     process: StoreProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    together = Together(process, most_bytes=0)
-    together.agree(0)
+    pair = TwoReplicas(process, most_bytes=0)
+    pair.agree(0)
 
     def refuse(*_: object) -> None:
         raise SchemaError("no room on disk")
 
-    monkeypatch.setattr(together.replicas[0]._store, "write", refuse)
+    monkeypatch.setattr(pair.replicas[0]._store, "write", refuse)
     with pytest.raises(SchemaError, match=r"^no room on disk$"):
-        together.leave([1, 2], late=False)
-    assert together.replicas[0].written == -1
-    assert together.found(0, 2) == {1: 1, 2: 1}
-    together.close()
+        pair.leave([1, 2], late=False)
+    assert pair.replicas[0].written == -1
+    assert pair.found(0, 2) == {1: 1, 2: 1}
+    pair.close()
