@@ -28,7 +28,7 @@ from pipelines.samples.sql import quoted_name
 from pipelines.sources.formats import empty_rows, format_of, input_splits, read_split
 from pipelines.sources.listing import Folder, folder_of
 from pipelines.sources.rejects import Reject
-from pipelines.sources.rows import InputSplit
+from pipelines.sources.rows import InputSplit, arrow_type, sql_type
 from pipelines.sources.text_records import codec_of, decompressed
 from schemas.arrays import is_text, one_chunk
 from schemas.config.sources import SourceConfig
@@ -373,7 +373,8 @@ _WINDOWS = 100
 _WINDOW_BYTES = 32 << 10
 _COMPRESSION = 8
 """Estimated compression ratio of texts."""
-_TYPES = {"int64": "BIGINT", "float64": "DOUBLE", "timestamp": "TIMESTAMP", "uint64": "UBIGINT"}
+_TYPED = ("int64", "uint64", "float64", "timestamp")
+"""Types of columns that DuckDB reads as such, all others as texts."""
 
 
 def _query(folder: Folder, source: LogSource, expr: str) -> list[tuple[object, ...]]:
@@ -407,7 +408,10 @@ def _read_csv(paths: list[str], config: SourceConfig) -> str:
 
 
 def _duckdb_columns(config: SourceConfig) -> str:
-    types = {k: _TYPES.get(v, "VARCHAR") for k, v in (config.columns or {}).items()}
+    types = {
+        name: sql_type(arrow_type(kind)) if kind in _TYPED else "VARCHAR"
+        for name, kind in (config.columns or {}).items()
+    }
     return "{" + ", ".join(f"{_text(k)}: {_text(v)}" for k, v in types.items()) + "}"
 
 
