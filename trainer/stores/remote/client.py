@@ -166,12 +166,7 @@ class RemoteStore:
         self.members.close()
 
     def _send_all(self, flat: NDArray[np.int64], send: _SendMessage) -> None:
-        """Send the messages for all rows; those that fail are sent again with a newer slot map.
-
-        Args:
-            flat: rows of all tables.
-            send: sends one message.
-        """
+        """Send the messages for all rows; those that fail are sent again with a newer slot map."""
         slots, pending = slot_of_row(flat), np.arange(len(flat))
         attempts = CallAttempts(self.members)
         while len(pending):
