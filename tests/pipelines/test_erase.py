@@ -202,7 +202,7 @@ def test_rewritten_dataset_holds_the_id_in_no_byte(
     dataset = copy_of(two, tmp_path / "dataset")
     for value in (ID, ID + 1, USER):
         assert files_with_id(dataset, value)
-    for part in ("groups", "statistics", "vocabularies", "edges", "rejects"):
+    for part in ("tuples", "statistics", "vocabularies", "edges", "rejects"):
         names = {name for value in (ID, ID + 1) for name in files_with_id(dataset, value)}
         assert any(part in name for name in names), (part, names)
     run(capsys, str(dataset), "--ids", ids_file(tmp_path, ID))
