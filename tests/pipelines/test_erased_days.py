@@ -213,7 +213,7 @@ def test_rejects_go_after_their_own_time(
 
 
 @pytest.mark.slow
-def test_what_is_forgotten_stays_so_when_rejects_go(
+def test_what_is_erased_stays_so_when_rejects_go(
     days: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dataset = copy_of(days, tmp_path / "dataset")

@@ -23,7 +23,7 @@ from tests.id_search import files_with_id
 from tests.schemas.reference import hash_text
 from tests.trainer.make_dataset import change_root, make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, reader_of, rows_in, run_job
-from trainer import erase as forgetting
+from trainer import erase as erasure
 from trainer.__main__ import main
 from trainer.checkpoint.load import verify_checkpoint
 from trainer.checkpoint.manifest import complete_checkpoints, read_checkpoint_manifest
@@ -70,7 +70,7 @@ def row_of(trained: Path, table: str, value: int) -> int:
     return int(rows_of_ids(np.array([value]), table, config)[0])
 
 
-def forget(run: Path, ids: list[int], table: str, capsys: pytest.CaptureFixture[str]) -> dict:
+def erase_of(run: Path, ids: list[int], table: str, capsys: pytest.CaptureFixture[str]) -> dict:
     """Run the command and return what it prints."""
     path = run.parent / "ids.txt"
     path.write_text("".join(f"{i}\n" for i in ids))
@@ -79,14 +79,14 @@ def forget(run: Path, ids: list[int], table: str, capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.slow
-def test_forgotten_rows_are_in_no_checkpoint_and_the_others_are_as_they_were(
+def test_erased_rows_are_in_no_checkpoint_and_the_others_are_as_they_were(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, (table, ids) = copied(trained, tmp_path), table_and_ids(trained)
     gone = np.unique([row_of(trained, table, i) for i in ids])
     before = {f.name: rows_of(f, table) for f in complete_checkpoints(run / CHECKPOINTS)}
     assert len(before) > 1
-    found = forget(run, ids, table, capsys)
+    found = erase_of(run, ids, table, capsys)
     assert found["num_rows"] == len(gone)
     after = {f.name: rows_of(f, table) for f in complete_checkpoints(run / CHECKPOINTS)}
     assert after.keys() == before.keys()
@@ -98,7 +98,7 @@ def test_forgotten_rows_are_in_no_checkpoint_and_the_others_are_as_they_were(
         places = files_with_id(run / CHECKPOINTS, row)
         assert [p for p in places if p.endswith(".npy") and f"/{table}" in p] == []
     assert not (run / "store").exists()
-    again = forget(run, ids, table, capsys)
+    again = erase_of(run, ids, table, capsys)
     assert again["checkpoints"] == {}
 
 
@@ -113,19 +113,19 @@ def test_row_of_a_large_number_is_in_no_byte_of_what_is_written(
     rows[-1] = big
     np.save(checkpoints / part / "rows.npy", rows)
     assert files_with_id(run, big)
-    new, count = forgetting.rewrite_part(checkpoints, part, table, np.array([big]))
+    new, count = erasure.rewrite_part(checkpoints, part, table, np.array([big]))
     assert count == 1
     assert files_with_id(checkpoints / new, big) == []
 
 
 @pytest.mark.slow
-def test_run_goes_on_after_rows_were_forgotten(
+def test_run_goes_on_after_rows_were_erased(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, (table, ids) = tmp_path / "run", table_and_ids(trained)
     job, dataset = trained / "job" / "job.yaml", trained / "dataset"
     run_job(job, dataset, run, embedding="cached", steps=12)
-    forget(run, ids, table, capsys)
+    erase_of(run, ids, table, capsys)
     summary = run_job(job, dataset, run, embedding="cached", resume=True)
     whole = run_job(job, dataset, tmp_path / "whole", embedding="plain")
     assert summary.num_steps == whole.num_steps
@@ -143,7 +143,7 @@ def test_damaged_part_is_not_given_a_new_checksum(
     data[-1] ^= 1
     path.write_bytes(data)
     with pytest.raises(SchemaError, match="file must have sha256"):
-        forgetting.erase_rows(run, np.arange(2000), table)
+        erasure.erase_rows(run, np.arange(2000), table)
 
 
 @pytest.mark.slow
@@ -159,20 +159,20 @@ def test_run_that_is_trained_is_refused(trained: Path, tmp_path: Path) -> None:
                 SchemaError,
                 match=re.escape(f"run is in use by process {other.pid}, and rows cannot be erased"),
             ):
-                forgetting.erase_rows(run, np.array(ids), table)
+                erasure.erase_rows(run, np.array(ids), table)
         finally:
             other.kill()
 
 
 def test_unknown_table_and_ids_that_are_none_are_refused(trained: Path, tmp_path: Path) -> None:
     with pytest.raises(SchemaError, match="--table is no table of the run: 'x'"):
-        forgetting.erase_rows(trained / "run", np.array([1]), "x")
+        erasure.erase_rows(trained / "run", np.array([1]), "x")
     (tmp_path / "ids.txt").write_text("12\nx\n")
     with pytest.raises(SchemaError, match="ids must be 64-bit integers, one per line"):
-        forgetting.read_ids(tmp_path / "ids.txt")
+        erasure.read_ids(tmp_path / "ids.txt")
 
 
-def test_forget_reads_texts_where_features_of_the_table_are_texts(
+def test_erase_reads_texts_where_features_of_the_table_are_texts(
     trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = copied(trained, tmp_path)
@@ -182,7 +182,7 @@ def test_forget_reads_texts_where_features_of_the_table_are_texts(
     arguments = [str(run), "--ids", str(tmp_path / "ids.txt"), "--table", "users"]
     found = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(forgetting, "erase_rows", lambda *given: found.append(given) or {})
+        patch.setattr(erasure, "erase_rows", lambda *given: found.append(given) or {})
         assert main(["erase", *arguments, "--json"]) == 0
     ((_, ids, table),) = found
     texts = ["12", "K\N{LATIN SMALL LETTER O WITH DIAERESIS}ln"]
@@ -217,7 +217,7 @@ def entombed(dataset: Path, target: Path, positions: list[int]) -> tuple[Path, i
     return target, len(rows)
 
 
-def test_forgotten_samples_have_weight_0_and_all_else_is_as_it_was(
+def test_erased_samples_have_weight_0_and_all_else_is_as_it_was(
     trained: Path, tmp_path: Path
 ) -> None:
     job = trained / "job" / "job.yaml"
@@ -232,7 +232,7 @@ def test_forgotten_samples_have_weight_0_and_all_else_is_as_it_was(
 
 
 @pytest.mark.parametrize("fast", [False, True], ids=["leaf by leaf", "whole steps"])
-def test_step_whose_samples_are_all_forgotten_has_loss_0(
+def test_step_whose_samples_are_all_erased_has_loss_0(
     trained: Path, tmp_path: Path, fast: bool
 ) -> None:
     job = trained / "job" / "job.yaml"

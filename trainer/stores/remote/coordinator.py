@@ -45,7 +45,7 @@ from trainer.stores.remote.wire import (
 
 logger = logging.getLogger(__name__)
 _INTERVAL_SEC = 0.25
-"""Between two looks for requests."""
+"""Between two polls of the stores for requests."""
 _ERRORS = (SchemaError, StoreUnavailableError, SlotMapChangedError)
 
 

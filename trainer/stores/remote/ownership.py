@@ -305,8 +305,8 @@ def _owned(descriptions: Mapping[str, StoreDescription]) -> NDArray[np.bool_]:
 
 def newest_slot_map(current: SlotMap, descriptions: Descriptions) -> SlotMap:
     """Return the newest slot map of the session that a store has seen."""
-    seen = [s.slot_map for s in descriptions.values() if s is not None and s.slot_map is not None]
-    of_session = [m for m in seen if m.session == current.session]
+    maps = [s.slot_map for s in descriptions.values() if s is not None and s.slot_map is not None]
+    of_session = [m for m in maps if m.session == current.session]
     return max([current, *of_session], key=lambda slot_map: slot_map.epoch)
 
 
