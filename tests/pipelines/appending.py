@@ -16,6 +16,24 @@ DEFAULT = """tensor_representation_group { key: "" value { tensor_representation
   value { dense_tensor { column_name: "price" default_value { float_value: 2.5 } } } } } }
 """
 EXTRA = 'feature { name: "price" type: FLOAT annotation { tag: "dense" } }\n'
+KILLED_AT = """
+import os, signal, sys
+from importlib import import_module
+module = import_module("{module}")
+from pipelines.cli import main
+
+real, calls = module.{function}, []
+
+def killed(*arguments, **options):
+    calls.append(1)
+    if len(calls) > {before}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(*arguments, **options)
+
+module.{function} = killed
+sys.exit(main(sys.argv[1:]))
+"""
+"""`pipelines` in a process that kills itself at a call of a function after `before` others."""
 
 
 def addition(

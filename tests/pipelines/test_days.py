@@ -21,7 +21,7 @@ from schemas.dataset import open_dataset, select_segments
 from schemas.errors import SchemaError
 from schemas.layout import MANIFEST, SEGMENTS
 from schemas.manifest import read_dataset
-from tests.pipelines.appending import addition, changed
+from tests.pipelines.appending import KILLED_AT, addition, changed
 from tests.pipelines.logs import (
     IN_PROCESS,
     age,
@@ -34,7 +34,6 @@ from tests.pipelines.logs import (
     write_job,
     write_log,
 )
-from tests.pipelines.test_kills import DRIVER
 
 FIRST, LATE, LAST = "2026-01-01", "2026-01-02", "2026-01-04"
 POINTS = {
@@ -219,7 +218,7 @@ def test_replacement_that_is_killed_leaves_one_version(
     module, function, before = POINTS[point]
     dataset = copy_of(days, tmp_path / "dataset")
     old = read_dataset(days)
-    driver = DRIVER.format(module=module, function=function, before=before)
+    driver = KILLED_AT.format(module=f"pipelines.{module}", function=function, before=before)
     given = [*arguments(logs, dataset, LATE, f"{LATE}-corrected"), "--replace"]
     done = subprocess.run(
         [sys.executable, "-c", driver, *given],

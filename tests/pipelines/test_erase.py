@@ -24,7 +24,7 @@ from schemas.manifest import read_dataset
 from schemas.samples import read_samples
 from schemas.storage import MANIFESTS, Location
 from tests.id_search import files_with_id
-from tests.pipelines.appending import addition
+from tests.pipelines.appending import KILLED_AT, addition, changed
 from tests.pipelines.logs import (
     IN_PROCESS,
     bytes_of,
@@ -33,7 +33,6 @@ from tests.pipelines.logs import (
     request,
     unnamed_places,
     vacuum_later,
-    write_job,
 )
 from tests.shared import with_long
 
@@ -76,12 +75,7 @@ def log_with(directory: Path, seed: int, drop: tuple[int, ...] = ()) -> Path:
 
 def job_of(directory: Path) -> Path:
     """Write a job with a vocabulary, and the session key looked up in a table of identity."""
-    job = write_job(directory)
-    text = job.read_text()
-    for old, new in JOB_CHANGES:
-        assert old in text
-        text = text.replace(old, new)
-    job.write_text(text)
+    job = changed(directory, *JOB_CHANGES)
     schema = (directory / "schema.pbtxt").read_text()
     for name, old, new in (("session", "kept", "sparse"), ("history", "sparse", "kept")):
         head, found, tail = schema.partition(f'"{name}" type')
@@ -141,7 +135,7 @@ def rows_of(dataset: Path) -> pa.Table:
 
 
 @pytest.mark.slow
-def test_forget_leaves_samples_out_at_once_and_touches_no_data_file(
+def test_erase_leaves_samples_out_at_once_and_touches_no_data_file(
     two: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dataset = copy_of(two, tmp_path / "dataset")
@@ -159,7 +153,7 @@ def test_forget_leaves_samples_out_at_once_and_touches_no_data_file(
     assert bytes_of(dataset) == after
 
 
-def test_view_leaves_forgotten_samples_out(
+def test_view_leaves_erased_samples_out(
     two: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dataset = copy_of(two, tmp_path / "dataset")
@@ -172,7 +166,7 @@ def test_view_leaves_forgotten_samples_out(
     assert len(found) < len(sessions(two))
 
 
-def test_forget_finds_ids_in_lists_and_in_parquet(
+def test_erase_finds_ids_in_lists_and_in_parquet(
     two: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     dataset = copy_of(two, tmp_path / "dataset")
@@ -291,7 +285,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("arguments", "message"), REFUSED.values(), ids=REFUSED.keys())
-def test_forget_refuses_what_does_not_fit(
+def test_erase_refuses_what_does_not_fit(
     arguments: list[str], message: str, two: Path, tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -300,24 +294,6 @@ def test_forget_refuses_what_does_not_fit(
     assert main(["erase", str(two), *(places.get(a, a) for a in arguments)]) == 1
     assert re.fullmatch(f"error: {message}\n", capsys.readouterr().err)
 
-
-DRIVER = """
-import os, signal, sys
-from importlib import import_module
-module = import_module("pipelines.table.{module}")
-from pipelines.cli import main
-
-real, calls = module.{function}, []
-
-def killed(*arguments, **options):
-    calls.append(1)
-    if len(calls) > {before}:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return real(*arguments, **options)
-
-module.{function} = killed
-sys.exit(main(sys.argv[1:]))
-"""
 
 POINTS = {
     "between two segments": ("compact", "compact_segment", 1),
@@ -335,7 +311,7 @@ def test_rewriting_that_is_killed_leaves_a_dataset_and_can_be_run_again(
     dataset = copy_of(two, tmp_path / "dataset")
     run(capsys, str(dataset), "--ids", ids_file(tmp_path, ID))
     module, function, before = POINTS[point]
-    script = DRIVER.format(module=module, function=function, before=before)
+    script = KILLED_AT.format(module=f"pipelines.table.{module}", function=function, before=before)
     command = [sys.executable, "-c", script, "erase", str(dataset), "--rewrite"]
     killed = subprocess.run(command, env=os.environ, capture_output=True, timeout=300, check=False)
     assert killed.returncode == -signal.SIGKILL, killed.stderr

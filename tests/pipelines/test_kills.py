@@ -23,6 +23,7 @@ from schemas.errors import SchemaError
 from schemas.layout import JOB
 from schemas.manifest import find_root, read_dataset
 from schemas.storage import Location
+from tests.pipelines.appending import KILLED_AT
 from tests.pipelines.logs import (
     IN_PROCESS,
     PROCESSES,
@@ -39,23 +40,6 @@ from tests.trainer.processes import children_of
 
 PATIENCE_SEC = 500.0
 """Until a test gives up; nothing is measured."""
-DRIVER = """
-import os, signal, sys
-from importlib import import_module
-module = import_module("pipelines.{module}")
-from pipelines.cli import main
-
-real, calls = module.{function}, []
-
-def killed(*arguments, **options):
-    calls.append(1)
-    if len(calls) > {before}:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return real(*arguments, **options)
-
-module.{function} = killed
-sys.exit(main(sys.argv[1:]))
-"""
 
 LIMITED = """
 import os, resource, sys
@@ -107,7 +91,7 @@ def test_append_that_is_killed_leaves_a_dataset_and_can_be_run_again(
 ) -> None:
     module, function, before = POINTS[point]
     dataset = copy_of(one / "dataset", tmp_path / "dataset")
-    driver = DRIVER.format(module=module, function=function, before=before)
+    driver = KILLED_AT.format(module=f"pipelines.{module}", function=function, before=before)
     done = subprocess.run(
         [sys.executable, "-c", driver, *command(one, dataset), IN_PROCESS],
         capture_output=True,
