@@ -102,7 +102,7 @@ def sorted_rejects(tables: Iterable[pa.Table]) -> pa.Table:
 
 
 class TooManyRunsError(Exception):
-    """Say that bad rows could not be isolated.
+    """Raised when `max_runs` runs do not isolate the bad rows.
 
     Attributes:
         start: first row of the largest range that raises.
