@@ -7,6 +7,7 @@ and its commit is refused unless they are all there and younger than what `vacuu
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime, timedelta
 from hashlib import sha256
 
@@ -34,9 +35,13 @@ def commit_manifest(dataset: Location, root: Root | None, manifest: DatasetManif
         SchemaError: a file of the attempt was removed, or may be removed by `vacuum` meanwhile.
     """
     now: datetime | None = None
+    old = root.manifest.segments if root else ()
+    added = replace(manifest, segments=tuple(s for s in manifest.segments if s not in old))
     for names_in in (directories_in, files_in):  # the list of files is in the directories
-        before = names_in(dataset, root.manifest) if root else set[str]()
-        for place in sorted(names_in(dataset, manifest) - before):
+        names = names_in(dataset, added)
+        if root and names:
+            names -= names_in(dataset, root.manifest)
+        for place in sorted(names):
             now = now or store_time(dataset)
             _check_written(dataset / place, now)
     return commit_root(dataset, root, manifest)
