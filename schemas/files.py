@@ -430,9 +430,10 @@ def column_ranges(
 
 
 def _chunk_range(chunk: pq.ColumnChunkMetaData) -> tuple[int, int]:
-    start = chunk.data_page_offset
-    if chunk.dictionary_page_offset is not None:
-        start = min(start, chunk.dictionary_page_offset)
+    # A file begins with four bytes of magic: 0 is no offset, but what writers give for a page that
+    # is absent (the dictionary of plain values, the data of no rows).
+    pages = chunk.dictionary_page_offset, chunk.data_page_offset
+    start = min((offset for offset in pages if offset), default=0)
     return start, start + chunk.total_compressed_size
 
 
