@@ -44,6 +44,7 @@ from benchmarks.logs import (
 from pipelines.demo_log.log import GeneratorConfig, write_log
 from schemas.run_log import METRICS, SUMMARY, read_metrics
 from tests.trainer.faults import DONE, FAULTY, Faults
+from tests.trainer.processes import forked
 from trainer.diff import compare_runs
 from trainer.run import verify_run
 from trainer.stores.remote.connection import read_access
@@ -166,9 +167,8 @@ def measure_store_failure(scenario: str, dataset: Path, scratch: Path) -> dict[s
                 watcher.wait_for(lambda _: move.done())
             costs["moved"] = move.result()
         elif scenario == TRAINER:
-            pid = watcher.process.pid
-            (trainer,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-            os.kill(int(trainer), 9)
+            (trainer,) = forked(watcher.process.pid, "train")
+            os.kill(trainer, 9)
         elif scenario == WHOLE_RUN:
             watcher.process.kill()
             watcher.process.wait()

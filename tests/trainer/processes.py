@@ -124,6 +124,18 @@ def children_of(pid: int) -> dict[int, list[str]]:
     return {child: _read(Path(f"/proc/{child}/cmdline")).split("\0") for child in found}
 
 
+def forked(pid: int, name: str) -> list[int]:
+    """Return the ids of the processes of one command that the fork server of a process started."""
+    descendants, named = [pid], list[int]()
+    while descendants:
+        children = children_of(descendants.pop())
+        for child in children:
+            if _read(Path(f"/proc/{child}/comm")).strip() == f"presage-{name}":
+                named.append(child)
+        descendants += children
+    return named
+
+
 def _read(path: Path) -> str:
     """Return what the kernel tells; nothing where its thread or process has just ended."""
     try:

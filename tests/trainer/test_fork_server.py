@@ -13,8 +13,8 @@ from schemas.run_log import SUMMARY
 from tests.trainer.faults import Faults
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import (
-    children_of,
     ended,
+    forked,
     is_gone,
     num_steps,
     started,
@@ -47,25 +47,8 @@ def start(
     return started(folder / "job.yaml", folder / "dataset", run, *arguments, faults=faults)
 
 
-def forked(process: subprocess.Popen[str], name: str) -> list[int]:
-    """Return the ids of the processes of one kind that the server of a process has forked."""
-    descendants, found = [process.pid], list[int]()
-    while descendants:
-        children = children_of(descendants.pop())
-        found += [child for child in children if name_of(child) == f"presage-{name}"]
-        descendants += children
-    return found
-
-
 def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-def name_of(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
 
 
 def cpu_ticks(pid: int) -> int:
@@ -79,13 +62,13 @@ def test_killed_replica_is_forked_again_by_a_server_that_only_waits(
     run = tmp_path / "run"
     process = start(folder, run, *REPLICAS, faults=SLOWLY)
     until(process, lambda: num_steps(run) >= 3)
-    before = set(forked(process, "replica"))
+    before = set(forked(process.pid, "replica"))
     assert len(before) == 2
     (server,) = set(map(parent_of, before))
     busy = cpu_ticks(server)
     os.kill(max(before), signal.SIGKILL)
-    until(process, lambda: len(set(forked(process, "replica")) - before) == 1)
-    (new,) = set(forked(process, "replica")) - before
+    until(process, lambda: len(set(forked(process.pid, "replica")) - before) == 1)
+    (new,) = set(forked(process.pid, "replica")) - before
     until(process, lambda: num_steps(run) >= 20)
     assert cpu_ticks(server) - busy <= 20  # hundredths of a second, for a fork
     assert not is_gone(new)
@@ -98,7 +81,7 @@ def test_replicas_and_server_end_when_the_launcher_is_killed(folder: Path, tmp_p
     run = tmp_path / "run"
     process = start(folder, run, *REPLICAS, faults=SLOWLY)
     until(process, lambda: num_steps(run) >= 3)
-    replicas = forked(process, "replica")
+    replicas = forked(process.pid, "replica")
     server = parent_of(replicas[0])
     os.kill(process.pid, signal.SIGKILL)
     wait_for(lambda: all(map(is_gone, (server, *replicas))))
@@ -114,8 +97,8 @@ def test_killed_trainer_with_stores_continues_until_it_was_killed_too_often(
     process = start(folder, run, *STORED, "--restarts", "2")
     killed: set[int] = set()
     for step in (0, 20, 60):
-        until(process, lambda: len(set(forked(process, "train")) - killed) == 1)
-        (trainer,) = set(forked(process, "train")) - killed
+        until(process, lambda: len(set(forked(process.pid, "train")) - killed) == 1)
+        (trainer,) = set(forked(process.pid, "train")) - killed
         until(process, lambda least=step: num_steps(run) >= least)
         os.kill(trainer, signal.SIGKILL)
         killed.add(trainer)
@@ -125,7 +108,7 @@ def test_killed_trainer_with_stores_continues_until_it_was_killed_too_often(
     assert not (run / SUMMARY).exists()
     process = start(folder, run, *STORED, "--restarts", "1", "--resume")
     until(process, lambda: num_steps(run) >= 80)
-    os.kill(forked(process, "train")[0], signal.SIGKILL)
+    os.kill(forked(process.pid, "train")[0], signal.SIGKILL)
     status, said = ended(process)
     assert status == 0, said
     assert_equal(run, folder / "alone")
