@@ -14,7 +14,6 @@ from schemas.manifest import canonical_json
 T = TypeVar("T")
 METRICS = "metrics.jsonl"
 LEDGER = "ledger.jsonl"
-SPLITS = "splits.jsonl"
 SUMMARY = "summary.json"
 RUN_FILE = "run.json"
 """File with the inputs and settings of a run."""
@@ -69,18 +68,6 @@ class LedgerEntry:
     """Block ids, in batch order."""
     num_samples: int
     """Samples in them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepSplit:
-    """Assignment of a step's microbatches to replicas: one line of `splits.jsonl` per change."""
-
-    step: int
-    """First step with this split; a later line for the same step replaces this one."""
-    fixed_at: int
-    """Step at which the replicas agreed on it."""
-    microbatches: Mapping[str, tuple[int, int]]
-    """Replica to its first microbatch and one after its last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +135,7 @@ class Decision:
     """Numbers of the reason."""
 
 
-def to_line(record: StepMetric | LedgerEntry | StepSplit | Decision | RunSummary) -> str:
+def to_line(record: StepMetric | LedgerEntry | Decision | RunSummary) -> str:
     """Return a record as one line of JSON, without the newline."""
     return canonical_json(asdict(record))
 

@@ -39,7 +39,6 @@ from schemas.run_log import (
     LEDGER,
     METRICS,
     RUN_FILE,
-    SPLITS,
     STORE_OWNER,
     SUMMARY,
 )
@@ -49,7 +48,7 @@ from schemas.versions import Version, Versions
 T = TypeVar("T")
 OBJECTS = "files"
 """Directory of the objects: `files/<number>-<writer>/<path in the run>`."""
-LOGS = (METRICS, LEDGER, SPLITS, CHECKPOINT_LOG)
+LOGS = (METRICS, LEDGER, CHECKPOINT_LOG)
 """Files of a run to which lines are appended."""
 SMALL_FILES = (RUN_FILE, BLOCKS, SCHEMA, JOB, STORE_OWNER, SUMMARY)
 """Other files of a run beside its checkpoints. `run.json` is replaced last when the dataset has

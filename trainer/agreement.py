@@ -79,8 +79,8 @@ class ReplicaStatus:
     """Address of its `MeetingStore`."""
     speed: float | None = None
     """Microbatches per second; None before its first step."""
-    microbatches: tuple[int, ...] = ()
-    """Microbatches of the step that it computes or has computed."""
+    microbatches: tuple[int, int] = (0, 0)
+    """First microbatch of the step that it computes or has computed, and one after the last."""
     failures: int = 0
     """Number of its failed exchanges."""
     written: int = -1

@@ -66,10 +66,6 @@ class ReadAhead(Generic[T]):
             self._pending.pop(key).cancel()
         return result
 
-    def call(self, step: int, microbatches: range) -> T:
-        """Return the result for more microbatches of a step."""
-        return self._pool.submit(self._function, step, microbatches).result()
-
 
 class WholeBatchCompute:
     """Computes all samples of a step at once, on any device; for a process that trains alone."""
@@ -158,18 +154,6 @@ class StepCompute:
             self.speed = smooth_speed(self.speed, len(microbatches) / (clock() - start))
         return tree
 
-    def compute_more(self, train_step: int, microbatches: range, tree: Tree[PartialSums]) -> None:
-        """Add the sums of more microbatches of the step in flight to a tree."""
-        with self.timer("read"):
-            opened = self._reader.call(train_step, microbatches)
-        with self.timer("backward"):
-            self._context.components.embedding.add(opened)
-            self._work.compute(opened, tree)
-
-    def empty_tree(self, train_step: int) -> Tree[PartialSums]:
-        """Return sums of a step without any microbatch."""
-        return self._work.tree(self._context.num_microbatches(train_step))
-
     def open(self, train_step: int) -> None:
         """Open the rows of a step that others have computed, unless they are open."""
         if not self._is_open(train_step):
@@ -181,7 +165,7 @@ class StepCompute:
         Reading it decodes the row groups that later steps use, too.
         """
         components, whole = self._context.components, self._context.num_microbatches(train_step)
-        opened = self._reader.call(train_step, range(whole))
+        opened = self._reader.take(train_step, range(whole))
         components.embedding.open_initial(opened, components.store.layouts)
         self._work.compute(opened)
 
@@ -201,7 +185,7 @@ class StepCompute:
             opened = self._reader.take(train_step, microbatches)
         embedding = self._context.components.embedding
         with self.timer("fetch"):
-            if self._is_open(train_step):  # opened before a failed attempt to catch up
+            if self._is_open(train_step):  # computed again, or after failing to catch up
                 embedding.add(opened)
             else:
                 embedding.open(opened)

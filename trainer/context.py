@@ -140,14 +140,15 @@ class RunContext:
         """Read all samples of a step as one batch; called by the reader's thread."""
         return self._span_reader.reader.read(train_step)
 
-    def ledger_entry(self, train_step: int, replica: str, microbatches: list[int]) -> LedgerEntry:
+    def ledger_entry(self, train_step: int, replica: str, microbatches: range) -> LedgerEntry:
         """Return the ledger's entry of a replica's microbatches of a step."""
         step, reader = self.span.order.step(train_step), self._span_reader.reader
+        chosen = slice(microbatches.start, microbatches.stop)
         return LedgerEntry(
             step=train_step,
             epoch=step.epoch,
             segment=self.span.dataset.segments[step.segment].id,
             replica=replica,
-            blocks=tuple(reader.blocks_of(step)[microbatches].tolist()),
-            num_samples=int(reader.num_samples_of(step)[microbatches].sum()),
+            blocks=tuple(reader.blocks_of(step)[chosen].tolist()),
+            num_samples=int(reader.num_samples_of(step)[chosen].sum()),
         )

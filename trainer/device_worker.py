@@ -19,7 +19,14 @@ from trainer.device import to_device
 from trainer.embedding.cache import DirectSource
 from trainer.embedding.device import DeviceEmbedding, DeviceLookups, upload_rows
 from trainer.embedding.kernels.interface import RowSums
-from trainer.step import MicrobatchWorker, Node, PartialSums, Tree, flatten_gradients
+from trainer.step import (
+    MicrobatchWorker,
+    Node,
+    PartialSums,
+    Tree,
+    add_partial_sums,
+    flatten_gradients,
+)
 
 
 class DeviceMicrobatchWorker(MicrobatchWorker):
@@ -42,11 +49,9 @@ class DeviceMicrobatchWorker(MicrobatchWorker):
         self._device_embedding = DeviceEmbedding(tables, config, source, device)
         self._device_model = build_model(config, spec, self._device_embedding).to(device)
 
-    def compute(
-        self, microbatches: Microbatches, tree: Tree[PartialSums] | None = None
-    ) -> Tree[PartialSums]:
-        """Compute microbatches, whose rows are fetched, and add their sums to the step's tree."""
-        sums = tree or self.tree(microbatches.num_microbatches)
+    def compute(self, microbatches: Microbatches) -> Tree[PartialSums]:
+        """Compute microbatches, whose rows are fetched, and return the tree of their sums."""
+        sums = Tree(microbatches.num_microbatches, add_partial_sums)
         if not microbatches.batches:
             return sums
         self._copy_parameters()

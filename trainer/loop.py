@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -33,7 +33,7 @@ from trainer.agreement import (
     ReplicaStatus,
     leave_outcome,
 )
-from trainer.compute import StepCompute, WholeBatchCompute
+from trainer.compute import NO_MICROBATCHES, StepCompute, WholeBatchCompute
 from trainer.context import RunContext
 from trainer.follow import Span, next_action
 from trainer.frontier import DatasetRefusedError, Frontier
@@ -63,7 +63,7 @@ class StepTotal:
 
     agreement: Agreement
     total: Any
-    owners: Mapping[str, list[int]]
+    owners: Mapping[str, range]
     message: torch.Tensor | None = None
 
 
@@ -111,7 +111,7 @@ class Peers:
         """
         agreement = agreeing()
         self.loop.process(agreement)
-        return StepTotal(agreement, sums.total(), {self.name: list(own)})
+        return StepTotal(agreement, sums.total(), {self.name: own})
 
     def on_commit(self, train_step: int, committed: CommittedStep) -> None:
         """Keep the sums of a committed step for members that are behind."""
@@ -211,14 +211,14 @@ class TrainingLoop:
             done: whether this process has nothing left to do.
         """
         self.peers.provide_state()
-        agreement = self.agree((), done=done)()
+        agreement = self.agree(done=done)()
         self.process(agreement)
         if self.writes:
             self.peers.on_write(agreement)
         return agreement
 
     def agree(
-        self, microbatches: Iterable[int], *, leaving: bool = False, done: bool = False
+        self, microbatches: range = NO_MICROBATCHES, *, leaving: bool = False, done: bool = False
     ) -> Agreeing:
         """Start to form the agreement of the next step.
 
@@ -230,7 +230,7 @@ class TrainingLoop:
         visible = self._frontier.visible
         status = ReplicaStatus(
             speed=self._compute.speed,
-            microbatches=tuple(microbatches),
+            microbatches=(microbatches.start, microbatches.stop),
             written=self.context.rows.written,
             done=done,
             leaving=leaving,
@@ -243,7 +243,7 @@ class TrainingLoop:
         )
         return self.peers.agree(self.step, status)
 
-    def agree_on_step(self, microbatches: Iterable[int]) -> Agreeing:
+    def agree_on_step(self, microbatches: range = NO_MICROBATCHES) -> Agreeing:
         """Start to form the agreement of the step in flight."""
         return self.agree(microbatches, leaving=self.drain.asked)
 
@@ -324,14 +324,14 @@ class TrainingLoop:
         if self.context.options.follow:
             with self._timer(WAIT):
                 self._frontier.refresh()
-        own = self.peers.own_range(self.step) or range(0)
+        own = self.peers.own_range(self.step) or NO_MICROBATCHES
         if self._decide() == "train":
             agreeing = self.agree_on_step(own)
         else:
             agreeing = self._wait()
             if self._decide() != "train":
                 return self._follow_if_behind(agreeing())
-            own = self.peers.own_range(self.step) or range(0)
+            own = self.peers.own_range(self.step) or NO_MICROBATCHES
         self.prefetch()
         total = self.peers.add(own, self._compute.compute(self.step, own), agreeing)
         if isinstance(total, Agreement):
@@ -349,7 +349,7 @@ class TrainingLoop:
             while True:
                 if time.monotonic() > end:
                     self._frontier.time_out(self.step, limit_sec)
-                agreeing = self.agree_on_step(())
+                agreeing = self.agree_on_step()
                 agreement = agreeing()
                 if agreement.step > self.step:
                     return agreeing

@@ -1,4 +1,4 @@
-"""Log lines of committed steps: metrics, ledger and splits of a run."""
+"""Log lines of committed steps: metrics and ledger of a run."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ import json
 import math
 import os
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
 from io import BufferedRandom
-from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +16,7 @@ import numpy as np
 from schemas.arrays import Array
 from schemas.errors import SchemaError
 from schemas.files import replace_bytes
-from schemas.run_log import LEDGER, METRICS, SPLITS, LedgerEntry, StepMetric, StepSplit, to_line
+from schemas.run_log import LEDGER, METRICS, LedgerEntry, StepMetric, to_line
 
 _BLOCK = 1 << 12
 """Bytes per read from the end of a file."""
@@ -41,7 +39,6 @@ class LogWriter:
         """
         self._run = run
         self._lines: OrderedDict[int, tuple[bytes, bytes]] = OrderedDict()
-        self._splits: list[StepSplit] = []
         self.written = -1
         """Last step in the file when this replica wrote to it last."""
 
@@ -55,50 +52,33 @@ class LogWriter:
         ledger = "".join(f"{to_line(entry)}\n" for entry in entries)
         self._lines[metric.step] = (ledger.encode(), f"{to_line(metric)}\n".encode())
 
-    def remember_splits(self, splits: Iterable[StepSplit]) -> None:
-        """Keep the lines of new splits."""
-        self._splits.extend(splits)
-
     def forget(self, logged: int) -> None:
         """Drop the lines of steps up to one, which are durable."""
         while self._lines and next(iter(self._lines)) <= logged:
             self._lines.popitem(last=False)
-        self._splits = [split for split in self._splits if split.fixed_at > logged]
 
     def to_arrays(self) -> dict[str, Array]:
         """Return the remembered lines for a replica that joins: it may be the next writer."""
         lines = [[step, *(line.decode() for line in each)] for step, each in self._lines.items()]
-        body = {"lines": lines, "splits": [asdict(split) for split in self._splits]}
-        return {LINES: np.frombuffer(json.dumps(body).encode(), np.uint8)}
+        return {LINES: np.frombuffer(json.dumps(lines).encode(), np.uint8)}
 
     def load(self, arrays: Mapping[str, Array]) -> None:
         """Remember what `to_arrays` of another replica returned, instead of earlier lines."""
-        body = json.loads(arrays[LINES].tobytes())
-        lines = (
-            (step, (ledger.encode(), metric.encode())) for step, ledger, metric in body["lines"]
+        lines = json.loads(arrays[LINES].tobytes())
+        self._lines = OrderedDict(
+            (step, (ledger.encode(), metric.encode())) for step, ledger, metric in lines
         )
-        self._lines = OrderedDict(lines)
-        self._splits = [
-            StepSplit(
-                **{
-                    **split,
-                    "microbatches": {n: (a, b) for n, (a, b) in split["microbatches"].items()},
-                }
-            )
-            for split in body["splits"]
-        ]
 
     def write(self) -> None:
         """Write every remembered line that is not in the files.
 
-        The splits and the ledger are written first: a step is complete when its metric is written.
+        The ledger is written first: a step is complete when its metric is written.
 
         Raises:
             SchemaError: the disk is full, or a missing step is not remembered.
         """
         with (self._run / METRICS).open("r+b") as metrics, (self._run / LEDGER).open("r+b") as book:
             fcntl.flock(metrics, fcntl.LOCK_EX)
-            self._write_splits()
             self.written = _truncate(metrics.fileno(), None)
             new = {step: lines for step, lines in self._lines.items() if step > self.written}
             if not new:
@@ -113,21 +93,6 @@ class LogWriter:
                 for file, line in ((book, ledger), (metrics, metric)):
                     _append(file, line)
                 self.written = step
-
-    def _write_splits(self) -> None:
-        if not self._splits:
-            return
-        with (self._run / SPLITS).open("a+b") as file:
-            last = _truncate(file.fileno(), None, "fixed_at")
-            newest = takewhile(
-                lambda line: json.loads(line)["fixed_at"] == last,
-                (line for _, line in _lines_from_end(file.fileno())),
-            )
-            written = set(newest)
-            for split in self._splits:
-                line = f"{to_line(split)}\n".encode()
-                if split.fixed_at >= last and line not in written:
-                    _append(file, line)
 
 
 def _append(file: BufferedRandom, line: bytes) -> None:
@@ -144,18 +109,17 @@ def _append(file: BufferedRandom, line: bytes) -> None:
         ) from error
 
 
-def _truncate(number: int, max_step: int | None, key: str = "step") -> int:
+def _truncate(number: int, max_step: int | None) -> int:
     """Truncate a torn line and lines of later steps, seek to the end, return the last step or -1.
 
     Args:
         number: file descriptor.
         max_step: the last step to keep; None: all.
-        key: of the step in a line.
     """
     keep, last = 0, -1
     for start, line in _lines_from_end(number):
         if line.endswith(b"\n"):
-            step = int(json.loads(line)[key])
+            step = int(json.loads(line)["step"])
             if max_step is None or step <= max_step:
                 keep, last = start + len(line), step
                 break
@@ -182,10 +146,8 @@ def _lines_from_end(number: int) -> Iterator[tuple[int, bytes]]:
 
 def truncate_logs(run: Path, train_step: int) -> None:
     """Remove the lines of steps from `train_step` on, which will be trained again."""
-    for name in (METRICS, LEDGER, SPLITS):
+    for name in (METRICS, LEDGER):
         exists = (run / name).is_file()
-        if name == SPLITS and not exists:
-            continue
         lines = (run / name).read_bytes().splitlines(keepends=True) if exists else []
         kept = [line for line in lines if step_of_line(line) < train_step]
         replace_bytes(run / name, b"".join(kept))

@@ -318,15 +318,9 @@ class MicrobatchWorker:
     def __exit__(self, *error: object) -> None:
         self._pool.shutdown(cancel_futures=True)
 
-    def tree(self, num_leaves: int) -> Tree[PartialSums]:
-        """Return the empty tree of a step of `num_leaves` microbatches."""
-        return Tree(num_leaves, add_partial_sums)
-
-    def compute(
-        self, microbatches: Microbatches, tree: Tree[PartialSums] | None = None
-    ) -> Tree[PartialSums]:
-        """Compute microbatches, whose rows are fetched, and add their sums to the step's tree."""
-        sums = tree or self.tree(microbatches.num_microbatches)
+    def compute(self, microbatches: Microbatches) -> Tree[PartialSums]:
+        """Compute microbatches, whose rows are fetched, and return the tree of their sums."""
+        sums = Tree(microbatches.num_microbatches, add_partial_sums)
 
         def add(numbered: tuple[int, Batch]) -> None:
             number, batch = numbered

@@ -15,7 +15,7 @@ from tests.trainer.runs import final_rows, losses_of, parts_of, reader_of, run_j
 from trainer.components import uses_shared_features
 from trainer.embedding.kernels.compiled import merge
 from trainer.embedding.kernels.interface import RowSums
-from trainer.step import MicrobatchWorker, PartialSums
+from trainer.step import MicrobatchWorker, PartialSums, Tree, add_partial_sums
 
 ATTENTION = "{name: attention, history: clicked, target: item, top_layers: [16], num_heads: 2}"
 MODELS = {
@@ -81,15 +81,12 @@ def test_it_does_not_show_who_computed_which_leaf(
         with MicrobatchWorker(parts.model, parts.embedding) as work:
             return work.compute(leaves).held
 
-    parts = parts_of(path, dataset)
-    with MicrobatchWorker(parts.model, parts.embedding) as work:
-        joined = work.tree(4)
-        edges = (0, *cuts, 4)
-        for first, end in pairwise(edges):
-            for node, value in computed(first, end).items():
-                joined.add(node, value)
-        assert same(joined.total(), *computed(0, 4).values())
-        assert not same(joined.total(), *computed(1, 2).values())
+    joined = Tree(4, add_partial_sums)
+    for first, end in pairwise((0, *cuts, 4)):
+        for node, value in computed(first, end).items():
+            joined.add(node, value)
+    assert same(joined.total(), *computed(0, 4).values())
+    assert not same(joined.total(), *computed(1, 2).values())
 
 
 def same(one: PartialSums, other: PartialSums) -> bool:

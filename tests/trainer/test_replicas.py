@@ -19,25 +19,20 @@ from schemas.errors import SchemaError
 from schemas.run_log import (
     LEDGER,
     METRICS,
-    SPLITS,
     LedgerEntry,
     StepMetric,
-    StepSplit,
     read_metrics,
-    to_line,
 )
 from tests.trainer.faults import FaultInjector, Faults
 from tests.trainer.processes import hold
 from trainer.agreement import Agreement, Member, ReplicaStatus
 from trainer.compute import smooth_speed
 from trainer.elastic.exchange import (
-    SPLIT_AHEAD_STEPS,
     GlooGroup,
     LostPeerError,
     MeetingStore,
     SplitPlanner,
     SumsShape,
-    fill_missing_speeds,
     pack_sums,
     split_microbatches,
     unpack_sums,
@@ -74,35 +69,24 @@ def agreed(step: int, number: int = 1, **members: ReplicaStatus) -> Agreement:
     )
 
 
-def test_all_replicas_work_out_the_same_shares_and_the_dead_one_s_leaves_are_taken_over() -> None:
+def test_all_replicas_split_alike_and_anew_without_one_that_is_lost() -> None:
     shares = {name: SplitPlanner(name) for name in "abc"}
     first = agreed(0, a=status(speed=1.0), b=status(speed=1.0), c=status(speed=2.0))
-    more = {name: found.assign(first, lambda _: 8) for name, found in shares.items()}
-    assert [leaf for m in more.values() for run in m.ranges for leaf in run] == list(range(8))
-    assert {n: found.own_range(1) for n, found in shares.items()} == {
-        "a": range(2),
-        "b": range(2, 4),
-        "c": range(4, 8),
-    }
-    left = {
-        "a": status(speed=1.0, microbatches=(0, 1)),
-        "b": status(speed=1.0, microbatches=(2, 3)),
-    }
-    second = agreed(1, 2, a=left["a"], b=left["b"])
-    more = {name: shares[name].assign(second, lambda _: 8) for name in "ab"}
-    assert more["a"].owners == more["b"].owners == {"a": [0, 1, 4, 5], "b": [2, 3, 6, 7]}
-    assert more["b"].ranges == [range(6, 8)]
+    split = {"a": range(2), "b": range(2, 4), "c": range(4, 8)}
+    assert all(share.assign(first, lambda _: 8) == split for share in shares.values())
+    assert {n: share.own_range(1) for n, share in shares.items()} == split
+    computed = {n: status(speed=1.0, microbatches=(r.start, r.stop)) for n, r in split.items()}
+    joined = agreed(1, 2, **computed, d=status())
+    assert shares["a"].assign(joined, lambda _: 8) == {**split, "d": range(0)}
+    lost = agreed(1, 3, a=computed["a"], b=computed["b"])
+    for share in (shares["a"], shares["b"]):
+        assert share.assign(lost, lambda _: 8) == {"a": range(4), "b": range(4, 8)}
     assert shares["a"].own_range(2) == range(4)
     assert shares["b"].own_range(3) == range(4, 8)
 
 
-def test_a_replica_slowed_by_half_has_half_within_ten_steps_and_the_log_says_so(
-    tmp_path: Path,
-) -> None:
+def test_a_replica_slowed_by_half_has_half_within_ten_steps() -> None:
     shares = {name: SplitPlanner(name) for name in "ab"}
-    for name in (METRICS, LEDGER):
-        (tmp_path / name).touch()
-    writers = {name: LogWriter(tmp_path) for name in "ab"}
     speeds: dict[str, float | None] = {"a": None, "b": None}
     done: list[dict[str, range]] = []
     for step in range(16):
@@ -110,28 +94,15 @@ def test_a_replica_slowed_by_half_has_half_within_ten_steps_and_the_log_says_so(
         done.append({name: share.own_range(step) or range(0) for name, share in shares.items()})
         for name, share in shares.items():
             share.assign(agreement, lambda _: 24)
-            writers[name].remember_splits(share.take_new_splits())
             speeds[name] = smooth_speed(speeds[name], 5.0 if name == "b" and step >= 6 else 10.0)
-        writers["a" if step < 9 else "b"].write()
     assert [len(runs["b"]) for runs in done[1:7]] == [12] * 6
     assert len(done[15]["b"]) == 8
-    lines = [json.loads(line) for line in (tmp_path / SPLITS).read_text().splitlines()]
-    assert all(line["step"] - line["fixed_at"] == SPLIT_AHEAD_STEPS for line in lines[1:])
-    logged: dict[int, dict[str, list[int]]] = {line["step"]: line["microbatches"] for line in lines}
-    for step in range(1, 16):
-        newest = logged[max(s for s in logged if s <= step)]
-        assert {n: list(range(*run)) for n, run in newest.items()} == {
-            n: list(run) for n, run in done[step].items()
-        }
-    assert len(logged) < 8, "a line where the split changes"
 
 
-def test_microbatches_that_two_replicas_tell_count_for_one_of_them() -> None:
-    both = agreed(0, a=status(microbatches=(0, 1)), b=status(microbatches=(1, 2), since=1))
-    kept, dropped = (SplitPlanner(name).assign(both, lambda _: 4) for name in "ab")
-    assert (kept.dropped, dropped.dropped) == (False, True)
-    assert kept.owners == dropped.owners
-    assert sorted(leaf for own in kept.owners.values() for leaf in own) == [0, 1, 2, 3]
+def test_microbatches_that_two_replicas_computed_are_split_anew() -> None:
+    both = agreed(0, a=status(microbatches=(0, 2)), b=status(microbatches=(1, 4), since=1))
+    for name in "ab":
+        assert SplitPlanner(name).assign(both, lambda _: 4) == {"a": range(2), "b": range(2, 4)}
 
 
 def test_who_is_there_longest_writes_and_who_is_behind_does_not() -> None:
@@ -144,18 +115,6 @@ def test_who_is_there_longest_writes_and_who_is_behind_does_not() -> None:
     assert agreement.step == 4
     assert list(agreement.ready) == ["a", "b"]
     assert agreement.writer == "b"
-
-
-def test_a_replica_slowed_by_half_gets_half_within_ten_steps() -> None:
-    speed, shares = {"a": 4.0, "b": 4.0}, {"a": 8, "b": 8}
-    for _ in range(10):
-        measured = {"a": 4.0, "b": 2.0}
-        speed = {name: smooth_speed(speed[name], measured[name]) for name in speed}
-        shares = {
-            name: len(run)
-            for name, run in split_microbatches(15, fill_missing_speeds(speed)).items()
-        }
-    assert shares == {"a": 10, "b": 5}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -237,14 +196,11 @@ def test_a_replica_that_joins_remembers_the_lines_that_are_not_durable(tmp_path:
         first.remember(*lines_of(step))
     first.write()
     first.forget(first.written)
-    split = StepSplit(step=4, fixed_at=2, microbatches={"a": (0, 3), "b": (3, 4)})
     for step in range(2, 5):
         first.remember(*lines_of(step))
-    first.remember_splits([split])
     second.load(first.to_arrays())
     second.write()
     assert [m.step for m in read_metrics(tmp_path / METRICS)] == list(range(5))
-    assert (tmp_path / SPLITS).read_text() == f"{to_line(split)}\n"
 
 
 def test_a_writer_that_does_not_know_the_next_step_says_so(tmp_path: Path) -> None:

@@ -8,10 +8,11 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import ProcessGroupGloo
 
-from schemas.run_log import StepSplit
-from trainer.agreement import Agreement, Member
+from trainer.agreement import Agreement
 from trainer.compute import NO_MICROBATCHES
 from trainer.elastic.membership import ReplicaOptions
 from trainer.elastic.peer_state import PeerClient, PeerError
@@ -60,65 +60,11 @@ def split_microbatches(num_microbatches: int, speeds: Mapping[str, float]) -> di
     return ranges
 
 
-def reassign_missing(
-    num_microbatches: int, assigned: Mapping[str, Collection[int]], speeds: Mapping[str, float]
-) -> dict[str, list[int]]:
-    """Assign the microbatches of a step that no living replica computes.
-
-    Args:
-        num_microbatches: of the step.
-        assigned: by living replica, the microbatches that it computes already.
-        speeds: by living replica, microbatches per second.
-
-    Returns:
-        By replica the additional microbatches.
-
-    Example:
-        >>> reassign_missing(4, {"a": [0], "c": [3]}, {"a": 1.0, "c": 1.0})
-        {'a': [1], 'c': [2]}
-    """
-    missing = sorted(set(range(num_microbatches)) - {n for own in assigned.values() for n in own})
-    ranges = split_microbatches(len(missing), speeds)
-    return {name: [missing[i] for i in chosen] for name, chosen in ranges.items()}
-
-
 def fill_missing_speeds(speeds: Mapping[str, float | None]) -> dict[str, float]:
     """Replace the speed of replicas that have none yet by the median of the others."""
     measured: Sequence[float] = sorted(s for s in speeds.values() if s is not None)
     median = measured[len(measured) // 2] if measured else 1.0
     return {name: median if speed is None else speed for name, speed in speeds.items()}
-
-
-def contiguous_ranges(numbers: list[int]) -> list[range]:
-    """Return ascending numbers as maximal ranges.
-
-    Example:
-        >>> contiguous_ranges([1, 2, 5])
-        [range(1, 3), range(5, 6)]
-    """
-    ranges: list[range] = []
-    for number in numbers:
-        if ranges and ranges[-1].stop == number:
-            ranges[-1] = range(ranges[-1].start, number + 1)
-        else:
-            ranges.append(range(number, number + 1))
-    return ranges
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepAssignment:
-    """Remaining work of the step in flight.
-
-    Attributes:
-        owners: by ready replica its microbatches, all of the step in total.
-        ranges: microbatches that this replica computes in addition.
-        dropped: whether the results of this replica so far are discarded, because another one
-            computes the same microbatches.
-    """
-
-    owners: Mapping[str, list[int]]
-    ranges: list[range]
-    dropped: bool
 
 
 class SplitPlanner:
@@ -133,7 +79,6 @@ class SplitPlanner:
         self._name = name
         self._splits: dict[int, dict[str, range]] = {}
         self._staying: tuple[str, ...] = ()
-        self._new_splits: list[StepSplit] = []
 
     def own_range(self, step: int) -> range | None:
         """Return the microbatches of a step that this replica computes, None if not yet fixed."""
@@ -142,17 +87,15 @@ class SplitPlanner:
 
     def reset(self) -> None:
         """Drop all splits, after the others have continued without this replica."""
-        self._splits, self._staying, self._new_splits = {}, (), []
-
-    def take_new_splits(self) -> list[StepSplit]:
-        """Return the splits fixed since the last call that differ from the step before."""
-        splits, self._new_splits = self._new_splits, []
-        return splits
+        self._splits, self._staying = {}, ()
 
     def assign(
         self, agreement: Agreement, num_microbatches: Callable[[int], int]
-    ) -> StepAssignment:
-        """Assign the remaining microbatches of a step, and fix the split of a later one.
+    ) -> dict[str, range]:
+        """Return the microbatches of a step by ready replica, and fix the split of a later one.
+
+        They are those that the replicas have computed. If one is missing, because a replica was
+        lost, or was computed twice, the step is split anew, and computed again.
 
         Args:
             agreement: of the step that this replica is at.
@@ -160,14 +103,11 @@ class SplitPlanner:
         """
         step, ready = agreement.step, agreement.ready
         speeds = fill_missing_speeds({name: m.status.speed for name, m in ready.items()})
-        assigned = _without_duplicates(ready)
-        additional = reassign_missing(num_microbatches(step), assigned, speeds)
+        owners = {name: range(*m.status.microbatches) for name, m in ready.items()}
+        if sorted(chain(*owners.values())) != list(range(num_microbatches(step))):
+            owners = split_microbatches(num_microbatches(step), speeds)
         self._plan(step, {name: speeds[name] for name in agreement.staying}, num_microbatches)
-        return StepAssignment(
-            owners={name: sorted([*assigned[name], *additional[name]]) for name in ready},
-            ranges=contiguous_ranges(additional[self._name]),
-            dropped=len(assigned[self._name]) < len(ready[self._name].status.microbatches),
-        )
+        return owners
 
     def _plan(
         self,
@@ -182,24 +122,6 @@ class SplitPlanner:
         for later in range(step + 1, step + SPLIT_AHEAD_STEPS + 1) if staying else ():
             if later not in self._splits and num_microbatches(later):
                 self._splits[later] = split_microbatches(num_microbatches(later), speeds)
-                if self._splits[later] != self._splits.get(later - 1):
-                    microbatches = {
-                        n: (own.start, own.stop) for n, own in self._splits[later].items()
-                    }
-                    self._new_splits.append(
-                        StepSplit(step=later, fixed_at=step, microbatches=microbatches)
-                    )
-
-
-def _without_duplicates(ready: Mapping[str, Member]) -> dict[str, tuple[int, ...]]:
-    """Return each replica's microbatches, none for one that overlaps with an older replica."""
-    taken: set[int] = set()
-    assigned: dict[str, tuple[int, ...]] = {}
-    for name in sorted(ready, key=lambda name: (ready[name].status.since, name)):
-        own = ready[name].status.microbatches
-        assigned[name] = () if taken.intersection(own) else own
-        taken.update(assigned[name])
-    return assigned
 
 
 # ---- Messages between all replicas ----

@@ -1,8 +1,8 @@
 """The other replicas, as one replica sees them.
 
 1. A replica sends its status, with the microbatches that it computes, and computes them meanwhile.
-2. It receives the agreement: microbatches of dead replicas are reassigned; replicas that are behind
-   catch up.
+2. It receives the agreement: the step is computed again if a replica with a part of it is lost;
+   replicas that are behind catch up.
 3. Sums of microbatches are exchanged; if a replica is lost here, the agreement is formed again
    without it.
 """
@@ -127,32 +127,29 @@ class ReplicaPeers(Peers):
         return self._agreeing.submit(self._membership.agree, train_step, whole).result
 
     def add(self, own: range, sums: Tree[PartialSums], agreeing: Agreeing) -> StepTotal | Agreement:
-        """Add the sums of all members, and compute the microbatches of those that are lost."""
-        loop, compute, computed = self.loop, self._compute, list(own)
+        """Add the sums of all members; without one that is lost, the step is split anew."""
+        loop = self.loop
         while True:
             with self._timer("sync"):
                 agreement = agreeing()
             if agreement.step > loop.step:
                 return agreement
             loop.process(agreement)
-            assignment = self._splits.assign(agreement, loop.context.num_microbatches)
-            loop.log.remember_splits(self._splits.take_new_splits())
-            if assignment.dropped:
-                sums, computed = compute.empty_tree(loop.step), []
-            for microbatches in assignment.ranges:
-                compute.compute_more(loop.step, microbatches, sums)
-                computed += microbatches
+            owners = self._splits.assign(agreement, loop.context.num_microbatches)
+            if owners[self.name] != own:
+                own = owners[self.name]
+                sums = self._compute.compute(loop.step, own)
             loop.prefetch()
             try:
                 with self._timer("sync"):
-                    shape = _shape_of(loop.context, compute.opened)
+                    shape = _shape_of(loop.context, self._compute.opened)
                     total, message = self._exchange.total(agreement, sums, shape)
                 break
             except LostPeerError:
                 self._failures += 1
                 self._server.cancel_waiters()
-                agreeing = loop.agree_on_step(computed)
-        return StepTotal(agreement, total, assignment.owners, message)
+                agreeing = loop.agree_on_step(own)
+        return StepTotal(agreement, total, owners, message)
 
     def on_commit(self, train_step: int, committed: CommittedStep) -> None:
         """Keep the sums of a committed step for replicas that are behind."""
@@ -181,7 +178,7 @@ class ReplicaPeers(Peers):
         """Wait for the expected replicas before the first step; does not affect the result."""
         loop, end = self.loop, time.monotonic() + self._options.access.timeout_sec
         while time.monotonic() < end:
-            agreement = loop.agree(())()
+            agreement = loop.agree()()
             if agreement.step > loop.step or len(agreement.members) >= self._options.expected:
                 return
             time.sleep(0.02)
