@@ -66,7 +66,7 @@ class LocalStore:
             return found
         table = self.shard.tables[LAYOUT.table]
         assert owned[slot_of_row(table.rows)].all(), "it has no rows of others"
-        rows, block = table.records(table.rows)
+        rows, block = table.written(table.rows)
         assert (block == block[:, :1]).all()
         found[rows] = block[:, 0]
         return found

@@ -23,7 +23,7 @@ from tests.trainer.processes import children_of, hold
 from trainer.stores.api import Records, Store, TableLayout, WriteBack
 from trainer.stores.remote.client import RemoteStore, open_remote_store
 from trainer.stores.remote.connection import Access
-from trainer.stores.remote.ownership import Ranges, SlotMap, mask_of, slot_map_of
+from trainer.stores.remote.ownership import Ranges, ShardControl, SlotMap, mask_of, slot_map_of
 
 TOKEN = "a-token-of-tests"
 ACCESS = Access(token=TOKEN, timeout_sec=120.0)
@@ -200,6 +200,12 @@ def one_store_map(
     """Return a slot map with some slots of a store `here`, and the others of another one."""
     owned = {"here": mask_of(slots), "there": ~mask_of(slots)}
     return slot_map_of(session, epoch, owned, moving)
+
+
+def control_of(slot_map: SlotMap, layouts: Mapping[str, TableLayout] | None = None) -> ShardControl:
+    """Return what opens the store `here`, of one table or of `layouts`."""
+    tables = layouts or {LAYOUT.table: LAYOUT}
+    return ShardControl(owner="run", layouts=tables, slot_map=slot_map, address="here")
 
 
 def record_of(value: float, count: int) -> Records:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from trainer.embedding.cache import CacheSlots
 from trainer.stores import api
 from trainer.stores.api import Records, empty_records, grown
 from trainer.stores.local import DENSE_MAP_ROWS, ArrayTable, RowMap
-from trainer.stores.remote.shard import ShardTable
 
 CHUNK, NUM_ROWS = 100, 20_000
 ROWS = np.random.default_rng(0).permutation(NUM_ROWS) * 1_000_003
@@ -32,16 +30,6 @@ def array_table() -> tuple[Write, Callable[[], list[np.ndarray]], Callable[[], n
         table.write(rows, records_from(start))
 
     return write, arrays, lambda: table.fetch(ROWS).state[:, 0]
-
-
-def shard_table() -> tuple[Write, Callable[[], list[np.ndarray]], Callable[[], np.ndarray]]:
-    table: Any = ShardTable(LAYOUT)
-
-    def write(rows: np.ndarray, start: int) -> None:
-        records = records_from(start)
-        table.write(rows, np.concatenate([records.values, records.state], axis=1))
-
-    return write, lambda: [table._block], lambda: table.fetch(ROWS)[:, -1]
 
 
 def slots() -> tuple[Write, Callable[[], list[np.ndarray]], Callable[[], np.ndarray]]:
@@ -63,7 +51,7 @@ def records_from(start: int) -> Records:
     return records
 
 
-@pytest.mark.parametrize("make", [array_table, shard_table, slots])
+@pytest.mark.parametrize("make", [array_table, slots])
 @pytest.mark.parametrize("has_addresses", [True, False])
 def test_large_table_is_never_copied(
     make: Callable[[], tuple[Write, Callable[[], list[np.ndarray]], Callable[[], np.ndarray]]],

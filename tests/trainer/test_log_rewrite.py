@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import count
 from pathlib import Path
 
@@ -19,7 +19,14 @@ from hypothesis import strategies as st
 from schemas.errors import SchemaError
 from schemas.hashing import slot_of_row
 from tests.trainer.processes import wait_for
-from tests.trainer.stores import LAYOUT, largest_file, log_bytes, log_files, one_store_map
+from tests.trainer.stores import (
+    LAYOUT,
+    control_of,
+    largest_file,
+    log_bytes,
+    log_files,
+    one_store_map,
+)
 from trainer.stores.remote import shard as shard_module
 from trainer.stores.remote.shard import Shard
 from trainer.stores.remote.wal import Entry, RecordLog, RowsEntry, ShardLog
@@ -39,7 +46,7 @@ def opened(directory: Path) -> Shard:
 
 def begin_session(shard: Shard, session: str) -> None:
     slot_map = one_store_map(ALL, shard.control.epoch + 1, session)
-    shard.open("run", TABLES, slot_map, "here")
+    shard.open(control_of(slot_map, TABLES))
 
 
 def request_of(shard: Shard, train_step: int = -1) -> Request:
@@ -58,9 +65,9 @@ def write(shard: Shard, step: int, rows: np.ndarray, table: str = "items") -> No
 
 def state_of(shard: Shard) -> dict[str, object]:
     """Return all that a shard must have again after a restart."""
-    found: dict[str, object] = {"control": shard.control.to_json()}
+    found: dict[str, object] = {"control": asdict(shard.control)}
     for name, table in shard.tables.items():
-        rows, block = table.records(np.sort(table.rows))
+        rows, block = table.written(np.sort(table.rows))
         found[name] = rows.tolist(), block.tolist()
     return found
 

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.errors import SchemaError
-from trainer.stores.remote.wal import RecordLog, read_records
+from trainer.stores.remote.ownership import ShardControl
+from trainer.stores.remote.wal import RecordLog, entry_to_buffers, read_entries, read_records
 
 
 def payloads_of(path: Path) -> list[bytes]:
@@ -64,3 +65,10 @@ def test_log_damaged_before_a_good_record_is_refused_by_its_place(tmp_path: Path
         with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
             payloads_of(path)
         assert path.read_bytes() == data
+
+
+def test_log_of_another_release_is_refused(tmp_path: Path) -> None:
+    [text] = entry_to_buffers(ShardControl())
+    write_log(tmp_path / "log.bin", [bytes(text).replace(b"newest_step", b"newest_stop")])
+    with pytest.raises(SchemaError, match=r"^log is of another release; start the store with an "):
+        list(read_entries([tmp_path / "log.bin"]))

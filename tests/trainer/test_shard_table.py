@@ -13,6 +13,7 @@ from schemas.hashing import slot_of_row
 from schemas.rows import initial_rows
 from tests.trainer.stores import (
     LAYOUT,
+    control_of,
     group_over,
     one_store_map,
     record_of,
@@ -40,9 +41,9 @@ def test_last_record_holds(writes: list[list[int]]) -> None:
     for number, rows in enumerate(writes):
         block = np.full((len(rows), 5), number, np.float32)
         for _ in range(2):  # every call may be repeated
-            table.write(np.array(rows), block)
+            table.write_block(np.array(rows), block)
         records |= {row: [float(number)] * 5 for row in rows}
-        assert table.fetch(ROWS).tolist() == [records[int(row)] for row in ROWS]
+        assert table.fetch_block(ROWS).tolist() == [records[int(row)] for row in ROWS]
     written = sorted({row for rows in writes for row in rows})
     rows, block = table.ascending(-1, 10)
     assert rows.tolist() == written
@@ -56,7 +57,7 @@ def test_rows_of_a_step_are_neither_read_nor_written_once_a_later_one_has_writte
 ) -> None:
     shard = Shard(tmp_path / "store", sync=False)
     shard.load()
-    shard.open("run", {"items": LAYOUT}, one_store_map(((0, 4096),)), "here")
+    shard.open(control_of(one_store_map(((0, 4096),))))
     request, rows = Request(op="write", session="process"), {"items": ROWS}
     for step in range(4):
         block = np.full((6, 5), step, np.float32)

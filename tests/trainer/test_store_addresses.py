@@ -207,7 +207,7 @@ def test_store_of_addresses_that_fails_is_asked_again(
     with running(start_store(tmp_path / "store")) as (store,):
         publish_address(Location.parse(url), store.address)
         with StoreConnection(url, ACCESS) as peer:
-            assert peer.action("describe", {})["map"] is None
+            assert peer.action("describe", {})["slot_map"] is None
     assert not fails
 
 

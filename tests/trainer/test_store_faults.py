@@ -21,6 +21,7 @@ from tests.trainer.stores import (
     LAYOUT,
     TOKEN,
     TableOf,
+    control_of,
     group_over,
     log_bytes,
     log_files,
@@ -201,7 +202,7 @@ def test_store_serves_no_caller(caller: str, tmp_path: Path) -> None:
     changes, error, message = REFUSED[caller]
     shard, rows = Shard(tmp_path / "store", sync=False), np.arange(9)
     shard.load()
-    shard.open("run", {"items": LAYOUT}, one_store_map(ALL, 1), "here")
+    shard.open(control_of(one_store_map(ALL, 1)))
     request = Request(op="write", session="process", epoch=1, acknowledged=0, train_step=1)
     assert shard.write(request, {"items": rows}, np.ones((9, 5), np.float32)) == 1
     for call in (
@@ -255,7 +256,7 @@ def test_server_holds_no_more_messages_than_its_budget_while_many_call(
         with pytest.raises(
             SchemaError, match=r"^message must have at most 4096 bytes, got 500 rows"
         ):
-            peer.exchange(request.to_bytes(), rows_batch(large), LAYOUT)
+            peer.exchange(request, rows_batch(large), LAYOUT)
     finally:
         server.shutdown()
         shard.close()

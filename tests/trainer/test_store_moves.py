@@ -17,9 +17,9 @@ from schemas.errors import SchemaError
 from schemas.hashing import slot_of_row
 from tests.trainer.stores import (
     ACCESS,
-    LAYOUT,
     TOKEN,
     TableOf,
+    control_of,
     group_over,
     one_store_map,
     record_of,
@@ -98,7 +98,7 @@ def test_rows_of_slots_that_move_are_read_and_written_by_the_coordinator_alone(
 ) -> None:
     shard, rows = Shard(tmp_path / "store", sync=False), np.arange(50)
     shard.load()
-    shard.open("run", {"items": LAYOUT}, one_store_map(((0, 4096),)), "here")
+    shard.open(control_of(one_store_map(((0, 4096),))))
     request, block = Request(op=WRITE, session="process"), np.zeros((50, 5), np.float32)
     shard.write(request, {"items": rows}, block)
     contents = replace(request, op=CONTENTS)
@@ -133,7 +133,7 @@ def test_move_without_a_process_that_trains_is_refused(
     request = MoveRequest(sources=("here",), target="there", slots=HALF)
     with pytest.raises(SchemaError, match=r"^store serves no run; start training first$"):
         shard.request_move(request)
-    shard.open("run", {"items": LAYOUT}, one_store_map(((0, 4096),)), "here")
+    shard.open(control_of(one_store_map(((0, 4096),))))
     message = "no process trains on the stores; start training, and move again"
     with pytest.raises(SchemaError, match=f"^{message}$"):
         shard.request_move(request)

@@ -116,7 +116,16 @@ class ArrayTable:
         written = self._records.take(positions[is_written])
         if len(written.values) == len(rows):
             return written
-        return merge_records(is_written, written, initial_records(self.layout, rows[~is_written]))
+        return merge_records(is_written, written, self.initial(rows[~is_written]))
+
+    def initial(self, rows: NDArray[np.int64]) -> Records:
+        """Return the records of rows that were never written."""
+        return initial_records(self.layout, rows)
+
+    @property
+    def rows(self) -> NDArray[np.int64]:
+        """Rows ever written, in order of first write."""
+        return self._map.rows
 
     def __len__(self) -> int:
         return len(self._map)
@@ -145,7 +154,7 @@ class ArrayTable:
         """Return a view of rows, valid until a row is added; new rows get their initial values."""
         positions, added = self._find_or_add(rows)
         if len(added):
-            self._records.put(positions[added], initial_records(self.layout, rows[added]))
+            self._records.put(positions[added], self.initial(rows[added]))
         if len(self._map) > _MAX_ROWS:
             raise ValueError(
                 f"table {self.layout.table!r} has {len(self._map)} rows, more than {_MAX_ROWS} "
@@ -153,9 +162,9 @@ class ArrayTable:
             )
         return GatheredRows(self._records, positions.astype(np.int32))
 
-    def rows_at(self, positions: NDArray[np.int32]) -> tuple[NDArray[np.int64], Records]:
+    def rows_at(self, positions: NDArray[np.integer]) -> tuple[NDArray[np.int64], Records]:
         """Return the rows at some positions, which are stable, and the arrays of all rows."""
-        return self._map.rows[positions], self._records
+        return self.rows[positions], self._records
 
     def contents(self) -> Iterator[tuple[NDArray[np.int64], Records]]:
         """Yield all rows ever written, ascending, and copies of their records, in chunks."""

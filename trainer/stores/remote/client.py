@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
 from schemas.arrays import Array, offsets_of
@@ -19,7 +18,7 @@ from trainer.stores.api import (
     TableLayout,
     WriteBack,
 )
-from trainer.stores.bucket_files import SortedChunk, merge_sorted
+from trainer.stores.bucket_files import merge_sorted
 from trainer.stores.remote.connection import Access
 from trainer.stores.remote.coordinator import Coordinator
 from trainer.stores.remote.members import CallAttempts, StoreMembers
@@ -31,17 +30,13 @@ from trainer.stores.remote.wire import (
     WRITE,
     Request,
     block_of,
-    record_bytes,
     record_width,
     records_batch,
     rows_batch,
-    rows_of,
 )
 
-_CALLS_PER_STORE = 4
-"""Concurrent calls per store."""
-_SendMessage = Callable[[SlotMap, int, NDArray[np.int64]], None]
-"""(slot map, index of the store in it, indices of the rows of one message)."""
+_SendMessage = Callable[[SlotMap, str, NDArray[np.int64]], None]
+"""(slot map, address of a store in it, indices of the rows of one message)."""
 
 
 class RemoteStore:
@@ -50,28 +45,17 @@ class RemoteStore:
     A call that fails because slots move or a store is gone is repeated.
     """
 
-    def __init__(
-        self,
-        members: StoreMembers,
-        layouts: Mapping[str, TableLayout],
-        message_bytes: int,
-        coordinator: Coordinator | None,
-    ) -> None:
+    def __init__(self, members: StoreMembers, coordinator: Coordinator | None) -> None:
         """Use opened stores; see `open_remote_store`.
 
         Args:
             members: the processes.
-            layouts: tables by name, all of one shape.
-            message_bytes: maximum message size of all processes.
             coordinator: of the session; None: another process has it.
         """
         self.members = members
-        self.layouts = layouts
+        self.layouts = members.layouts
         self._coordinator = coordinator
-        self._layout = next(iter(layouts.values()))
-        self._rows_per_message = max(1, message_bytes // record_bytes(self._layout))
-        workers = _CALLS_PER_STORE * len(members.addresses)
-        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="stores")
+        self._layout = members.layout
 
     def fetch(
         self, train_step: int, rows: Mapping[str, NDArray[np.int64]], as_of: int | None = None
@@ -89,10 +73,10 @@ class RemoteStore:
         offsets, flat = _flat(rows)
         block = self._new_block(len(flat))
 
-        def send(slot_map: SlotMap, store: int, chosen: NDArray[np.int64]) -> None:
+        def send(slot_map: SlotMap, address: str, chosen: NDArray[np.int64]) -> None:
             tables = _count_by_table(rows, offsets, chosen)
-            request = self._request(slot_map, store, FETCH, tables=tables, as_of=as_of)
-            answer = self._exchange(slot_map, store, request, rows_batch(flat[chosen]))
+            request = Request(op=FETCH, tables=tables, as_of=as_of)
+            answer = self.members.exchange(slot_map, address, request, rows_batch(flat[chosen]))
             block[chosen] = block_of(answer, self._layout)
 
         self._send_all(flat, send)
@@ -115,11 +99,11 @@ class RemoteStore:
             block[start:end, : self._layout.dim] = back.records.values
             block[start:end, self._layout.dim :] = back.records.state
 
-        def send(slot_map: SlotMap, store: int, chosen: NDArray[np.int64]) -> None:
+        def send(slot_map: SlotMap, address: str, chosen: NDArray[np.int64]) -> None:
             tables = _count_by_table(rows, offsets, chosen)
-            request = self._request(slot_map, store, WRITE, tables=tables, train_step=train_step)
+            request = Request(op=WRITE, tables=tables, train_step=train_step)
             batch = records_batch(flat[chosen], block[chosen], self._layout)
-            self._exchange(slot_map, store, request, batch)
+            self.members.exchange(slot_map, address, request, batch)
 
         self._send_all(flat, send)
 
@@ -129,8 +113,8 @@ class RemoteStore:
         while True:
             slot_map = self.members.slot_map
             streams = [
-                self._contents_of(slot_map, store, table, after)
-                for store in range(len(slot_map.addresses))
+                self.members.pages(slot_map, address, CONTENTS, table, after)
+                for address in slot_map.addresses
             ]
             try:
                 for rows, block in merge_sorted(streams):
@@ -156,11 +140,10 @@ class RemoteStore:
                     CHECKPOINTED, body, members.access.timeout_sec
                 )
 
-        list(self._pool.map(notify, members.slot_map.addresses))
+        list(members.pool.map(notify, members.slot_map.addresses))
 
     def close(self) -> None:
         """Close the connections; the processes continue."""
-        self._pool.shutdown()
         if self._coordinator is not None:
             self._coordinator.close()
         self.members.close()
@@ -170,84 +153,33 @@ class RemoteStore:
         slots, pending = slot_of_row(flat), np.arange(len(flat))
         attempts = CallAttempts(self.members)
         while len(pending):
-            errors: list[Exception] = []
-            slot_map = self.members.slot_map
-            if slot_map.moving:
-                attempts.failed(slot_map, errors, len(pending))
-                continue
-            owners = slot_map.owners[slots[pending]]
-
-            def send_to(
-                store: int,
-                slot_map: SlotMap = slot_map,
-                owners: NDArray[np.int64] = owners,
-                pending: NDArray[np.int64] = pending,
-                errors: list[Exception] = errors,
-            ) -> NDArray[np.int64]:
-                """Return the rows whose messages failed."""
-                own = pending[owners == store]
-                for start in range(0, len(own), self._rows_per_message):
-                    try:
-                        send(slot_map, store, own[start : start + self._rows_per_message])
-                    except (StoreUnavailableError, SlotMapChangedError) as error:
-                        errors.append(error)
-                        return own[start:]
-                return own[:0]
-
-            failed = self._pool.map(send_to, range(len(slot_map.addresses)))
-            pending = np.sort(np.concatenate(list(failed)))
+            slot_map, errors = self.members.slot_map, list[Exception]()
+            if not slot_map.moving:
+                owners = slot_map.owners[slots[pending]]
+                by_store = [pending[owners == k] for k in range(len(slot_map.addresses))]
+                send_to = partial(self._send_to, send, slot_map, errors)
+                failed = self.members.pool.map(send_to, slot_map.addresses, by_store)
+                pending = np.sort(np.concatenate(list(failed)))
             if len(pending):
                 attempts.failed(slot_map, errors, len(pending))
 
-    def _exchange(
-        self, slot_map: SlotMap, store: int, request: Request, batch: pa.RecordBatch | None
-    ) -> pa.RecordBatch:
-        connection = self.members.connection(slot_map.addresses[store])
-        answer, sequence = connection.exchange(request.to_bytes(), batch, self._layout)
-        self.members.record_acknowledged(connection.address, sequence)
-        return answer
-
-    def _contents_of(
-        self, slot_map: SlotMap, store: int, table: str, after: int
-    ) -> Iterator[SortedChunk]:
-        """Yield the rows of one store, one message at a time, prefetching the next."""
-        size = self._rows_per_message
-
-        def fetch_page(after: int) -> pa.RecordBatch:
-            tables = ((table, size),)
-            request = self._request(slot_map, store, CONTENTS, tables=tables, after=after)
-            return self._exchange(slot_map, store, request, None)
-
-        next_page = self._pool.submit(fetch_page, after)
-        while True:
-            page = next_page.result()
-            rows = rows_of(page)
-            if not len(rows):
-                return
-            next_page = self._pool.submit(fetch_page, int(rows[-1]))
-            yield rows, block_of(page, self._layout)
-
-    def _request(
+    def _send_to(
         self,
+        send: _SendMessage,
         slot_map: SlotMap,
-        store: int,
-        op: str,
-        *,
-        tables: tuple[tuple[str, int], ...],
-        train_step: int = -1,
-        as_of: int | None = None,
-        after: int = -1,
-    ) -> Request:
-        return Request(
-            op=op,
-            session=self.members.session,
-            epoch=slot_map.epoch,
-            acknowledged=self.members.acknowledged(slot_map.addresses[store]),
-            train_step=train_step,
-            as_of=as_of,
-            tables=tables,
-            after=after,
-        )
+        errors: list[Exception],
+        address: str,
+        own: NDArray[np.int64],
+    ) -> NDArray[np.int64]:
+        """Send the messages for rows of one store; return the rows whose messages failed."""
+        size = self.members.rows_per_message
+        for start in range(0, len(own), size):
+            try:
+                send(slot_map, address, own[start : start + size])
+            except (StoreUnavailableError, SlotMapChangedError) as error:
+                errors.append(error)
+                return own[start:]
+        return own[:0]
 
     def _new_block(self, count: int) -> Array:
         return np.empty((count, record_width(self._layout)), self._layout.dtype)
@@ -279,14 +211,16 @@ def open_remote_store(
     Raises:
         SchemaError: a store refuses or cannot be reached.
     """
-    members = StoreMembers(addresses, access, session)
+    members = StoreMembers(addresses, access, session, layouts)
     try:
-        message_bytes = members.join() if owner is None else members.open(owner, layouts)
+        if owner is None:
+            members.join()
+        else:
+            members.open(owner)
     except BaseException:
         members.close()
         raise
-    coordinator = None if owner is None else Coordinator(members, layouts, message_bytes)
-    return RemoteStore(members, layouts, message_bytes, coordinator)
+    return RemoteStore(members, None if owner is None else Coordinator(members))
 
 
 def _flat(

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,6 +37,7 @@ from trainer.stores.remote.wire import (
     LOOPBACK,
     REFUSED,
     SLOT_MAP_CHANGED,
+    Request,
     read_token,
     records_schema,
     rows_batch,
@@ -143,8 +145,11 @@ class StoreConnection:
 
     def __init__(self, address: str, access: Access) -> None:
         self.address = address
+        self.acknowledged = 0
+        """Messages of rows that the store acknowledged."""
         self._access = access
         self._client: fl.FlightClient | None = None
+        self._lock = threading.Lock()
 
     def action(self, name: str, body: dict[str, Any]) -> dict[str, Any]:
         """Call an action, retrying while the store cannot be reached.
@@ -166,21 +171,14 @@ class StoreConnection:
         return self._once(_action(name, body), timeout_sec)
 
     def exchange(
-        self,
-        request: bytes,
-        batch: pa.RecordBatch | None,
-        layout: TableLayout,
-    ) -> tuple[pa.RecordBatch, int]:
-        """Send one message of rows once.
+        self, request: Request, batch: pa.RecordBatch | None, layout: TableLayout
+    ) -> pa.RecordBatch:
+        """Send one message of rows once, and return rows with their records.
 
         Args:
-            request: JSON of a `Request`.
+            request: apart from `acknowledged`.
             batch: its rows, None for no rows.
             layout: of the records.
-
-        Returns:
-            Rows with their records, and the messages of rows that the store acknowledged in this
-            session.
 
         Raises:
             StoreUnavailableError: the store cannot be reached.
@@ -188,11 +186,10 @@ class StoreConnection:
             SlotMapChangedError: as `action`.
         """
         sent = rows_batch(np.empty(0, np.int64)) if batch is None else batch
+        command = replace(request, acknowledged=self.acknowledged).to_bytes()
 
-        def call(
-            client: fl.FlightClient, options: fl.FlightCallOptions
-        ) -> tuple[pa.RecordBatch, int]:
-            descriptor = fl.FlightDescriptor.for_command(request)
+        def call(client: fl.FlightClient, options: fl.FlightCallOptions) -> fl.FlightStreamChunk:
+            descriptor = fl.FlightDescriptor.for_command(command)
             writer, reader = client.do_exchange(descriptor, options)
             try:
                 # a store that refuses may stop reading; its response has the reason
@@ -210,9 +207,12 @@ class StoreConnection:
                     "trainer's release",
                     file=self.address,
                 )
-            return chunk.data, int(chunk.app_metadata.to_pybytes())
+            return chunk
 
-        return self._once(call, self._access.timeout_sec)
+        chunk = self._once(call, self._access.timeout_sec)
+        with self._lock:
+            self.acknowledged = max(self.acknowledged, int(chunk.app_metadata.to_pybytes()))
+        return chunk.data
 
     def __enter__(self) -> StoreConnection:
         return self
@@ -228,7 +228,7 @@ class StoreConnection:
 
     def _retried(self, call: _Call[T]) -> T:
         last_error: Exception | None = None
-        for _ in _attempts(self._access.timeout_sec):
+        for _ in attempts(self._access.timeout_sec):
             try:
                 return self._once(call, self._access.timeout_sec)
             except StoreUnavailableError as error:
@@ -276,7 +276,7 @@ class StoreConnection:
         return SchemaError(line, file=self.address)
 
 
-def _attempts(timeout_sec: float) -> Iterator[None]:
+def attempts(timeout_sec: float) -> Iterator[None]:
     """Yield at least once, after longer and longer pauses, until the time-out."""
     end, pause = time.monotonic() + timeout_sec, 0.02
     yield

@@ -12,22 +12,19 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 
 from schemas.errors import SchemaError
-from trainer.stores.api import SlotMapChangedError, StoreUnavailableError, TableLayout
+from schemas.manifest import from_json
+from trainer.stores.api import SlotMapChangedError, StoreUnavailableError
 from trainer.stores.remote.members import StoreMembers, reachable
 from trainer.stores.remote.ownership import (
     MoveRequest,
     SlotMap,
     StoreDescription,
-    description_from_json,
     mask_of,
     next_slot_map,
     ranges_of,
@@ -39,8 +36,7 @@ from trainer.stores.remote.wire import (
     FLUSH,
     LEAVING,
     Request,
-    record_bytes,
-    rows_of,
+    records_batch,
 )
 
 logger = logging.getLogger(__name__)
@@ -52,20 +48,9 @@ _ERRORS = (SchemaError, StoreUnavailableError, SlotMapChangedError)
 class Coordinator:
     """Moves slots when a store is asked for it; a thread."""
 
-    def __init__(
-        self, members: StoreMembers, layouts: Mapping[str, TableLayout], message_bytes: int
-    ) -> None:
-        """Start the thread.
-
-        Args:
-            members: of the session, opened by this process.
-            layouts: tables by name, all of one shape.
-            message_bytes: maximum message size of the session.
-        """
+    def __init__(self, members: StoreMembers) -> None:
+        """Start the thread; this process has opened the session of the stores."""
         self._members = members
-        self._layouts = layouts
-        self._layout = next(iter(layouts.values()))
-        self._message_bytes = message_bytes
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, name="slots", daemon=True)
         self._thread.start()
@@ -137,68 +122,34 @@ class Coordinator:
             SchemaError: it refuses or cannot be reached, or has lost its rows.
         """
         members, store = self._members, self._call(target, DESCRIBE, {})
-        if store.message_bytes < self._message_bytes:
+        if store.message_bytes < members.message_bytes:
             raise SchemaError(
-                f"store must take messages of {self._message_bytes} bytes as the others do, got "
-                f"{store.message_bytes}; start it with --message-bytes {self._message_bytes}",
+                f"store must take messages of {members.message_bytes} bytes as the others do, got "
+                f"{store.message_bytes}; start it with --message-bytes {members.message_bytes}",
                 file=target,
             )
         if store.session == members.session:
             return
         if target in during.addresses:
             raise SchemaError("store has lost its rows; move to another one", file=target)
-        members.open_store(target, self._layouts, during)
+        members.open_store(target, during)
 
     def _call(self, address: str, action: str, body: dict[str, Any]) -> StoreDescription:
         timeout_sec = self._members.access.timeout_sec
         connection = self._members.connection(address)
-        return description_from_json(connection.action_once(action, body, timeout_sec))
+        return from_json(StoreDescription, connection.action_once(action, body, timeout_sec))
 
     def _copy(self, source: str, target: str, during: SlotMap) -> int:
         """Copy all rows of slots that move from a store; return their number."""
-        newest_step, num_rows = self._call(source, DESCRIBE, {}).newest_step, 0
-        for table in self._layouts:
-            for page in self._pages(source, table, during):
-                self._exchange(target, ARRIVING, during, (table, len(page)), page, newest_step)
-                num_rows += len(page)
+        members, num_rows = self._members, 0
+        newest_step = self._call(source, DESCRIBE, {}).newest_step
+        for table in members.layouts:
+            for rows, block in members.pages(during, source, LEAVING, table):
+                if self._ending.is_set():
+                    raise SchemaError("run ends, no slot is moved", file=source)
+                tables = ((table, len(rows)),)
+                request = Request(op=ARRIVING, tables=tables, train_step=newest_step)
+                batch = records_batch(rows, block, members.layout)
+                members.exchange(during, target, request, batch)
+                num_rows += len(rows)
         return num_rows
-
-    def _pages(self, source: str, table: str, during: SlotMap) -> Iterator[pa.RecordBatch]:
-        """Yield the rows of a table, one message at a time, prefetching the next."""
-        size = max(1, self._message_bytes // record_bytes(self._layout))
-
-        def fetch(after: int) -> pa.RecordBatch:
-            return self._exchange(source, LEAVING, during, (table, size), after=after)
-
-        with ThreadPoolExecutor(1) as pool:
-            page = fetch(-1)
-            while len(page):
-                following = pool.submit(fetch, int(rows_of(page)[-1]))
-                yield page
-                page = following.result()
-
-    def _exchange(
-        self,
-        address: str,
-        op: str,
-        during: SlotMap,
-        table: tuple[str, int],
-        batch: pa.RecordBatch | None = None,
-        newest_step: int = -1,
-        after: int = -1,
-    ) -> pa.RecordBatch:
-        if self._ending.is_set():
-            raise SchemaError("run ends, no slot is moved", file=address)
-        request = Request(
-            op=op,
-            session=self._members.session,
-            epoch=during.epoch,
-            acknowledged=self._members.acknowledged(address),
-            train_step=newest_step,
-            tables=(table,),
-            after=after,
-        )
-        connection = self._members.connection(address)
-        answer, sequence = connection.exchange(request.to_bytes(), batch, self._layout)
-        self._members.record_acknowledged(address, sequence)
-        return answer

@@ -5,34 +5,47 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
-from typing import Any
+from dataclasses import asdict, replace
+
+import pyarrow as pa
 
 from schemas.errors import SchemaError
+from schemas.manifest import from_json
 from trainer.stores.api import (
     RowsLostError,
     SlotMapChangedError,
     StoreUnavailableError,
     TableLayout,
 )
-from trainer.stores.remote.connection import Access, StoreConnection, unreachable_error
+from trainer.stores.bucket_files import SortedChunk
+from trainer.stores.remote.connection import Access, StoreConnection, attempts, unreachable_error
 from trainer.stores.remote.ownership import (
     Descriptions,
+    ShardControl,
     SlotMap,
     StoreDescription,
     covers_all_slots,
-    description_from_json,
     format_ranges,
     initial_slot_map,
     lost_slots,
     newest_slot_map,
     ranges_of,
 )
-from trainer.stores.remote.wire import APPLY_MAP, DESCRIBE, OPEN
+from trainer.stores.remote.wire import (
+    APPLY_MAP,
+    DESCRIBE,
+    OPEN,
+    Request,
+    block_of,
+    record_bytes,
+    rows_of,
+)
 
 logger = logging.getLogger(__name__)
+_CALLS_PER_STORE = 4
+"""Concurrent calls per store."""
 _DESCRIBE_SEC = 5.0
 """Maximum wait for a description; a slower store counts as gone."""
 _PAUSE_SEC = 0.02
@@ -45,25 +58,37 @@ class StoreMembers:
     learn them from the stores.
     """
 
-    def __init__(self, addresses: Sequence[str], access: Access, session: str) -> None:
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        access: Access,
+        session: str,
+        layouts: Mapping[str, TableLayout],
+    ) -> None:
         """Connect to nothing yet.
 
         Args:
             addresses: of the stores that the run was started with.
             access: to the stores.
             session: of this process, or of the group of replicas.
+            layouts: tables by name, all of one shape.
         """
         self.session = session
         self.addresses = tuple(addresses)
         self.access = access
+        self.layouts = layouts
+        self.layout = next(iter(layouts.values()))
+        """Shape of the records of all tables."""
         self.owner: str | None = None
         """Run of the session, in the process that opened it; None in others."""
+        self.message_bytes = 0
+        """Maximum message size of all stores; set when they are opened."""
+        self.pool = ThreadPoolExecutor(_CALLS_PER_STORE * len(addresses), "stores")
+        """Calls stores concurrently."""
         self._connections: dict[str, StoreConnection] = {}
         self._map: SlotMap | None = None
-        self._acknowledged: dict[str, int] = {}
         self._lock = threading.Lock()
         self._refreshing = threading.Lock()
-        self._pool = ThreadPoolExecutor(max(4, len(addresses)), thread_name_prefix="describe")
 
     @property
     def slot_map(self) -> SlotMap:
@@ -78,21 +103,58 @@ class StoreMembers:
                 self._connections[address] = StoreConnection(address, self.access)
             return self._connections[address]
 
-    def acknowledged(self, address: str) -> int:
-        """Return the number of messages that a store acknowledged."""
-        with self._lock:
-            return self._acknowledged.get(address, 0)
+    @property
+    def rows_per_message(self) -> int:
+        """Maximum number of rows with their records in one message."""
+        return max(1, self.message_bytes // record_bytes(self.layout))
 
-    def record_acknowledged(self, address: str, sequence: int) -> None:
-        """Record the number of messages that a store acknowledged."""
-        with self._lock:
-            self._acknowledged[address] = max(sequence, self._acknowledged.get(address, 0))
+    def exchange(
+        self, slot_map: SlotMap, address: str, request: Request, batch: pa.RecordBatch | None = None
+    ) -> pa.RecordBatch:
+        """Send one message of rows, and return rows with their records.
 
-    def open(self, owner: str, layouts: Mapping[str, TableLayout]) -> int:
+        Args:
+            slot_map: by which the store has the rows.
+            address: of the store.
+            request: operation and tables.
+            batch: rows; None for no rows.
+
+        Raises:
+            StoreUnavailableError: the store cannot be reached.
+            SchemaError: it refuses.
+            SlotMapChangedError: it has another slot map.
+        """
+        request = replace(request, session=self.session, epoch=slot_map.epoch)
+        return self.connection(address).exchange(request, batch, self.layout)
+
+    def pages(
+        self, slot_map: SlotMap, address: str, op: str, table: str, after: int = -1
+    ) -> Iterator[SortedChunk]:
+        """Yield rows of a table in a store, ascending, one message at a time; prefetch the next.
+
+        Args:
+            slot_map: by which the store has the rows.
+            address: of the store.
+            op: contents or leaving.
+            table: name.
+            after: a row that comes before them.
+
+        Raises:
+            SchemaError: as `exchange`, with its other errors.
+        """
+
+        def fetch(after: int) -> pa.RecordBatch:
+            request = Request(op=op, tables=((table, self.rows_per_message),), after=after)
+            return self.exchange(slot_map, address, request)
+
+        page = self.pool.submit(fetch, after).result()
+        while len(rows := rows_of(page)):
+            following = self.pool.submit(fetch, int(rows[-1]))
+            yield rows, block_of(page, self.layout)
+            page = following.result()
+
+    def open(self, owner: str) -> None:
         """Open the stores for a new session, without rows, as its coordinator.
-
-        Returns:
-            The maximum message size.
 
         Raises:
             SchemaError: a store refuses or cannot be reached.
@@ -101,43 +163,41 @@ class StoreMembers:
         slot_map = initial_slot_map(stores, self.addresses, self.session)
         for address in stores:
             if address in slot_map.addresses or address in self.addresses:
-                self.open_store(address, layouts, slot_map)
+                self.open_store(address, slot_map)
         self._map = slot_map
-        return min(store.message_bytes for store in stores.values())
+        self.message_bytes = min(store.message_bytes for store in stores.values())
 
-    def open_store(
-        self, address: str, layouts: Mapping[str, TableLayout], slot_map: SlotMap
-    ) -> None:
+    def open_store(self, address: str, slot_map: SlotMap) -> None:
         """Begin the session in a store, without rows.
 
         Raises:
             SchemaError: it refuses or cannot be reached.
         """
-        body: dict[str, Any] = {"owner": self.owner, "map": slot_map.to_json(), "address": address}
-        body["layouts"] = [asdict(layout) for layout in layouts.values()]
-        self.connection(address).action(OPEN, body)
+        control = ShardControl(
+            owner=self.owner or "", layouts=self.layouts, slot_map=slot_map, address=address
+        )
+        self.connection(address).action(OPEN, asdict(control))
 
-    def join(self) -> int:
-        """Learn the slot map of a session that is open; return the maximum message size.
+    def join(self) -> None:
+        """Learn the slot map of a session that is open.
 
         Raises:
             SchemaError: a store with slots cannot be reached, or serves another session.
         """
-        start, missing = time.monotonic(), self.addresses
-        while time.monotonic() - start <= self.access.timeout_sec:
-            found = self.describe_all()
-            stores = reachable(found)
-            in_session = {a: s for a, s in stores.items() if s.session == self.session}
-            maps = [store.slot_map for store in in_session.values() if store.slot_map]
-            if maps:
-                newest = newest_slot_map(maps[0], stores)
-                missing = tuple(a for a in newest.addresses if a not in in_session)
+        missing = self.addresses
+        for _ in attempts(self.access.timeout_sec):
+            described = self.describe_all()
+            stores = {a: s for a, s in reachable(described).items() if s.session == self.session}
+            if stores:
+                newest = max(stores.values(), key=lambda store: store.epoch).slot_map
+                assert newest is not None, "a store in a session has a map"
+                missing = tuple(a for a in newest.addresses if a not in stores)
                 if not missing:
                     self._map = newest
-                    return min(in_session[a].message_bytes for a in newest.addresses)
-            elif all(store and store.session for store in found.values()):
+                    self.message_bytes = min(stores[a].message_bytes for a in newest.addresses)
+                    return
+            elif all(store and store.session for store in described.values()):
                 raise self._replaced_error(missing[0])
-            time.sleep(_PAUSE_SEC)
         error = StoreUnavailableError("it does not serve the session")
         raise unreachable_error(missing[0], self.access.timeout_sec, error)
 
@@ -147,7 +207,7 @@ class StoreMembers:
         if covers_all_slots(found):
             return found
         initial = {
-            address: description_from_json(self.connection(address).action(DESCRIBE, {}))
+            address: from_json(StoreDescription, self.connection(address).action(DESCRIBE, {}))
             for address in self.addresses
         }
         return reachable(self._with_named(initial))
@@ -168,8 +228,8 @@ class StoreMembers:
                 time.sleep(_PAUSE_SEC)
 
     def _update(self) -> None:
-        with self._lock:
-            acknowledged = dict(self._acknowledged)  # before `describe`, because it grows
+        with self._lock:  # before `describe`, because it grows
+            acknowledged = {a: each.acknowledged for a, each in self._connections.items()}
         current, stores = self.slot_map, self.describe_all()
         self._check_sessions(current, stores)
         newest = self.slot_map if self.owner is not None else newest_slot_map(current, stores)
@@ -191,10 +251,7 @@ class StoreMembers:
         """Use a slot map from now on."""
         logger.info("slots: new map epoch=%s stores=%s", newest.epoch, newest.addresses)
         with self._lock:
-            self._acknowledged = {
-                a: n for a, n in self._acknowledged.items() if a in newest.addresses
-            }
-            for address in self._connections.keys() - newest.addresses - {*self.addresses}:
+            for address in self._connections.keys() - newest.addresses:
                 del self._connections[address]  # closed when no call uses it any more
             self._map = newest
 
@@ -206,7 +263,7 @@ class StoreMembers:
         """
 
         def send(address: str) -> str | None:
-            body = {"map": slot_map.to_json(), "address": address}
+            body = {"slot_map": asdict(slot_map), "address": address}
             try:
                 self.connection(address).action_once(APPLY_MAP, body, _DESCRIBE_SEC)
             except (StoreUnavailableError, SlotMapChangedError, SchemaError) as error:
@@ -214,7 +271,7 @@ class StoreMembers:
                 return None
             return address
 
-        return {address for address in self._pool.map(send, [*addresses]) if address}
+        return {address for address in self.pool.map(send, [*addresses]) if address}
 
     def describe_all(self) -> dict[str, StoreDescription | None]:
         """Describe all stores; None for one that is gone."""
@@ -223,7 +280,7 @@ class StoreMembers:
 
     def close(self) -> None:
         """Close the connections; the processes continue."""
-        self._pool.shutdown()
+        self.pool.shutdown()
         with self._lock:
             for connection in self._connections.values():
                 connection.close()
@@ -262,10 +319,10 @@ class StoreMembers:
                 answer = self.connection(address).action_once(DESCRIBE, {}, _DESCRIBE_SEC)
             except StoreUnavailableError:
                 return None
-            return description_from_json(answer)
+            return from_json(StoreDescription, answer)
 
         ordered = sorted(addresses)
-        return dict(zip(ordered, self._pool.map(describe, ordered), strict=True))
+        return dict(zip(ordered, self.pool.map(describe, ordered), strict=True))
 
 
 class CallAttempts:

@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.errors import SchemaError
 from schemas.hashing import NUM_SLOTS, divide_slots
-from schemas.manifest import from_json
 from trainer.stores.api import TableLayout
-from trainer.stores.remote.wire import layouts_from_json
 
 Ranges = tuple[tuple[int, int], ...]
 """Slot ranges [first, end)."""
@@ -82,22 +79,38 @@ def parse_ranges(text: str) -> Ranges:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StoreSlots:
+    """The slots of one store."""
+
+    address: str
+    slots: Ranges
+
+
+@dataclass(frozen=True, kw_only=True)
 class SlotMap:
     """The store of each slot.
 
     Attributes:
         session: of the process that decided it.
         epoch: its number; greater than those of all earlier maps that its stores have seen.
-        addresses: of stores with slots.
-        owners: (NUM_SLOTS,) index in `addresses` of each slot's store.
+        stores: those with slots, which they own all together.
         moving: slots that no step reads or writes until the next map.
     """
 
     session: str
     epoch: int
-    addresses: tuple[str, ...]
-    owners: NDArray[np.int64]
+    stores: tuple[StoreSlots, ...]
     moving: Ranges = ()
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Addresses of stores with slots."""
+        return tuple(store.address for store in self.stores)
+
+    @cached_property
+    def owners(self) -> NDArray[np.int64]:
+        """(NUM_SLOTS,) index in `stores` of each slot's store."""
+        return np.stack([mask_of(store.slots) for store in self.stores]).argmax(0)
 
     def slots_of(self, address: str) -> NDArray[np.bool_]:
         """(NUM_SLOTS,) mask of the slots of a store."""
@@ -105,33 +118,17 @@ class SlotMap:
             return np.zeros(NUM_SLOTS, bool)
         return self.owners == self.addresses.index(address)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the form of logs and messages."""
-        return {
-            "session": self.session,
-            "epoch": self.epoch,
-            "stores": [
-                {"address": address, "slots": ranges_of(self.slots_of(address))}
-                for address in self.addresses
-            ],
-            "moving": self.moving,
-        }
-
-
-def slot_map_from_json(body: Mapping[str, Any]) -> SlotMap:
-    """Parse what `SlotMap.to_json` returned."""
-    owned = {str(each["address"]): mask_of(each["slots"]) for each in body["stores"]}
-    moving = ranges_of(mask_of(body["moving"]))
-    return slot_map_of(str(body["session"]), int(body["epoch"]), owned, moving)
-
 
 def slot_map_of(
     session: str, epoch: int, owned: Mapping[str, NDArray[np.bool_]], moving: Ranges = ()
 ) -> SlotMap:
     """Return the slot map with these slots by address; stores without slots are left out."""
-    addresses = tuple(sorted(address for address, slots in owned.items() if slots.any()))
-    owners = np.stack([owned[address] for address in addresses]).argmax(0)
-    return SlotMap(session=session, epoch=epoch, addresses=addresses, owners=owners, moving=moving)
+    stores = tuple(
+        StoreSlots(address=address, slots=ranges_of(owned[address]))
+        for address in sorted(owned)
+        if owned[address].any()
+    )
+    return SlotMap(session=session, epoch=epoch, stores=stores, moving=moving)
 
 
 def next_slot_map(
@@ -209,38 +206,6 @@ class ShardControl:
         """(NUM_SLOTS,) mask of slots that move between any stores."""
         return mask_of(self.slot_map.moving if self.slot_map else ())
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the persisted form."""
-        return {
-            "owner": self.owner,
-            "layouts": [asdict(layout) for layout in self.layouts.values()],
-            "map": self.slot_map and self.slot_map.to_json(),
-            "address": self.address,
-            "sequence": self.sequence,
-            "newest_step": self.newest_step,
-        }
-
-
-def control_from_json(body: Mapping[str, Any]) -> ShardControl:
-    """Parse what `ShardControl.to_json` returned.
-
-    Raises:
-        SchemaError: another release wrote it.
-    """
-    try:
-        return ShardControl(
-            owner=str(body["owner"]),
-            layouts=layouts_from_json(body["layouts"]) if body["layouts"] else {},
-            slot_map=slot_map_from_json(body["map"]) if body["map"] else None,
-            address=str(body["address"]),
-            sequence=int(body["sequence"]),
-            newest_step=int(body["newest_step"]),
-        )
-    except KeyError as error:
-        raise SchemaError(
-            "log is of another release; start the store with an empty --directory"
-        ) from error
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreDescription(ShardControl):
@@ -257,16 +222,6 @@ class StoreDescription(ShardControl):
 
 Descriptions = Mapping[str, StoreDescription | None]
 """By address; None for a store that cannot be reached."""
-
-
-def description_from_json(body: Mapping[str, Any]) -> StoreDescription:
-    """Parse the answer to `describe`."""
-    control, requested = control_from_json(body), body["requested"]
-    return StoreDescription(
-        **{each.name: getattr(control, each.name) for each in fields(control)},
-        message_bytes=int(body["message_bytes"]),
-        requested=from_json(MoveRequest, requested) if requested else None,
-    )
 
 
 def initial_slot_map(

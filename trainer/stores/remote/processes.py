@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from schemas.errors import SchemaError
+from schemas.manifest import from_json
 from trainer.runtime import close_pipes, end_children, is_readable, start_child
 from trainer.stores.api import StoreUnavailableError
 from trainer.stores.remote.connection import Access, StoreConnection, unreachable_error
 from trainer.stores.remote.ownership import (
     MoveRequest,
     Ranges,
-    description_from_json,
+    StoreDescription,
 )
 from trainer.stores.remote.wire import DESCRIBE, MOVE, write_token
 
@@ -164,7 +165,7 @@ def migrate_slots(
         found: list[tuple[int, StoreConnection]] = []
         for source in sources:
             connection = stack.enter_context(StoreConnection(source, access))
-            description = description_from_json(connection.action(DESCRIBE, {}))
+            description = from_json(StoreDescription, connection.action(DESCRIBE, {}))
             found.append((description.epoch, connection))
         _, connection = max(found, key=lambda each: each[0])
         try:

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ from schemas.run_log import STORE_ADDRESS
 from schemas.storage import Location
 from trainer.stores.api import BehindError, SlotMapChangedError, TableLayout
 from trainer.stores.remote.connection import publish_address
-from trainer.stores.remote.ownership import MoveRequest, slot_map_from_json
+from trainer.stores.remote.ownership import MoveRequest, ShardControl, SlotMap
 from trainer.stores.remote.shard import Shard
 from trainer.stores.remote.wire import (
     APPLY_MAP,
@@ -49,7 +49,6 @@ from trainer.stores.remote.wire import (
     TokenCheck,
     block_of,
     check_host,
-    layouts_from_json,
     read_certificate,
     record_bytes,
     records_batch,
@@ -58,52 +57,6 @@ from trainer.stores.remote.wire import (
     rows_schema,
     scheme_of,
 )
-
-_Body = Mapping[str, Any]
-
-
-class Actions:
-    """The actions of one store, by name."""
-
-    def __init__(self, shard: Shard) -> None:
-        self._shard = shard
-        self._actions: dict[str, Callable[[_Body], dict[str, Any] | None]] = {
-            DESCRIBE: lambda _: None,
-            OPEN: self._open,
-            APPLY_MAP: lambda body: shard.apply_map(
-                slot_map_from_json(body["map"]), str(body["address"])
-            ),
-            FLUSH: lambda body: shard.flush(str(body["session"])),
-            CHECKPOINTED: lambda body: shard.notify_checkpoint(str(body["session"])),
-            MOVE: lambda body: {"moved": shard.request_move(from_json(MoveRequest, body))},
-            END_MOVE: lambda body: shard.end_move(str(body["id"]), dict(body["outcome"])),
-        }
-
-    def do(self, name: str, body: _Body) -> dict[str, Any]:
-        """Run an action; return its result and the description of the store.
-
-        Raises:
-            SchemaError: the action is unknown, lacks fields, or is refused.
-            SlotMapChangedError: the caller has an outdated slot map.
-        """
-        if name not in self._actions:
-            raise SchemaError(f"unknown action: {name!r}; use {DESCRIBE}")
-        try:
-            result = self._actions[name](body)
-        except (KeyError, TypeError, ValueError) as error:
-            raise SchemaError(
-                f"invalid body of action {name}: {error!r}; use a caller of the store's release"
-            ) from error
-        return {**self._shard.describe(), **(result or {})}
-
-    def _open(self, body: _Body) -> None:
-        self._shard.open(
-            str(body["owner"]),
-            layouts_from_json(body["layouts"]),
-            slot_map_from_json(body["map"]),
-            str(body["address"]),
-        )
-
 
 MESSAGE_BYTES, IN_FLIGHT_BYTES = 4 << 20, 64 << 20
 """Maximum size of a message, and of all messages in flight; further calls wait before they are
@@ -134,7 +87,17 @@ class StoreServer(fl.FlightServerBase):
             certificate: PEM chain and key, for TLS.
         """
         self._shard = shard
-        self._actions = Actions(shard)
+        self._actions: dict[str, Callable[[dict[str, Any]], dict[str, Any] | None]] = {
+            DESCRIBE: lambda _: None,
+            OPEN: lambda body: shard.open(from_json(ShardControl, body)),
+            APPLY_MAP: lambda body: shard.apply_map(
+                from_json(SlotMap, body["slot_map"]), str(body["address"])
+            ),
+            FLUSH: lambda body: shard.flush(str(body["session"])),
+            CHECKPOINTED: lambda body: shard.notify_checkpoint(str(body["session"])),
+            MOVE: lambda body: {"moved": shard.request_move(from_json(MoveRequest, body))},
+            END_MOVE: lambda body: shard.end_move(str(body["id"]), dict(body["outcome"])),
+        }
         self._message_bytes, self._delay_sec = message_bytes, delay_sec
         # of request and response
         self._in_flight = Semaphore(IN_FLIGHT_BYTES // (2 * message_bytes))
@@ -147,8 +110,18 @@ class StoreServer(fl.FlightServerBase):
     def do_action(self, context: fl.ServerCallContext, action: fl.Action) -> list[bytes]:
         """Run an action; the response describes the store."""
         with _flight_errors():
-            answer = self._actions.do(action.type, _json(action.body.to_pybytes() or b"{}"))
-        return [json.dumps(answer | {"message_bytes": self._message_bytes}).encode()]
+            if action.type not in self._actions:
+                raise SchemaError(f"unknown action: {action.type!r}; use {DESCRIBE}")
+            try:
+                body = dict(json.loads(action.body.to_pybytes() or b"{}"))
+                result = self._actions[action.type](body) or {}
+            except (KeyError, TypeError, ValueError) as error:
+                raise SchemaError(
+                    f"invalid body of action {action.type}: {error!r}; use a caller of the "
+                    "store's release"
+                ) from error
+            answer = {**self._shard.describe(), "message_bytes": self._message_bytes, **result}
+        return [json.dumps(answer).encode()]
 
     def do_exchange(
         self,
@@ -214,15 +187,6 @@ class StoreServer(fl.FlightServerBase):
 
 def _columns(schema: pa.Schema) -> str:
     return ", ".join(f"{field.name} {field.type}" for field in schema)
-
-
-def _json(data: bytes) -> dict[str, Any]:
-    try:
-        return dict(json.loads(data))
-    except (ValueError, TypeError) as error:
-        raise SchemaError(
-            f"body is not a JSON object: {data[:80]!r}; use a trainer of the store's release"
-        ) from error
 
 
 @contextmanager

@@ -22,12 +22,12 @@ from schemas.errors import SchemaError
 from schemas.hashing import slot_of_row
 from trainer.stores.api import (
     BehindError,
+    Records,
     SlotMapChangedError,
     TableLayout,
-    grown,
     initial_records,
 )
-from trainer.stores.local import RowMap
+from trainer.stores.local import ArrayTable
 from trainer.stores.remote.ownership import (
     MoveRequest,
     ShardControl,
@@ -55,76 +55,55 @@ Tables = Mapping[str, NDArray[np.int64]]
 """Table to distinct rows."""
 
 
-class ShardTable:
-    """Records in order of first write."""
+class ShardTable(ArrayTable):
+    """Rows of one table whose records are blocks: values and state side by side."""
 
     def __init__(self, layout: TableLayout) -> None:
-        self.layout = layout
-        self._map = RowMap()
-        self._block = np.empty((0, record_width(layout)), layout.dtype)
+        super().__init__(replace(layout, dim=record_width(layout), state_width=0))
+        self._initial_layout = layout
         self._order = np.empty(0, np.int64)
 
-    def __len__(self) -> int:
-        return len(self._map)
+    def initial(self, rows: NDArray[np.int64]) -> Records:
+        """Return the records of rows that were never written."""
+        records = initial_records(self._initial_layout, rows)
+        return _blocks(np.concatenate([records.values, records.state], axis=1))
 
-    @property
-    def rows(self) -> NDArray[np.int64]:
-        """Rows ever written, in order of first write."""
-        return self._map.rows
+    def fetch_block(self, rows: NDArray[np.int64]) -> Array:
+        """Return copies of the records of distinct rows, (n, record_width)."""
+        return self.fetch(rows).values
 
-    def fetch(self, rows: NDArray[np.int64]) -> Array:
-        """Return copies of records, (n, record_width); initial values where nothing was written.
-
-        Args:
-            rows: distinct rows.
-        """
-        positions = self._map.find(rows)
-        written = positions >= 0
-        if written.all():
-            return self._block[positions]
-        block = np.empty((len(rows), record_width(self.layout)), self.layout.dtype)
-        block[written] = self._block[positions[written]]
-        initial = initial_records(self.layout, rows[~written])
-        block[~written] = np.concatenate([initial.values, initial.state], axis=1)
-        return block
-
-    def write(self, rows: NDArray[np.int64], block: Array) -> None:
-        """Write records.
-
-        Args:
-            rows: (n,) distinct.
-            block: (n, record_width).
-        """
-        positions = self._map.find(rows)
-        new = positions < 0
-        if new.any():
-            positions[new] = self._map.add(rows[new])
-            if len(self._block) < len(self._map):
-                self._block = grown(self._block, len(self._map))
-        self._block[positions] = block
+    def write_block(self, rows: NDArray[np.int64], block: Array) -> None:
+        """Write the records of distinct rows, (n, record_width)."""
+        self.write(rows, _blocks(block))
 
     def ascending(self, after: int, count: int) -> tuple[NDArray[np.int64], Array]:
         """Return the next `count` rows greater than `after`, and copies of their records."""
-        if len(self._order) != len(self._map):
-            self._order = np.argsort(self._map.rows)
-        start = int(np.searchsorted(self._map.rows, after, side="right", sorter=self._order))
-        chosen = self._order[start : start + count]
-        return self._map.rows[chosen], self._block[chosen]
+        if len(self._order) != len(self):
+            self._order = np.argsort(self.rows)
+        start = int(np.searchsorted(self.rows, after, side="right", sorter=self._order))
+        return self._at(self._order[start : start + count])
 
-    def records(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], Array]:
+    def written(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], Array]:
         """Return those of the rows that were written, with copies of their records."""
-        positions = self._map.find(rows)
-        written = positions >= 0
-        return rows[written], self._block[positions[written]]
+        positions = self.find(rows)
+        return self._at(positions[positions >= 0])
 
     def without(self, slots: NDArray[np.bool_]) -> ShardTable:
         """Return the table without the rows of some slots."""
-        kept = np.flatnonzero(~slots[slot_of_row(self._map.rows)])
-        if len(kept) == len(self._map):
+        kept = np.flatnonzero(~slots[slot_of_row(self.rows)])
+        if len(kept) == len(self):
             return self
-        table = ShardTable(self.layout)
-        table.write(self._map.rows[kept], self._block[kept])
+        table = ShardTable(self._initial_layout)
+        table.write_block(*self._at(kept))
         return table
+
+    def _at(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], Array]:
+        rows, records = self.rows_at(positions)
+        return rows, records.values[positions]
+
+
+def _blocks(block: Array) -> Records:
+    return Records(block, block[:, :0])
 
 
 class Shard:
@@ -161,31 +140,22 @@ class Shard:
         """Return the JSON of a `StoreDescription`, apart from its message size."""
         with self.lock:
             requested = self._requested
-            return {**self.control.to_json(), "requested": requested and asdict(requested)}
+            return {**asdict(self.control), "requested": requested and asdict(requested)}
 
-    def open(
-        self,
-        owner: str,
-        layouts: Mapping[str, TableLayout],
-        slot_map: SlotMap,
-        address: str,
-    ) -> None:
+    def open(self, control: ShardControl) -> None:
         """Start a session without rows, which ends the previous one.
 
         Args:
-            owner: identifies the run.
-            layouts: tables by name.
-            slot_map: of the session.
-            address: of this store.
+            control: of the session.
 
         Raises:
-            SchemaError: there are rows of another run or of other tables.
+            SchemaError: there are rows of another run or of other tables, or tables differ in the
+                shape of their records.
         """
         with self.lock:
-            if slot_map.session == self.control.session:
+            if control.session == self.control.session:
                 return  # a retry: rows may have been written since the first call
-            self._check_owner(owner, layouts)
-            control = ShardControl(owner=owner, layouts=layouts, slot_map=slot_map, address=address)
+            self._check_owner(control)
             self._log.write_base(self._log.begin_log(), [control])
             self._compact_at = LONG_LOG_BYTES
             self._apply(control)
@@ -229,7 +199,7 @@ class Shard:
                     f"rows as of step {request.as_of} were replaced by those of step {newest}; "
                     "go back to a checkpoint"
                 )
-            parts = [self.tables[table].fetch(rows) for table, rows in tables.items()]
+            parts = [self.tables[table].fetch_block(rows) for table, rows in tables.items()]
             block = parts[0] if len(parts) == 1 else np.concatenate(parts)
             return block, self.control.sequence
 
@@ -374,7 +344,7 @@ class Shard:
                 for start in range(0, len(rows), ROWS_PER_RECORD):
                     with self.lock:
                         check_current()
-                        found = self.tables[name].records(rows[start : start + ROWS_PER_RECORD])
+                        found = self.tables[name].written(rows[start : start + ROWS_PER_RECORD])
                     yield RowsEntry({name: found[0]}, control.newest_step, found[1])
             yield control  # with the number of messages when the log began
             check_current()
@@ -396,14 +366,19 @@ class Shard:
         """Return the layout of one table; all have one shape."""
         with self.lock:
             self._check_session(request.session)
-            return next(iter(self.tables.values())).layout
+            return next(iter(self.control.layouts.values()))
 
-    def _check_owner(self, owner: str, layouts: Mapping[str, TableLayout]) -> None:
-        """Raise SchemaError if there are rows of another run or of other tables."""
+    def _check_owner(self, opened: ShardControl) -> None:
+        """Raise SchemaError as `open`."""
+        layouts = opened.layouts.values()
+        if len(shapes := {(each.dim, each.state_width, each.dtype) for each in layouts}) != 1:
+            raise SchemaError(
+                f"tables have {len(shapes)} record shapes, a store has one; use one store for each"
+            )
         if not any(len(table) for table in self.tables.values()):
             return
-        check_same_layouts(self.control.layouts, layouts, self._where)
-        if owner != self.control.owner:
+        check_same_layouts(self.control.layouts, opened.layouts, self._where)
+        if opened.owner != self.control.owner:
             raise SchemaError(
                 f"store has rows of another run: {self.control.owner!r}; "
                 "resume that run, or start the store with an empty --directory",
@@ -458,4 +433,4 @@ class Shard:
         end = 0
         for name, rows in entry.tables.items():
             start, end = end, end + len(rows)
-            self.tables[name].write(rows, entry.block[start:end])
+            self.tables[name].write_block(rows, entry.block[start:end])

@@ -15,7 +15,7 @@ import os
 import struct
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,9 @@ from numpy.typing import NDArray
 from schemas.arrays import Array
 from schemas.errors import SchemaError
 from schemas.local_files import sync_directory
+from schemas.manifest import from_json
 from trainer.stores.api import TableLayout
-from trainer.stores.remote.ownership import ShardControl, control_from_json
+from trainer.stores.remote.ownership import ShardControl
 from trainer.stores.remote.wire import record_width
 
 MAGIC = b"PRL1"
@@ -170,7 +171,7 @@ def entry_to_buffers(entry: Entry) -> list[Buffer]:
         header = {"op": "rows", "tables": counts, "step": entry.train_step}
         arrays = [np.concatenate([*entry.tables.values()]), entry.block]
     else:
-        header = {"op": "control", **entry.to_json()}
+        header = {"op": "control", **asdict(entry)}
     text = json.dumps(header, sort_keys=True).encode()
     flat = [np.ascontiguousarray(array).reshape(-1).view(np.uint8) for array in arrays]
     return [len(text).to_bytes(4, "little") + text, *(array.data for array in flat)]
@@ -186,8 +187,13 @@ def read_entries(paths: Sequence[Path]) -> Iterator[Entry]:
     for payload in chain.from_iterable(map(read_records, paths)):
         size = 4 + int.from_bytes(payload[:4], "little")
         header = json.loads(bytes(payload[4:size]))
-        if header["op"] == "control":
-            control = control_from_json(header)
+        if header.pop("op") == "control":
+            try:
+                control = from_json(ShardControl, header)
+            except ValueError as error:
+                raise SchemaError(
+                    "log is of another release; start the store with an empty --directory"
+                ) from error
             layouts = control.layouts
             yield control
         else:

@@ -81,7 +81,7 @@ class Request:
 
     op: str
     """fetch, write, contents, leaving or arriving."""
-    session: str
+    session: str = ""
     """Session of the caller, which must be the newest of the store."""
     epoch: int = 0
     """Epoch of the caller's slot map, which must be the store's."""
@@ -185,26 +185,6 @@ def check_same_layouts(
                     f"{advice}",
                     file=where,
                 )
-
-
-def layouts_from_json(body: Any) -> dict[str, TableLayout]:
-    """Parse the layouts of tables.
-
-    Raises:
-        SchemaError: invalid, or records of tables differ in shape.
-    """
-    try:
-        layouts = {str(each["table"]): TableLayout(**each) for each in body}
-        shapes = {(each.dim, each.state_width, np.dtype(each.dtype)) for each in layouts.values()}
-    except (TypeError, KeyError) as error:
-        raise SchemaError(
-            f"invalid table layouts: {str(body)[:80]!r}; use trainer and store of one release"
-        ) from error
-    if len(shapes) != 1:
-        raise SchemaError(
-            f"tables have {len(shapes)} record shapes, a store has one; use one store for each"
-        )
-    return layouts
 
 
 class TokenCheck(fl.ServerMiddlewareFactory):
