@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 import torch
 
 from schemas.errors import SchemaError
+from schemas.manifest import from_json
 from schemas.run_log import LedgerEntry, StepMetric
 from trainer.checkpoint.format import Buffer
 from trainer.follow import DatasetExtent, common_extent
@@ -58,12 +59,11 @@ class CommittedStep:
         """Parse what `to_bytes` returned."""
         end = _LENGTH + int.from_bytes(data[:_LENGTH], "little")
         body = json.loads(bytes(data[_LENGTH:end]))
-        entries = tuple(
-            LedgerEntry(**{**entry, "blocks": tuple(entry["blocks"])}) for entry in body["entries"]
-        )
-        sums = torch.frombuffer(bytearray(data[end:]), dtype=torch.uint8)
         return CommittedStep(
-            DatasetExtent(**body["extent"]), StepMetric(**body["metric"]), entries, sums
+            from_json(DatasetExtent, body["extent"]),
+            from_json(StepMetric, body["metric"]),
+            from_json(tuple[LedgerEntry, ...], body["entries"]),
+            torch.frombuffer(bytearray(data[end:]), dtype=torch.uint8),
         )
 
 

@@ -145,7 +145,8 @@ def test_state_is_copied_once_where_it_is_sent_and_is_once_where_it_comes() -> N
             peak = tracemalloc.get_traced_memory()[1]
             tracemalloc.stop()
         peak_of_server = int(server.communicate()[0])
-    rows, records = rows_from_arrays("rows/items", found)
+    back = rows_from_arrays("rows", found, ["items"])["items"]
+    rows, records = back.rows, back.records
     assert sorted(rows.tolist()) == list(range(NUM_ROWS))
     assert (records.values == rows[:, None]).all()
     assert (records.state[:, 0] == rows).all()
@@ -182,7 +183,7 @@ def test_rows_are_copied_in_rounds_while_steps_change_them_and_add_more(
             trained.set()
         copied = copy.finish(step)
         assert copied is None or step >= 9
-    rows, records = copied["items"]
+    rows, records = copied["items"].rows, copied["items"].records
     assert len(np.unique(rows)) == len(rows) == len(store.tables["items"]) > num_rows
     expected = store.gather("items", rows).copy()
     assert np.array_equal(records.values, expected.values)

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -261,13 +262,10 @@ class GlooGroup:
 
 # Layout of partial sums. Row ids are not sent, because all replicas know the rows of a step.
 #
-#     int64     number of nodes
-#     per node  int64 level, number, rows; float64 loss, weight
-#     per node  dense gradient; a bit per row of the step; the sums of the rows whose bit is set
-#
-# Each field starts at a multiple of 8 bytes.
-
-_HEADER_WORDS, _WORD = 5, 8
+#     int64     bytes of the header, a multiple of 8
+#     header    JSON: [level, number, loss, weight, rows] of each node
+#     per node  dense gradient; the sums of its rows
+#     per node  a bit per row of the step, which is set if it has a sum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,16 +287,19 @@ class SumsShape:
 
 def pack_sums(held: Mapping[Node, PartialSums], shape: SumsShape) -> torch.Tensor:
     """Return sums, by node of the tree, as (n,) uint8."""
-    header = np.zeros((len(held), _HEADER_WORDS), np.int64)
-    fields: list[torch.Tensor] = []
-    for words, (node, value) in zip(header, held.items(), strict=True):
-        words[:3] = node.level, node.number, len(value.rows.rows)
-        words[3:] = np.array([value.loss, value.weight]).view(np.int64)
-        bits = np.zeros(shape.num_rows, bool)
-        bits[value.rows.rows.numpy()] = True
-        fields += [value.dense, torch.from_numpy(np.packbits(bits)), value.rows.sums]
-    count = torch.tensor([len(held)])
-    return torch.cat([_padded_bytes(field) for field in (count, torch.from_numpy(header), *fields)])
+    nodes = [[*node, v.loss, v.weight, len(v.rows.rows)] for node, v in held.items()]
+    header = json.dumps(nodes).encode()
+    header += b" " * (-len(header) % 8)
+    bits = np.zeros((len(held), shape.num_rows), bool)
+    for has_sum, value in zip(bits, held.values(), strict=True):
+        has_sum[value.rows.rows.numpy()] = True
+    parts = [
+        torch.tensor([len(header)]),
+        torch.frombuffer(bytearray(header), dtype=torch.uint8),
+        *(part for value in held.values() for part in (value.dense, value.rows.sums)),
+        torch.from_numpy(np.packbits(bits, axis=1)),
+    ]
+    return torch.cat([part.contiguous().view(-1).view(torch.uint8) for part in parts])
 
 
 def unpack_sums(message: torch.Tensor, shape: SumsShape) -> dict[Node, PartialSums]:
@@ -307,51 +308,24 @@ def unpack_sums(message: torch.Tensor, shape: SumsShape) -> dict[Node, PartialSu
     Raises:
         ValueError: the message is of another step or model.
     """
-    reader = _FieldReader(message)
-    [count] = reader.read(1, torch.int64).tolist()
-    header = reader.read(count * _HEADER_WORDS, torch.int64).view(count, _HEADER_WORDS).numpy()
+    start = 8 + int(message[:8].view(torch.int64))
+    nodes = json.loads(message[8:start].numpy().tobytes())
+    sizes = [n for *_, rows in nodes for n in (shape.num_parameters, rows * shape.dim)]
+    end, row_bytes = start + sum(sizes) * shape.dtype.itemsize, -(-shape.num_rows // 8)
+    if len(message) != end + len(nodes) * row_bytes:
+        raise ValueError(
+            f"message must have {end + len(nodes) * row_bytes} bytes, got {len(message)}"
+        )
+    bits = message[end:].numpy().reshape(len(nodes), row_bytes)
+    parts = iter(message[start:end].view(shape.dtype).split(sizes))
     sums: dict[Node, PartialSums] = {}
-    for level, number, num_rows, *_ in header.tolist():
-        loss, weight = header[len(sums), 3:].copy().view(np.float64).tolist()
-        dense = reader.read(shape.num_parameters, shape.dtype)
-        bits = reader.read(-(-shape.num_rows // 8), torch.uint8).numpy()
-        rows = np.flatnonzero(np.unpackbits(bits, count=shape.num_rows)).astype(np.int32)
-        if len(rows) != num_rows:
-            raise ValueError(
-                f"message must have the rows of the step, got {len(rows)} bits for {num_rows} rows"
-            )
-        row_sums = reader.read(num_rows * shape.dim, shape.dtype).view(num_rows, shape.dim)
+    for (level, number, loss, weight, num_rows), packed in zip(nodes, bits, strict=True):
+        rows = np.flatnonzero(np.unpackbits(packed, count=shape.num_rows)).astype(np.int32)
+        dense, row_sums = next(parts), next(parts).view(num_rows, shape.dim)
         sums[Node(level, number)] = PartialSums(
             loss=loss, weight=weight, dense=dense, rows=RowSums(torch.from_numpy(rows), row_sums)
         )
-    reader.check_end()
     return sums
-
-
-class _FieldReader:
-    def __init__(self, message: torch.Tensor) -> None:
-        self._message = message
-        self._offset = 0
-
-    def read(self, count: int, dtype: torch.dtype) -> torch.Tensor:
-        size = count * dtype.itemsize
-        field = self._message[self._offset : self._offset + size]
-        if len(field) != size:
-            raise ValueError(
-                f"message must have {self._offset + size} bytes, got {len(self._message)}"
-            )
-        self._offset += -(-size // _WORD) * _WORD
-        return field.view(dtype)
-
-    def check_end(self) -> None:
-        if self._offset != len(self._message):
-            raise ValueError(f"message must have {self._offset} bytes, got {len(self._message)}")
-
-
-def _padded_bytes(field: torch.Tensor) -> torch.Tensor:
-    flat = field.contiguous().view(-1).view(torch.uint8)
-    missing = -len(flat) % _WORD
-    return torch.cat([flat, flat.new_zeros(missing)]) if missing else flat
 
 
 # ---- The exchange of a step ----

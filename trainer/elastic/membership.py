@@ -27,6 +27,7 @@ from typing import Any
 from torchft.coordination import LighthouseClient, LighthouseServer, Quorum, QuorumMember
 
 from schemas.errors import SchemaError
+from schemas.manifest import from_json
 from trainer.agreement import Agreement, Member, ReplicaStatus
 from trainer.stores.remote.connection import Access
 from trainer.stores.remote.wire import Certificate, check_host
@@ -248,9 +249,7 @@ def verified_member(participant: QuorumMember, token: str) -> Member | None:
     expected = _signature(token, name, step, text)
     if not hmac.compare_digest(signature.encode(), expected.encode()):
         return None
-    body = json.loads(text)
-    body |= {key: tuple(body[key]) for key in ("microbatches", "frontier")}
-    return Member(name=name, step=step, status=ReplicaStatus(**body))
+    return Member(name=name, step=step, status=from_json(ReplicaStatus, json.loads(text)))
 
 
 class Lighthouse:

@@ -10,10 +10,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.flight as fl
-from numpy.typing import NDArray
 
 from schemas.arrays import Array
 from schemas.errors import SchemaError
@@ -299,28 +297,32 @@ class MemoryRows(RunRows):
         copied = self._copy.finish(train_step)
         if copied is None:
             return None
-        self._copy, arrays = None, dict[str, Array]()
-        for table, (rows, records) in copied.items():
-            arrays |= rows_to_arrays(f"{ROWS}/{table}", rows, records)
-        return arrays
+        self._copy = None
+        return rows_to_arrays(ROWS, copied)
 
     def load(self, arrays: Mapping[str, Array], train_step: int, span: Span) -> None:
         """Write all rows."""
-        rows = {t: WriteBack(*rows_from_arrays(f"{ROWS}/{t}", arrays)) for t in self._store.layouts}
+        rows = rows_from_arrays(ROWS, arrays, self._store.layouts)
         self._store.write(train_step - 1, rows)
         self.tracked_since = train_step
 
 
-def rows_to_arrays(prefix: str, rows: NDArray[np.int64], records: Records) -> dict[str, Array]:
-    """Return rows and their records as named arrays."""
-    return {
-        f"{prefix}/rows": rows,
-        f"{prefix}/values": records.values,
-        f"{prefix}/state": records.state,
-    }
+def rows_to_arrays(prefix: str, rows: Mapping[str, WriteBack]) -> dict[str, Array]:
+    """Return rows of tables and their records as named arrays."""
+    arrays: dict[str, Array] = {}
+    for table, each in rows.items():
+        arrays[f"{prefix}/{table}/rows"] = each.rows
+        arrays[f"{prefix}/{table}/values"] = each.records.values
+        arrays[f"{prefix}/{table}/state"] = each.records.state
+    return arrays
 
 
-def rows_from_arrays(prefix: str, arrays: Mapping[str, Array]) -> tuple[NDArray[np.int64], Records]:
-    """Return rows and records from what `rows_to_arrays` returned."""
-    rows, values, state = (arrays[f"{prefix}/{name}"] for name in ("rows", "values", "state"))
-    return rows, Records(values, state)
+def rows_from_arrays(
+    prefix: str, arrays: Mapping[str, Array], tables: Iterable[str]
+) -> dict[str, WriteBack]:
+    """Return the rows of tables from what `rows_to_arrays` returned."""
+    rows: dict[str, WriteBack] = {}
+    for table in tables:
+        ids, values, state = (arrays[f"{prefix}/{table}/{n}"] for n in ("rows", "values", "state"))
+        rows[table] = WriteBack(ids, Records(values, state))
+    return rows

@@ -47,8 +47,6 @@ from trainer.stores.remote.processes import TOKEN
 BUFFER_BYTES = 16 << 20
 """Rows in the write buffer: replicas that are that far behind can still read theirs."""
 _NO_ROWS = np.empty(0, np.int64)
-EvictedRows = dict[str, tuple[NDArray[np.int64], Records]]
-"""Table to rows and records."""
 
 
 class WriteBuffer:
@@ -136,20 +134,16 @@ class WriteBuffer:
         finally:
             self._buffering = True
 
-    def evicted(self) -> EvictedRows:
-        """Return copies of all buffered rows."""
+    def evicted(self) -> dict[str, WriteBack]:
+        """Return copies of all buffered rows, by table."""
         with self._lock:
             views = {table: rows.since(-1, _NO_ROWS) for table, rows in self._evicted.items()}
-            return {table: (rows, view.copy()) for table, (rows, view) in views.items()}
-
-    def load(self, evicted: EvictedRows, train_step: int) -> None:
-        """Add the buffered rows of another replica, which are of `train_step` at the latest."""
-        self.write(train_step, _write_backs(evicted))
+            return {table: WriteBack(rows, view.copy()) for table, (rows, view) in views.items()}
 
     def _send(self) -> None:
         evicted, last_step = self.evicted(), self._last_step
         try:
-            self._store.write(last_step, _write_backs(evicted))
+            self._store.write(last_step, evicted)
         except BehindError:
             return  # another replica has become the writer, which an agreement will say
         self._drop(last_step)
@@ -171,10 +165,6 @@ class WriteBuffer:
     def close(self) -> None:
         """Close the connections."""
         self._store.close()
-
-
-def _write_backs(evicted: EvictedRows) -> dict[str, WriteBack]:
-    return {table: WriteBack(rows, records) for table, (rows, records) in evicted.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -325,23 +315,19 @@ class SharedRows(RunRows):
             if not cached:
                 return None
             arrays |= {f"{_PLAN}/{name}": a for name, a in arrays_of_cached(cached).items()}
+            rows: dict[str, WriteBack] = {}
             for table, each in cached.items():
                 slots = each.keyframe.slots[each.is_cached].astype(np.int32)
                 _, records = self.source.rows_at(table, slots)
-                cached_records = records.take(slots)
-                arrays |= rows_to_arrays(
-                    f"{_CACHE}/{table}", each.rows[each.is_cached], cached_records
-                )
+                rows[table] = WriteBack(each.rows[each.is_cached], records.take(slots))
+            arrays |= rows_to_arrays(_CACHE, rows)
             self.source.finish_writes()
-        for table, (rows, records) in self._write_buffer.evicted().items():
-            arrays |= rows_to_arrays(f"{ROWS}/{table}", rows, records)
-        return arrays
+        return arrays | rows_to_arrays(ROWS, self._write_buffer.evicted())
 
     def load(self, arrays: Mapping[str, Array], train_step: int, span: Span) -> None:
         """Start with a step, from another replica's `state_before` it."""
         layouts = self._write_buffer.layouts
-        evicted = {table: rows_from_arrays(f"{ROWS}/{table}", arrays) for table in layouts}
-        self._write_buffer.load(evicted, train_step - 1)
+        self._write_buffer.write(train_step - 1, rows_from_arrays(ROWS, arrays, layouts))
         plans = {
             name.removeprefix(f"{_PLAN}/"): array
             for name, array in arrays.items()
@@ -349,9 +335,9 @@ class SharedRows(RunRows):
         }
         cached = cached_of(plans, layouts) if plans else dict[str, CachedRows]()
         self._open(train_step, span, {table: each.keyframe for table, each in cached.items()})
-        for table, each in cached.items():
+        for table, rows in rows_from_arrays(_CACHE, arrays, cached).items():
             assert isinstance(self.source, PlannedCache), "only a cache has plans"
-            self.source.restore(table, each, rows_from_arrays(f"{_CACHE}/{table}", arrays)[1])
+            self.source.restore(table, cached[table], rows.records)
 
     def cached(self, train_step: int) -> Mapping[str, CachedRows]:
         """Return nothing: replicas that continue plan again."""

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from trainer.embedding.cache import DirectSource
 from trainer.embedding.changes import UsedPositions
-from trainer.stores.api import Records, empty_records
+from trainer.stores.api import WriteBack, empty_records
 from trainer.stores.local import LocalStore
 
 Positions = Mapping[str, NDArray[np.int32]]
@@ -43,7 +43,7 @@ class RowsCopy:
         everything = {t: np.arange(len(rows), dtype=np.int32) for t, rows in store.tables.items()}
         self._round = self._start_round(everything, train_step)
 
-    def finish(self, train_step: int) -> dict[str, tuple[NDArray[np.int64], Records]] | None:
+    def finish(self, train_step: int) -> dict[str, WriteBack] | None:
         """Return all rows and their records before a step; None: retry with a later step."""
         if not self._round.done():
             return None
@@ -56,8 +56,10 @@ class RowsCopy:
         self._copy(used)
         self._source.used = None
         self._pool.shutdown()
-        every = {t: np.arange(len(copy.values), dtype=np.int32) for t, copy in self._copies.items()}
-        return {t: (self._store.rows_at(t, every[t])[0], self._copies[t]) for t in every}
+        return {
+            table: WriteBack(self._store.tables[table].rows[: len(copy.values)], copy)
+            for table, copy in self._copies.items()
+        }
 
     def _used_since(self, train_step: int) -> dict[str, NDArray[np.int32]]:
         assert self._source.used is not None, "a copy is being made"
