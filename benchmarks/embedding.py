@@ -105,10 +105,6 @@ class Step:
         """Return the number of distinct rows of the step."""
         return sum(len(part) for part in self.rows.values())
 
-    def pooling(self) -> Pooling:
-        """Return the pooling of this step."""
-        return Pooling(self.batch, mean=False)
-
     def transpose(self) -> None:
         """Compute the lookups and their transpose, as the reader's thread does for each batch."""
         _lookups(self.ids, self.batch)
@@ -243,8 +239,8 @@ def ours(step: Step, dim: int, gradient: torch.Tensor) -> Callable[[], None]:
     rows = {t: ArenaRows(weights[t], states[t], step.rows[t]) for t in step.tables}
 
     def run() -> None:
-        pooling = step.pooling()
-        pooling(rows).backward(gradient)
+        pooling = Pooling(step.batch, rows, mean=False)
+        pooling.pool().backward(gradient)
         tables = step.table_rows(rows)
         assert pooling.gradients is not None, "set by the backward pass"
         compiled.update(tables, pooling.gradients, rule_at(RULE, 0))

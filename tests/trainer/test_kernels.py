@@ -60,13 +60,13 @@ def run_step(
     mean: bool,
 ) -> torch.Tensor:
     """Pool, go back and update whole tables in place; return pooled vectors as in `FEATURES`."""
-    pooling = Pooling(batch, mean=mean)
     rows = {
         t: ArenaRows(values, state, torch.from_numpy(batch.lookups[t].rows).int())
         for t, (values, state) in tables.items()
     }
+    pooling = Pooling(batch, rows, mean=mean)
     columns = [pooling.keys.index(f) for f in FEATURES]
-    pooled = pooling(rows).view(gradient.shape[0], len(FEATURES), -1)[:, columns]
+    pooled = pooling.pool().view(gradient.shape[0], len(FEATURES), -1)[:, columns]
     pooled.backward(gradient)
     assert pooling.gradients is not None
     compiled.update(

@@ -7,7 +7,7 @@ updates them by the mean gradient of all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -30,15 +30,16 @@ from trainer.embedding.kernels.interface import (
     no_gradients,
     rule_at,
     state_width,
+    without_readers,
 )
-from trainer.embedding.module import arena_rows
-from trainer.embedding.pooling import Pooling, call_with_gradients
+from trainer.embedding.module import MicrobatchLookups, arena_rows
+from trainer.embedding.pooling import call_with_gradients
 from trainer.embedding.ranks import RowGradients, average_over_ranks, world_size
 from trainer.stores.api import GatheredRows, Records, TableLayout, WriteBack
 from trainer.stores.local import memory_store
 
-Readers = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
-"""Vectors that read each row of a table, their offsets, and their weights."""
+ApplyGradients = Callable[[Mapping[str, ArenaRows], RowRule], None]
+"""Sums the gradients of each row of a step and applies a rule to these rows, by table."""
 
 
 class ExternalRows(Protocol):
@@ -143,17 +144,15 @@ class FusedRows:
         version: tuple[int, int],
         rows: RowsOfTables,
         gathered: Mapping[str, ArenaRows],
-        readers: Mapping[str, Readers],
-        gradients: VectorGradients,
+        apply: ApplyGradients,
     ) -> None:
-        """Sum the gradients of each row over its readers, and apply the update rule.
+        """Update the rows of a step by their gradients.
 
         Args:
             version: from `gather`; rows are selected again if other rows were since.
             rows: table to the rows of the step.
             gathered: from `gather`.
-            readers: by table.
-            gradients: of the vectors that are read.
+            apply: sums the gradients of each row, and applies a rule.
 
         Raises:
             ValueError: the step of the rows has ended.
@@ -163,39 +162,28 @@ class FusedRows:
                 "backward pass reaches rows of a step that has ended; call backward before "
                 "rows.advance(batch) of the next batch and before rows.save"
             )
+        rule = rule_at(self._optimizer, self._num_updates)
         if self._group is not None:
-            self._update_over_ranks(rows, readers, gradients)
+            self._update_over_ranks(rows, gathered, apply, rule)
         else:
-            if version[0] != self._num_selects:
-                gathered = self._select(rows)
-            self._apply(_table_rows(gathered, readers), gradients)
+            apply(gathered if version[0] == self._num_selects else self._select(rows), rule)
         self._num_updates += 1
 
     def _update_over_ranks(
-        self, rows: RowsOfTables, readers: Mapping[str, Readers], gradients: VectorGradients
+        self,
+        rows: RowsOfTables,
+        gathered: Mapping[str, ArenaRows],
+        apply: ApplyGradients,
+        rule: RowRule,
     ) -> None:
         """Update the rows of all ranks by their mean gradient."""
-        dim = gradients.outputs.shape[2]
-        sums = {t: gradients.outputs.new_empty(len(rows[t]), dim) for t in readers}
-        blank = {t: ArenaRows(each, each[:, :0]) for t, each in sums.items()}
-        compiled.update(_table_rows(blank, readers), gradients, RowRule(name="sum"))
-        own = {table: RowGradients(rows[table], sums[table]) for table in readers}
+        sums = {t: g.values.new_empty(len(g), g.values.shape[1]) for t, g in gathered.items()}
+        apply({t: ArenaRows(each, each[:, :0]) for t, each in sums.items()}, RowRule(name="sum"))
+        own = {table: RowGradients(rows[table], sums[table]) for table in rows}
         means = average_over_ranks(own, self._group)
         selected = self._select({table: mean.rows for table, mean in means.items()})
-        tables = [
-            TableRows(
-                rows=selected[table],
-                readers=torch.empty(0, dtype=torch.int32),
-                reader_offsets=torch.zeros(len(mean.rows) + 1, dtype=torch.int32),
-                per_sample_weights=None,
-                extra_gradient=mean.sums,
-            )
-            for table, mean in means.items()
-        ]
-        self._apply(tables, no_gradients(gradients.outputs[:, 0]))
-
-    def _apply(self, tables: Sequence[TableRows], gradients: VectorGradients) -> None:
-        compiled.update(tables, gradients, rule_at(self._optimizer, self._num_updates))
+        tables = [without_readers(selected[table], mean.sums) for table, mean in means.items()]
+        compiled.update(tables, no_gradients(tables[0].rows.values), rule)
 
     def _select(self, rows: RowsOfTables) -> dict[str, ArenaRows]:
         self._num_selects += 1
@@ -265,46 +253,24 @@ class FusedRows:
         self._num_selects += 1
 
 
-def _table_rows(
-    gathered: Mapping[str, ArenaRows], readers: Mapping[str, Readers]
-) -> list[TableRows]:
-    return [
-        TableRows(
-            rows=gathered[table],
-            readers=table_readers,
-            reader_offsets=offsets,
-            per_sample_weights=weights,
-            extra_gradient=None,
-        )
-        for table, (table_readers, offsets, weights) in readers.items()
-    ]
-
-
 class PooledStep:
     """Pooled look-ups of one forward pass."""
 
     def __init__(self, rows: FusedRows, batch: Batch, *, mean: bool) -> None:
         self._rows = rows
-        self._lookups = batch.lookups
-        self._pooling = Pooling(batch, mean=mean)
-        self.keys = self._pooling.keys
         self._step_rows = {t: lookup.rows for t, lookup in batch.lookups.items()}
         self._version, self._gathered = rows.gather(self._step_rows)
+        self._lookups = MicrobatchLookups(batch, self._gathered, None, mean=mean)
+        self.keys = self._lookups.keys
 
     def outputs(self) -> tuple[torch.Tensor]:
         """Return (num_samples, num_features * dim), features in the order of `keys`."""
-        return (self._pooling.pool(self._gathered),)
+        return (self._lookups.pool_values(),)
 
     def update(self, *gradients: torch.Tensor) -> None:
         """Update rows by the gradients of the outputs."""
-        self._pooling.add_gradient(gradients[0])
-        vector_gradients = self._pooling.gradients
-        assert vector_gradients is not None, "a gradient was just added"
-        readers = {
-            t: (lookup.readers, lookup.reader_offsets, lookup.reader_weights)
-            for t, lookup in self._lookups.items()
-        }
-        self._rows.update(self._version, self._step_rows, self._gathered, readers, vector_gradients)
+        self._lookups.add_gradient(gradients[0])
+        self._rows.update(self._version, self._step_rows, self._gathered, self._lookups.update)
 
 
 class SequenceStep:
@@ -328,18 +294,30 @@ class SequenceStep:
 
     def update(self, *gradients: torch.Tensor) -> None:
         """Update rows by the gradients of the outputs."""
-        readers: dict[str, Readers] = {}
-        first = 0
-        for table, lookup in self._lookups.items():
-            positions = lookup.positions.numpy().astype("int64")
-            inverse = inverse_of(positions, len(lookup.rows))
-            readers[table] = inverse.order + first, inverse.offsets, None
-            first += len(lookup.positions)
         vectors = torch.cat(list(gradients))
         vector_gradients = VectorGradients(
             outputs=vectors[:, None], num_features=1, bags=vectors[:0], scales=None
         )
-        self._rows.update(self._version, self._step_rows, self._gathered, readers, vector_gradients)
+
+        def apply(rows: Mapping[str, ArenaRows], rule: RowRule) -> None:
+            tables: list[TableRows] = []
+            first = 0
+            for table, lookup in self._lookups.items():
+                positions = lookup.positions.numpy().astype("int64")
+                inverse = inverse_of(positions, len(lookup.rows))
+                tables.append(
+                    TableRows(
+                        rows=rows[table],
+                        readers=inverse.order + first,
+                        reader_offsets=inverse.offsets,
+                        per_sample_weights=None,
+                        extra_gradient=None,
+                    )
+                )
+                first += len(positions)
+            compiled.update(tables, vector_gradients, rule)
+
+        self._rows.update(self._version, self._step_rows, self._gathered, apply)
 
 
 def fused_outputs(step: PooledStep | SequenceStep, anchor: torch.Tensor) -> Sequence[torch.Tensor]:

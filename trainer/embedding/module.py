@@ -21,7 +21,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from schemas.config.train import TrainConfig
 from trainer.data.collate import Batch, Microbatches, single_microbatch
 from trainer.data.lookup import take_unsorted
-from trainer.data.shared import SharedFeatures
 from trainer.embedding.cache import RowSource
 from trainer.embedding.kernels import compiled
 from trainer.embedding.kernels.interface import (
@@ -31,6 +30,7 @@ from trainer.embedding.kernels.interface import (
     TableRows,
     no_gradients,
     rule_at,
+    without_readers,
 )
 from trainer.embedding.pooling import Pooling
 from trainer.stores.api import GatheredRows, RowReader, TableLayout, initial_records
@@ -167,15 +167,7 @@ class Embedding(nn.Module):
             if low == high:
                 continue  # no gradient for this table
             assert high - low == len(rows), "all rows of a table have a gradient, or none"
-            tables.append(
-                TableRows(
-                    rows=rows,
-                    readers=total.rows[:0],
-                    reader_offsets=total.rows.new_zeros(len(rows) + 1),
-                    per_sample_weights=None,
-                    extra_gradient=total.sums[low:high],
-                )
-            )
+            tables.append(without_readers(rows, total.sums[low:high]))
         if tables:
             compiled.update(tables, no_gradients(total.sums), self._rule(microbatches))
         self._release(microbatches)
@@ -253,7 +245,7 @@ class Embedding(nn.Module):
         )
 
 
-class MicrobatchLookups:
+class MicrobatchLookups(Pooling):
     """Look-ups of a microbatch among the rows of its step.
 
     Different microbatches may be used by different threads.
@@ -276,9 +268,7 @@ class MicrobatchLookups:
                 order.
             mean: divide by the length of each bag.
         """
-        self.batch = batch
-        self.rows = _select_rows(step_rows, positions)
-        self.pooling = Pooling(batch, mean=mean)
+        super().__init__(batch, _select_rows(step_rows, positions), mean=mean)
         self._step_rows = step_rows
         self._positions = positions
         self._copies: dict[str, torch.Tensor] = {}
@@ -286,29 +276,12 @@ class MicrobatchLookups:
     @property
     def autograd_inputs(self) -> list[torch.Tensor]:
         """Tensors to pass to `torch.autograd.grad`; see `set_gradients`."""
-        return [self.pooling.autograd_anchor, *self._copies.values()]
+        return [self.autograd_anchor, *self._copies.values()]
 
     def set_gradients(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Set the gradients of `autograd_inputs`, which `torch.autograd.grad` does not store."""
         for copy, gradient in zip(self._copies.values(), gradients[1:], strict=True):
             copy.grad = gradient
-
-    @property
-    def keys(self) -> tuple[str, ...]:
-        """Features in the order of `pool`."""
-        return self.pooling.keys
-
-    def pool(self) -> torch.Tensor:
-        """Return the vectors of each sample, (num_samples, num_features * dim)."""
-        return self.pooling(self.rows)
-
-    def unique(self) -> dict[str, torch.Tensor]:
-        """Return the pooled rows of each feature, one bag per unique tuple."""
-        return self.pooling.unique(self.rows)
-
-    def pool_shared(self, shared: SharedFeatures) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the pooled rows of shared and of per-sample features."""
-        return self.pooling.pool_shared(self.rows, shared)
 
     def unpooled(self, table: str, feature: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the rows of a feature and the offsets of its bags."""
@@ -325,7 +298,7 @@ class MicrobatchLookups:
             rows: by table, one row to update for each row of the microbatch.
             rule: update rule.
         """
-        pooled = self.pooling.gradients
+        pooled = self.gradients
         tables: list[TableRows] = []
         for table in self._tables_with_gradients():
             lookup, copy = self.batch.lookups[table], self._copies.get(table)
@@ -370,7 +343,7 @@ class MicrobatchLookups:
         return [self._positions[table] + first_of_table[table] for table in tables]
 
     def _tables_with_gradients(self) -> list[str]:
-        if self.pooling.gradients is not None:
+        if self.gradients is not None:
             return list(self.batch.lookups)
         tables = [t for t, copy in self._copies.items() if copy.grad is not None]
         return [table for table in self.batch.lookups if table in tables]

@@ -27,14 +27,20 @@ T = TypeVar("T")
 
 
 class Pooling:
-    """Pools the rows of an open step and collects the gradients of its vectors.
+    """Pools rows and collects the gradients of its vectors.
 
     Outputs depend on `autograd_anchor`, which requires grad, since rows themselves do not.
     """
 
-    def __init__(self, batch: Batch, *, mean: bool) -> None:
-        """Keep the arguments; `mean` divides by the length of each bag."""
-        self._batch = batch
+    def __init__(self, batch: Batch, rows: Mapping[str, ArenaRows], *, mean: bool) -> None:
+        """Look up nothing yet.
+
+        Args:
+            batch: its rows are looked up.
+            rows: of the batch, by table.
+            mean: divide by the length of each bag.
+        """
+        self.batch, self.rows = batch, rows
         self._mean = mean and any(t.longest_bag > 1 for t in batch.lookups.values())
         self._layout = batch.layout
         self._scales: torch.Tensor | None = None
@@ -44,53 +50,42 @@ class Pooling:
         """The gradient of each vector, None before a backward."""
         self.autograd_anchor = torch.empty(0, requires_grad=True)
 
-    def __call__(self, rows: Mapping[str, ArenaRows]) -> torch.Tensor:
-        """Return (num_samples, num_features * dim), features in the order of `keys`.
+    def pool(self) -> torch.Tensor:
+        """Return (num_samples, num_features * dim), features in the order of `keys`."""
+        return call_with_gradients(self.autograd_anchor, self.pool_values, self.add_gradient)
 
-        Args:
-            rows: by table, rows of the step.
-        """
-        return call_with_gradients(self.autograd_anchor, lambda: self.pool(rows), self.add_gradient)
-
-    def pool(self, rows: Mapping[str, ArenaRows]) -> torch.Tensor:
-        """Return the output of `__call__` without autograd."""
+    def pool_values(self) -> torch.Tensor:
+        """Return the output of `pool` without autograd."""
         layout = self._layout
-        self._reset_scales(rows)
-        pooled = self._pool(rows, layout.keys, layout.num_samples, self._inverse_of_groups())
+        self._reset_scales()
+        pooled = self._pool(layout.keys, layout.num_samples, self._inverse_of_groups())
         return pooled.flatten(1)
 
-    def unique(self, rows: Mapping[str, ArenaRows]) -> dict[str, torch.Tensor]:
-        """Return the pooled rows of each feature, (num_bags, dim), one bag per unique tuple.
-
-        Args:
-            rows: by table, rows of the step.
-        """
+    def unique(self) -> dict[str, torch.Tensor]:
+        """Return the pooled rows of each feature, (num_bags, dim), one bag per unique tuple."""
         parts = call_with_gradients(
-            self.autograd_anchor, lambda: self._pool_unique(rows), self._add_unique_gradients
+            self.autograd_anchor, self._pool_unique, self._add_unique_gradients
         )
         vectors: dict[str, torch.Tensor] = {}
         for members, part in zip(self._members(), parts, strict=True):
             vectors.update(zip(members, part.unbind(1), strict=True))
         return vectors
 
-    def _pool_unique(self, rows: Mapping[str, ArenaRows]) -> tuple[torch.Tensor, ...]:
+    def _pool_unique(self) -> tuple[torch.Tensor, ...]:
         """Return (num_bags, num_features, dim) for each of `_members`, without autograd."""
         layout = self._layout
-        self._reset_scales(rows)
+        self._reset_scales()
         counts = [layout.num_samples, *(group.num_tuples for group in layout.groups.values())]
         identity = {group: None for group in (None, *layout.groups)}
         return tuple(
-            self._pool(rows, members, count, identity)
+            self._pool(members, count, identity)
             for members, count in zip(self._members(), counts, strict=True)
         )
 
-    def pool_shared(
-        self, rows: Mapping[str, ArenaRows], shared: SharedFeatures
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def pool_shared(self, shared: SharedFeatures) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the pooled rows of shared and of per-sample features.
 
         Args:
-            rows: by table, rows of the step.
             shared: of the batch.
 
         Returns:
@@ -99,19 +94,17 @@ class Pooling:
         """
         return call_with_gradients(
             self.autograd_anchor,
-            lambda: self._pool_shared(rows, shared),
+            partial(self._pool_shared, shared),
             partial(self._add_shared_gradients, shared),
         )
 
-    def _pool_shared(
-        self, rows: Mapping[str, ArenaRows], shared: SharedFeatures
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _pool_shared(self, shared: SharedFeatures) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the output of `pool_shared` without autograd."""
         inverse = self._inverse_of_groups()
-        self._reset_scales(rows)
+        self._reset_scales()
         return (
-            self._pool(rows, shared.shared_features, shared.num_rows, {**inverse, **shared.tuples}),
-            self._pool(rows, shared.per_sample_features, self._layout.num_samples, inverse),
+            self._pool(shared.shared_features, shared.num_rows, {**inverse, **shared.tuples}),
+            self._pool(shared.per_sample_features, self._layout.num_samples, inverse),
         )
 
     def add_gradient(self, gradient: torch.Tensor) -> None:
@@ -121,7 +114,7 @@ class Pooling:
         outputs = gradient.contiguous().view(layout.num_samples, len(layout.keys), dim)
         bags = gradient.new_empty(layout.num_vectors - layout.num_outputs, dim)
         if layout.groups:
-            groups = self._batch.groups
+            groups = self.batch.groups
             members = [
                 self._group_samples(name, layout.keys, groups[name]) for name in layout.groups
             ]
@@ -152,7 +145,7 @@ class Pooling:
         row_groups: list[GroupSamples] = []
         for name, group in layout.groups.items():
             if name not in shared.tuples:
-                inverse = self._batch.groups[name]
+                inverse = self.batch.groups[name]
                 sample_groups.append(self._group_samples(name, shared.per_sample_features, inverse))
             elif (inverse := shared.tuples[name]) is not None:
                 row_groups.append(self._group_samples(name, shared.shared_features, inverse))
@@ -185,30 +178,25 @@ class Pooling:
 
     def _inverse_of_groups(self) -> dict[str | None, Inverse | None]:
         """Return the inverse of each dedup group; None: sample i has bag i."""
-        return {None: None, **self._batch.groups}
+        return {None: None, **self.batch.groups}
 
-    def _reset_scales(self, rows: Mapping[str, ArenaRows]) -> None:
-        values = next(iter(rows.values())).values
+    def _reset_scales(self) -> None:
+        values = next(iter(self.rows.values())).values
         self._scales = values.new_ones(self._layout.num_vectors) if self._mean else None
 
     def _pool(
-        self,
-        rows: Mapping[str, ArenaRows],
-        features: Sequence[str],
-        count: int,
-        inverse_of: Mapping[str | None, Inverse | None],
+        self, features: Sequence[str], count: int, inverse_of: Mapping[str | None, Inverse | None]
     ) -> torch.Tensor:
         """Return (count, num_features, dim).
 
         Args:
-            rows: by table, rows of the step.
             features: pooled side by side.
             count: samples, shared rows or tuples of the output.
             inverse_of: by dedup group, from these to bags; None: the identity.
         """
-        values = next(iter(rows.values())).values
+        values = next(iter(self.rows.values())).values
         out = values.new_empty(count, len(features), values.shape[1])
-        tables = {f: (t, x) for t, x in self._batch.lookups.items() for f in x.features}
+        tables = {f: (t, x) for t, x in self.batch.lookups.items() for f in x.features}
         bags: list[FeatureBags] = []
         for column, feature in enumerate(features):
             table, lookup = tables[feature]
@@ -217,7 +205,7 @@ class Pooling:
             first_vector, stride = self._layout.of(feature)
             bags.append(
                 FeatureBags(
-                    rows=rows[table],
+                    rows=self.rows[table],
                     positions=lookup.positions,
                     offsets=lookup.bag_offsets[bag_slice.start : bag_slice.stop + 1],
                     per_sample_weights=lookup.per_sample_weights,

@@ -97,6 +97,17 @@ class TableRows:
     extra_gradient: torch.Tensor | None
 
 
+def without_readers(rows: ArenaRows, gradient: torch.Tensor) -> TableRows:
+    """Return rows whose gradient, (num_rows, dim), has been summed over their readers."""
+    return TableRows(
+        rows=rows,
+        readers=torch.empty(0, dtype=torch.int32),
+        reader_offsets=torch.zeros(len(rows) + 1, dtype=torch.int32),
+        per_sample_weights=None,
+        extra_gradient=gradient,
+    )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VectorGradients:
     """The gradient of each vector.
