@@ -37,7 +37,7 @@ from trainer.checkpoint.snapshot import (
 )
 from trainer.embedding.changes import Changed, Changes, EvictedDirtyRows, UsedPositions
 from trainer.stores.api import GatheredRows, Records, TableLayout
-from trainer.stores.local import SpillArena
+from trainer.stores.local import MappedArena
 
 LAYOUT = TableLayout(table="items", dim=3, state_width=1, dtype="float32", seed=3)
 OTHER = TableLayout(table="users", dim=3, state_width=1, dtype="float32", seed=3)
@@ -94,7 +94,7 @@ def test_rows_that_left_are_those_of_a_dictionary(
     memory_bytes: int | None,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    spill = partial(SpillArena, tmp_path_factory.getbasetemp(), memory_bytes or 0)
+    spill = partial(MappedArena, tmp_path_factory.getbasetemp(), memory_bytes or 0)
     left = EvictedDirtyRows(LAYOUT) if memory_bytes is None else EvictedDirtyRows(LAYOUT, spill)
     held = dict[int, tuple[int, float]]()
     for step, (kind, rows, back) in enumerate(events):
@@ -128,7 +128,7 @@ def test_positions_that_are_freed_and_used_again_do_not_accumulate() -> None:
 
 
 def test_copies_of_rows_that_left_are_in_files_beyond_a_size(tmp_path: Path) -> None:
-    left = EvictedDirtyRows(LAYOUT, partial(SpillArena, tmp_path, 1 << 16))
+    left = EvictedDirtyRows(LAYOUT, partial(MappedArena, tmp_path, 1 << 16))
     numbers, mapped_bytes = np.arange(20_000, dtype=np.float32), list[int]()
     for start in range(0, 20_000, 500):
         part = slice(start, start + 500)

@@ -1,5 +1,6 @@
 """A full disk is refused by name wherever a run writes, and the run goes on when there is room."""
 
+import os
 import re
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from tests.trainer.runs import checkpoint_at, losses_of, run_job
 from tests.trainer.stores import largest_file
 from trainer.diff import compare_runs
 from trainer.stores.api import Records, TableLayout
-from trainer.stores.local import mmap_store
+from trainer.stores.local import MappedTable, mmap_store
 
 LAYOUT = TableLayout(table="items", dim=4, state_width=1, dtype="float32", seed=0)
 
@@ -33,7 +34,7 @@ def test_mapped_files_on_a_full_disk_lose_nothing_and_take_the_rows_when_there_i
     store.write(first, records_of(first))
     message = (
         "no room on disk for the rows of a table: File too large in "
-        f"{tmp_path / 'items' / 'values.bin'}; free 49152 bytes and continue with --resume"
+        f"{tmp_path / 'items'}; free 49152 bytes and continue with --resume"
     )
     with largest_file(20_000), pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
         store.write(more, records_of(more))
@@ -46,9 +47,9 @@ def test_mapped_files_on_a_full_disk_lose_nothing_and_take_the_rows_when_there_i
 
 
 def test_mapped_files_take_their_room_from_the_disk_before_they_are_written(tmp_path: Path) -> None:
-    store, rows = mmap_store({"items": LAYOUT}, tmp_path).tables["items"], np.arange(10)
+    store, rows = MappedTable(LAYOUT, tmp_path), np.arange(10)
     store.write(rows, records_of(rows))
-    found = (tmp_path / "items" / "values.bin").stat()
+    found = os.fstat(store._files._files["values"].fileno())  # pyright: ignore
     assert found.st_size == 1024 * 16
     assert found.st_blocks * 512 >= found.st_size  # no hole, that a full disk could not fill
 

@@ -79,15 +79,6 @@ def test_store_hands_out_copies(kind: str, tmp_path: Path) -> None:
     assert store.fetch(rows).values.tolist() == [[1.0] * 4] * 2
 
 
-def test_mmap_store_keeps_its_rows_in_files(tmp_path: Path) -> None:
-    store = table_of("mmap", tmp_path)
-    rows = np.arange(3000)
-    store.write(rows, Records(np.full((3000, 4), 2, np.float32), np.ones((3000, 1), np.float32)))
-    on_disk = np.fromfile(tmp_path / "items" / "values.bin", np.float32)
-    assert (on_disk[: 3000 * 4] == 2).all()
-    assert whole(table_of("mmap", tmp_path))[0].tolist() == []
-
-
 def test_initial_rows_are_pinned_and_equal_in_both_precisions() -> None:
     rows = np.array([0, 1, 2**62])
     single, double = (

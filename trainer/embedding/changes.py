@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from schemas.arrays import Array
 from trainer.stores.api import GatheredRows, Records, TableLayout, chunks_of, enlarge
-from trainer.stores.local import Arena, ArrayTable, SpillArena, in_memory
+from trainer.stores.local import Arena, ArrayTable, MappedArena, in_memory
 
 _CLEAN = -1
 MEMORY_BYTES = 16 << 20
@@ -198,7 +198,7 @@ class Changes:
             directory: for copies of evicted rows that do not fit into memory.
         """
         self._used = {table: UsedPositions() for table in layouts}
-        new_arena = partial(SpillArena, directory, MEMORY_BYTES // len(layouts))
+        new_arena = partial(MappedArena, directory, MEMORY_BYTES // len(layouts))
         self._evicted = {t: EvictedDirtyRows(layout, new_arena) for t, layout in layouts.items()}
 
     @property

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -84,14 +85,12 @@ def memory_store(layouts: Mapping[str, TableLayout]) -> LocalStore:
 
 
 def mmap_store(layouts: Mapping[str, TableLayout], directory: Path) -> LocalStore:
-    """Return an empty store in files below `directory`; files of an earlier run are replaced."""
+    """Return an empty store in files below `directory`; files of an earlier run are deleted."""
+    shutil.rmtree(directory, ignore_errors=True)
     tables: dict[str, ArrayTable] = {}
     for name, layout in layouts.items():
-        folder = directory / name
-        folder.mkdir(parents=True, exist_ok=True)
-        for path in folder.glob("*.bin"):
-            path.unlink()
-        tables[name] = MappedTable(layout, folder)
+        (directory / name).mkdir(parents=True)
+        tables[name] = MappedTable(layout, directory / name)
     return LocalStore(tables)
 
 
@@ -207,7 +206,7 @@ class MappedTable(ArrayTable):
             layout: layout of the rows.
             directory: used by this table only.
         """
-        self._files = _MappedArena(directory, layout.dtype)
+        self._files = MappedArena(directory)
         self._directory = directory
         super().__init__(layout, self._files)
 
@@ -226,57 +225,27 @@ class MappedTable(ArrayTable):
 
     def _entries(self) -> Iterator[Entries]:
         """Yield all rows in order of first write."""
-        all_rows, layout = self._map.rows, self.layout
+        all_rows = self.rows
         for chunk in chunks_of(len(all_rows), self._records):
             rows = all_rows[chunk]
-            values = self._files.read("values", chunk, layout.dim)
-            state = self._files.read("state", chunk, layout.state_width)
+            values = self._files.read("values", self._records.values, chunk)
+            state = self._files.read("state", self._records.state, chunk)
             block = np.concatenate([values, state], axis=1)
             yield Entries(np.zeros(len(rows), np.int32), rows, np.zeros(len(rows), np.int64), block)
 
 
-class _MappedArena:
-    """One file per array, extended and mapped again when it grows."""
-
-    def __init__(self, directory: Path, dtype: str) -> None:
-        self._directory = directory
-        self._dtype = np.dtype(dtype)
-
-    def __call__(self, name: str, array: Array, num_rows: int) -> Array:
-        width, num_rows = array.shape[1], doubled(num_rows)
-        if width == 0:
-            return np.empty((num_rows, 0), self._dtype)
-        path = self._path(name)
-        with path.open("a+b") as file:
-            _extend_file(file, path, num_rows * width * self._dtype.itemsize)
-            mapped = mmap.mmap(file.fileno(), 0)
-        mapped.madvise(mmap.MADV_RANDOM)  # no read-ahead: neighbouring rows are unrelated
-        return np.frombuffer(mapped, self._dtype).reshape(num_rows, width)
-
-    def read(self, name: str, rows: slice, width: int) -> Array:
-        """Read rows of an array from its file, with read-ahead."""
-        count, start = (rows.stop - rows.start) * width, rows.start * width
-        if count == 0:
-            return np.empty((rows.stop - rows.start, 0), self._dtype)
-        offset = start * self._dtype.itemsize
-        return np.fromfile(self._path(name), self._dtype, count, offset=offset).reshape(-1, width)
-
-    def _path(self, name: str) -> Path:
-        return self._directory / f"{name}.bin"
-
-
-class SpillArena:
-    """Arrays in memory up to a size, in unnamed mapped files beyond: the system writes these back.
+class MappedArena:
+    """Arrays in unnamed files that are mapped into memory: the system writes them back at any time.
 
     So memory is bounded, at the price of reads and writes of a disk.
     """
 
-    def __init__(self, directory: Path, memory_bytes: int) -> None:
+    def __init__(self, directory: Path, memory_bytes: int = 0) -> None:
         """Create no file yet.
 
         Args:
             directory: of the files, which end with the arrays.
-            memory_bytes: maximum bytes of each array in memory.
+            memory_bytes: bytes up to which an array is in memory.
         """
         self._directory, self._memory_bytes = directory, memory_bytes
         self._files: dict[str, IO[bytes]] = {}
@@ -295,10 +264,20 @@ class SpillArena:
             self._files[name] = tempfile.TemporaryFile(dir=self._directory)  # noqa: SIM115 - `__del__`
         _extend_file(self._files[name], self._directory, num_bytes)
         mapped = mmap.mmap(self._files[name].fileno(), num_bytes)
+        mapped.madvise(mmap.MADV_RANDOM)  # no read-ahead: neighbouring rows are unrelated
         larger: Array = np.frombuffer(mapped, array.dtype).reshape(-1, array.shape[1])
         if not is_mapped:
             larger[: len(array)] = array
         return larger
+
+    def read(self, name: str, array: Array, rows: slice) -> Array:
+        """Read some rows of an array from its file, with read-ahead."""
+        if name not in self._files:
+            return array[rows]
+        file, width = self._files[name], array.shape[1]
+        file.seek(rows.start * width * array.itemsize)
+        count = (rows.stop - rows.start) * width
+        return np.fromfile(file, array.dtype, count).reshape(-1, width)
 
     def __del__(self) -> None:
         """Close the files; arrays that are still in use keep their pages."""
