@@ -72,11 +72,7 @@ class SplitPlanner:
     """Splits of the next steps; the same on all replicas that take part in them."""
 
     def __init__(self, name: str) -> None:
-        """Start without a split; the first agreement fixes one.
-
-        Args:
-            name: of this replica.
-        """
+        """Start without a split; the first agreement fixes one."""
         self._name = name
         self._splits: dict[int, dict[str, range]] = {}
         self._staying: tuple[str, ...] = ()
@@ -139,12 +135,6 @@ class MeetingStore:
     """The key-value store through which replicas connect; served by this process."""
 
     def __init__(self, host: str, timeout_sec: float) -> None:
-        """Listen on a free port.
-
-        Args:
-            host: address of the one interface to listen on.
-            timeout_sec: maximum wait for a response.
-        """
         listening = socket.create_server((host, 0))
         port = listening.getsockname()[1]
         self.address = f"{host}:{port}"

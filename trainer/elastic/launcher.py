@@ -76,14 +76,7 @@ class AttemptMonitor:
         on_step: Callable[[StepMetric, int], None],
         num_steps: Callable[[], int],
     ) -> None:
-        """Start before the first step.
-
-        Args:
-            run: folder or URL of the run.
-            rendezvous: of the attempt.
-            on_step: called with each metric and the number of steps.
-            num_steps: returns the number of steps that are known.
-        """
+        """Start before the first step."""
         self.is_finished = False
         """Whether the run was finished at the last look."""
         self._run, self._rendezvous = run, rendezvous
@@ -170,11 +163,6 @@ class LocalReplicas:
 
     def wait(self, monitor: AttemptMonitor, drain: Drain, drain_sec: float) -> None:
         """Wait until the run is finished, or all replicas have left.
-
-        Args:
-            monitor: of the attempt.
-            drain: asks all replicas to leave.
-            drain_sec: maximum time for leaving.
 
         Raises:
             SchemaError: a replica failed, was killed too often, or does not leave.

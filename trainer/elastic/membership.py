@@ -122,10 +122,6 @@ class Membership:
     def agree(self, step: int, status: ReplicaStatus) -> Agreement:
         """Exchange status with all other replicas; waits for all that send heartbeats.
 
-        Args:
-            step: that this replica is about to commit.
-            status: of this replica.
-
         Raises:
             SchemaError: the lighthouse does not answer, or `check_attempt` raised.
         """
@@ -212,14 +208,6 @@ def request_quorum(
     wait_sec: float,
 ) -> Quorum:
     """Join the next quorum as a member.
-
-    Args:
-        client: of the lighthouse.
-        name: of the member.
-        token: of the run's replicas.
-        step: that it is about to commit.
-        status: of the member.
-        wait_sec: maximum wait for the other members.
 
     Raises:
         TimeoutError: other members did not join in time; or another connection error.

@@ -163,12 +163,7 @@ class PeerClient:
     """A connection to the `PeerServer` of another replica; closed with the context."""
 
     def __init__(self, address: str, access: Access) -> None:
-        """Connect with the first call.
-
-        Args:
-            address: `grpc://host:port` or `grpc+tls://host:port`.
-            access: to replicas of the run.
-        """
+        """Connect with the first call."""
         self._address = address
         self._client = connect(address, access)
         header = (AUTHORIZATION.encode(), f"Bearer {_token_for(address, access)}".encode())
@@ -263,9 +258,6 @@ class PeerAddresses:
 
     def check_reachable(self, last_error: str) -> None:
         """Give up if peers have been unreachable for longer than the time-out.
-
-        Args:
-            last_error: result of `use_first`.
 
         Raises:
             BehindError: this replica must be restarted.

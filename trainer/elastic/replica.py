@@ -57,14 +57,7 @@ class ReplicaPeers(Peers):
         compute: StepCompute,
         output: RunOutput,
     ) -> None:
-        """Create no thread or connection yet.
-
-        Args:
-            options: of this replica.
-            rows: of this replica.
-            compute: of this replica.
-            output: files of the run.
-        """
+        """Create no thread or connection yet."""
         self.name = options.name
         self.followed = False
         """Whether another replica has ever been ahead of this one."""

@@ -232,12 +232,6 @@ def open_shared(
 ) -> RemoteStore:
     """Open the stores of a run in one of its replicas.
 
-    Args:
-        shared: written by the launcher.
-        job: job file.
-        config: store processes of the job.
-        layouts: tables by name.
-
     Raises:
         SchemaError: a store refuses or cannot be reached.
     """

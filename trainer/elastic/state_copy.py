@@ -28,13 +28,7 @@ class RowsCopy:
     """
 
     def __init__(self, store: LocalStore, source: DirectSource, train_step: int) -> None:
-        """Start the first round before a step.
-
-        Args:
-            store: with all rows.
-            source: of the steps' rows, which records their use.
-            train_step: the next step.
-        """
+        """Start the first round before a step."""
         self._store, self._source = store, source
         self._copies = {table: empty_records(layout, 0) for table, layout in store.layouts.items()}
         self._pool = ThreadPoolExecutor(1, "rows-copy")

@@ -109,12 +109,7 @@ class LruCache:
     """A row source that keeps the most recently used rows in memory, in front of stores."""
 
     def __init__(self, store: Store, cache_rows: int) -> None:
-        """Allocate the caches; no thread runs before the first `gather`.
-
-        Args:
-            store: of the rows.
-            cache_rows: rows that the cache of each table holds.
-        """
+        """Allocate the caches; no thread runs before the first `gather`."""
         self._store = store
         self._slots = np.arange(cache_rows)
         self._tables = {t: _TableCache(layout, cache_rows) for t, layout in store.layouts.items()}

@@ -234,12 +234,7 @@ class Changes:
         self._evicted[table].put(rows, records, np.full(len(rows), train_step, np.int32))
 
     def since(self, train_step: int, rows_at: RowsAt) -> dict[str, list[Changed]]:
-        """Return by table the rows that were used at a step or later, each once.
-
-        Args:
-            train_step: the step of the last checkpoint.
-            rows_at: of the source.
-        """
+        """Return by table the rows that were used at a step or later, each once."""
         return {table: self._since(table, train_step, rows_at) for table in self._used}
 
     def drop_before(self, train_step: int) -> None:

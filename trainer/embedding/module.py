@@ -127,12 +127,7 @@ class Embedding(nn.Module):
         self._set(microbatches, rows)
 
     def open_initial(self, microbatches: Microbatches, layouts: Mapping[str, TableLayout]) -> None:
-        """Open initial values in place of the rows of a step, to compute it for nothing.
-
-        Args:
-            microbatches: of the step.
-            layouts: of the rows, by table.
-        """
+        """Open initial values in place of the rows of a step, to compute it for nothing."""
         rows = {t: initial_records(layouts[t], each) for t, each in microbatches.rows.items()}
         self._set(microbatches, {t: arena_rows(GatheredRows(r)) for t, r in rows.items()})
 
@@ -186,19 +181,11 @@ class Embedding(nn.Module):
         return KeyedTensor(keys, [self._config.embedding_dim] * len(keys), lookups.pool())
 
     def unique(self, sparse: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
-        """Return the pooled rows of each feature, (num_bags, dim), one bag per unique tuple.
-
-        Args:
-            sparse: `batch.sparse` of an open batch.
-        """
+        """Return the pooled rows of each feature, (num_bags, dim), one bag per unique tuple."""
         return self._lookups_of(sparse).unique()
 
     def pool_shared(self, sparse: KeyedJaggedTensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the pooled rows of shared and of per-sample features; see `Pooling.pool_shared`.
-
-        Args:
-            sparse: `batch.sparse` of an open batch with `batch.shared`.
-        """
+        """Return the pooled rows of shared and per-sample features; see `Pooling.pool_shared`."""
         lookups = self._lookups_of(sparse)
         shared = lookups.batch.shared
         assert shared is not None, "the reader was created with find_shared"

@@ -85,9 +85,6 @@ class Pooling:
     def pool_shared(self, shared: SharedFeatures) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the pooled rows of shared and of per-sample features.
 
-        Args:
-            shared: of the batch.
-
         Returns:
             (num_shared_rows, num_shared_features, dim) and
             (num_samples, num_per_sample_features, dim).

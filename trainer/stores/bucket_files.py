@@ -285,13 +285,7 @@ class SortedRuns:
     """Sorts the rows of several tables on disk."""
 
     def __init__(self, files: BucketFiles, num_tables: int, *, run_bytes: int = RUN_BYTES) -> None:
-        """Start empty.
-
-        Args:
-            files: where runs are written; less than a run stays in memory.
-            num_tables: `Entries.tables` are below it.
-            run_bytes: bytes of rows that are sorted in memory at once.
-        """
+        """Start empty."""
         self._files = files
         self._num_tables = num_tables
         self._run_bytes = run_bytes

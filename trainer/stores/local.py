@@ -200,12 +200,6 @@ class MappedTable(ArrayTable):
     """
 
     def __init__(self, layout: TableLayout, directory: Path) -> None:
-        """Start empty.
-
-        Args:
-            layout: layout of the rows.
-            directory: used by this table only.
-        """
         self._files = MappedArena(directory)
         self._directory = directory
         super().__init__(layout, self._files)

@@ -46,12 +46,7 @@ class RemoteStore:
     """
 
     def __init__(self, members: StoreMembers, coordinator: Coordinator | None) -> None:
-        """Use opened stores; see `open_remote_store`.
-
-        Args:
-            members: the processes.
-            coordinator: of the session; None: another process has it.
-        """
+        """Use opened stores; see `open_remote_store`."""
         self.members = members
         self.layouts = members.layouts
         self._coordinator = coordinator
@@ -86,12 +81,7 @@ class RemoteStore:
         }
 
     def write(self, train_step: int, leaving: Mapping[str, WriteBack]) -> None:
-        """Write rows with the values that they have after a step; returns when acknowledged.
-
-        Args:
-            train_step: the step.
-            leaving: table to rows.
-        """
+        """Write rows with the values that they have after a step; returns when acknowledged."""
         rows = {table: back.rows for table, back in leaving.items()}
         offsets, flat = _flat(rows)
         block = self._new_block(len(flat))

@@ -132,13 +132,6 @@ class StoreMembers:
     ) -> Iterator[SortedChunk]:
         """Yield rows of a table in a store, ascending, one message at a time; prefetch the next.
 
-        Args:
-            slot_map: by which the store has the rows.
-            address: of the store.
-            op: contents or leaving.
-            table: name.
-            after: a row that comes before them.
-
         Raises:
             SchemaError: as `exchange`, with its other errors.
         """

@@ -46,12 +46,7 @@ class StoreProcesses:
     """
 
     def __init__(self, count: int, directory: Path) -> None:
-        """Start nothing yet.
-
-        Args:
-            count: processes.
-            directory: for token and logs; its contents are deleted.
-        """
+        """Start nothing yet; the context deletes the contents of the directory."""
         self._count = count
         self.directory = directory
         self._processes: list[subprocess.Popen[bytes]] = []

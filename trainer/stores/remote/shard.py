@@ -110,12 +110,7 @@ class Shard:
     """Rows of some slots of all tables; thread-safe."""
 
     def __init__(self, directory: Path, *, sync: bool) -> None:
-        """Open nothing yet; see `load`.
-
-        Args:
-            directory: of the log; locked by one process.
-            sync: fsync each write.
-        """
+        """Open nothing yet; see `load`."""
         self.control = ShardControl()
         self.tables: dict[str, ShardTable] = {}
         self.lock = threading.Condition()
@@ -145,9 +140,6 @@ class Shard:
     def open(self, control: ShardControl) -> None:
         """Start a session without rows, which ends the previous one.
 
-        Args:
-            control: of the session.
-
         Raises:
             SchemaError: there are rows of another run or of other tables, or tables differ in the
                 shape of their records.
@@ -162,10 +154,6 @@ class Shard:
 
     def apply_map(self, slot_map: SlotMap, address: str) -> None:
         """Obey a newer slot map of the session; rows of slots of other stores are deleted.
-
-        Args:
-            slot_map: decided by the coordinator.
-            address: of this store.
 
         Raises:
             SchemaError: another session, or rows of its slots were never received.

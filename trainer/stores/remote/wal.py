@@ -228,12 +228,7 @@ class ShardLog:
     """
 
     def __init__(self, directory: Path, *, sync: bool) -> None:
-        """Open nothing yet; see `load`.
-
-        Args:
-            directory: of the files.
-            sync: fsync each record.
-        """
+        """Open nothing yet; see `load`."""
         self.directory = directory
         self.number = 0
         """Of the log that is appended to."""

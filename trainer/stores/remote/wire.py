@@ -145,13 +145,7 @@ def rows_batch(rows: NDArray[np.int64]) -> pa.RecordBatch:
 
 
 def records_batch(rows: NDArray[np.int64], block: Array, layout: TableLayout) -> pa.RecordBatch:
-    """Return rows and their records as a batch; contiguous records are not copied.
-
-    Args:
-        rows: (n,).
-        block: (n, record_width).
-        layout: shape and type of the records.
-    """
+    """Return rows and their records as a batch; contiguous records are not copied."""
     flat = pa.array(np.ascontiguousarray(block).reshape(-1))
     records = pa.FixedSizeListArray.from_arrays(flat, record_width(layout))
     return pa.record_batch([pa.array(rows), records], schema=records_schema(layout))
