@@ -113,11 +113,11 @@ class Step:
         """Return the rows to update, in place in whole tables."""
         return [
             TableRows(
-                rows=rows[table],
+                values=rows[table].values,
+                state=rows[table].state,
+                positions=rows[table].positions,
                 readers=lookup.readers,
                 reader_offsets=lookup.reader_offsets,
-                per_sample_weights=None,
-                extra_gradient=None,
             )
             for table, lookup in self.batch.lookups.items()
         ]

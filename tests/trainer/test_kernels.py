@@ -72,11 +72,12 @@ def run_step(
     compiled.update(
         [
             TableRows(
-                rows=rows[t],
+                values=rows[t].values,
+                state=rows[t].state,
+                positions=rows[t].positions,
                 readers=batch.lookups[t].readers,
                 reader_offsets=batch.lookups[t].reader_offsets,
                 per_sample_weights=batch.lookups[t].reader_weights,
-                extra_gradient=None,
             )
             for t in tables
         ],

@@ -183,7 +183,7 @@ class FusedRows:
         means = average_over_ranks(own, self._group)
         selected = self._select({table: mean.rows for table, mean in means.items()})
         tables = [without_readers(selected[table], mean.sums) for table, mean in means.items()]
-        compiled.update(tables, no_gradients(tables[0].rows.values), rule)
+        compiled.update(tables, no_gradients(tables[0].values), rule)
 
     def _select(self, rows: RowsOfTables) -> dict[str, ArenaRows]:
         self._num_selects += 1
@@ -305,14 +305,9 @@ class SequenceStep:
             for table, lookup in self._lookups.items():
                 positions = lookup.positions.numpy().astype("int64")
                 inverse = inverse_of(positions, len(lookup.rows))
+                own, readers = rows[table], inverse.order + first
                 tables.append(
-                    TableRows(
-                        rows=rows[table],
-                        readers=inverse.order + first,
-                        reader_offsets=inverse.offsets,
-                        per_sample_weights=None,
-                        extra_gradient=None,
-                    )
+                    TableRows(own.values, own.state, own.positions, readers, inverse.offsets)
                 )
                 first += len(positions)
             compiled.update(tables, vector_gradients, rule)

@@ -289,10 +289,12 @@ class MicrobatchLookups(Pooling):
         tables: list[TableRows] = []
         for table in self._tables_with_gradients():
             lookup, copy = self.batch.lookups[table], self._copies.get(table)
-            offsets = lookup.reader_offsets
+            own, offsets = rows[table], lookup.reader_offsets
             tables.append(
                 TableRows(
-                    rows=rows[table],
+                    values=own.values,
+                    state=own.state,
+                    positions=own.positions,
                     readers=lookup.readers,
                     reader_offsets=torch.zeros_like(offsets) if pooled is None else offsets,
                     per_sample_weights=lookup.reader_weights,
@@ -300,7 +302,7 @@ class MicrobatchLookups(Pooling):
                 )
             )
         if tables:
-            none = no_gradients(tables[0].rows.values)
+            none = no_gradients(tables[0].values)
             compiled.update(tables, pooled or none, rule)
 
     def row_gradients(self) -> RowSums:

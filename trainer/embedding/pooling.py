@@ -200,17 +200,19 @@ class Pooling:
             inverse = inverse_of[self._layout.group_of[feature]]
             _, bag_slice = lookup.slices_of(feature)
             first_vector, stride = self._layout.of(feature)
+            rows = self.rows[table]
             bags.append(
                 FeatureBags(
-                    rows=self.rows[table],
+                    values=rows.values,
+                    row_positions=rows.positions,
                     positions=lookup.positions,
                     offsets=lookup.bag_offsets[bag_slice.start : bag_slice.stop + 1],
                     per_sample_weights=lookup.per_sample_weights,
-                    column=column,
-                    first_vector=first_vector,
-                    vector_stride=stride,
                     order=None if inverse is None else inverse.order,
                     sample_offsets=None if inverse is None else inverse.offsets,
+                    first_vector=first_vector,
+                    vector_stride=stride,
+                    column=column,
                 )
             )
         if bags:

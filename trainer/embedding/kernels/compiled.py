@@ -27,22 +27,7 @@ def pool(features: Sequence[FeatureBags], out: torch.Tensor, scales: torch.Tenso
         out: (num_samples, num_features, dim).
         scales: (num_vectors,), set to one over each bag's length, for means; None: sums.
     """
-    arguments = [
-        (
-            f.rows.values,
-            f.rows.positions,
-            f.positions,
-            f.offsets,
-            f.per_sample_weights,
-            f.order,
-            f.sample_offsets,
-            f.first_vector,
-            f.vector_stride,
-            f.column,
-        )
-        for f in features
-    ]
-    embedding.pool(arguments, out, scales, torch.get_num_threads())
+    embedding.pool(features, out, scales, torch.get_num_threads())
 
 
 def segment_sum(groups: Sequence[GroupSamples], gradient: torch.Tensor, out: torch.Tensor) -> None:
@@ -53,32 +38,12 @@ def segment_sum(groups: Sequence[GroupSamples], gradient: torch.Tensor, out: tor
         gradient: (num_samples, num_features, dim).
         out: (num_vectors - num_outputs, dim).
     """
-    arguments = [
-        (g.order, g.sample_offsets, g.column, g.num_features, g.first_vector) for g in groups
-    ]
-    embedding.segment_sum(arguments, gradient, out, torch.get_num_threads())
+    embedding.segment_sum(groups, gradient, out, torch.get_num_threads())
 
 
 def update(tables: Sequence[TableRows], gradients: VectorGradients, rule: RowRule) -> None:
     """Sum the gradients of each row over its readers, in order, and update it."""
-    arguments = [
-        (
-            t.rows.values,
-            t.rows.state,
-            t.rows.positions,
-            t.readers,
-            t.reader_offsets,
-            t.per_sample_weights,
-            t.extra_gradient,
-        )
-        for t in tables
-    ]
-    embedding.update(
-        arguments,
-        (gradients.outputs, gradients.num_features, gradients.bags, gradients.scales),
-        (rule.name, rule.learning_rate, rule.eps, rule.beta1, rule.beta2),
-        torch.get_num_threads(),
-    )
+    embedding.update(tables, gradients, rule, torch.get_num_threads())
 
 
 def merge(left: RowSums, right: RowSums) -> RowSums:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -32,35 +33,38 @@ class ArenaRows:
         return len(self.values) if self.positions is None else len(self.positions)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FeatureBags:
+# The kernels take the following tuples as they are, with their fields in this order.
+
+
+class FeatureBags(NamedTuple):
     """The bags of one feature.
 
     Attributes:
-        rows: of its table.
-        positions: (num_values,) int32 into `rows`, of all features of the table.
+        values: (n, dim), rows of its table among others.
+        row_positions: (num_rows,) int32, index of each row in `values`; None: all, in order.
+        positions: (num_values,) int32 into the rows, of all features of the table.
         offsets: (num_bags + 1,) int32, offsets of this feature's bags in `positions`.
         per_sample_weights: (num_values,) weight of each look-up, None for ones.
-        column: of the feature in the output.
-        first_vector: index of its first bag's vector.
-        vector_stride: from a bag's vector to that of the next bag.
         order: (num_samples,) int32, samples sorted by their bag; None: sample i has bag i.
         sample_offsets: (num_bags + 1,) int32, offsets of each bag's samples in `order`.
+        first_vector: index of its first bag's vector.
+        vector_stride: from a bag's vector to that of the next bag.
+        column: of the feature in the output.
     """
 
-    rows: ArenaRows
+    values: torch.Tensor
+    row_positions: torch.Tensor | None
     positions: torch.Tensor
     offsets: torch.Tensor
     per_sample_weights: torch.Tensor | None
-    column: int
-    first_vector: int
-    vector_stride: int
     order: torch.Tensor | None
     sample_offsets: torch.Tensor | None
+    first_vector: int
+    vector_stride: int
+    column: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupSamples:
+class GroupSamples(NamedTuple):
     """The samples of each bag of one dedup group.
 
     Attributes:
@@ -78,38 +82,35 @@ class GroupSamples:
     first_vector: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TableRows:
-    """The rows of one table that a step reads, and their readers.
+class TableRows(NamedTuple):
+    """The rows of one table that a step reads, updated in place, and their readers.
 
     Attributes:
-        rows: updated in place.
+        values, state, positions: as in `ArenaRows`.
         readers: (num_values,) int32, indices of vectors, sorted by the row that they read.
         reader_offsets: (num_rows + 1,) int32, offsets of each row's readers.
         per_sample_weights: (num_values,) weight of each reader, None for ones.
         extra_gradient: (num_rows, dim), added to that of the readers; None for zeros.
     """
 
-    rows: ArenaRows
+    values: torch.Tensor
+    state: torch.Tensor
+    positions: torch.Tensor | None
     readers: torch.Tensor
     reader_offsets: torch.Tensor
-    per_sample_weights: torch.Tensor | None
-    extra_gradient: torch.Tensor | None
+    per_sample_weights: torch.Tensor | None = None
+    extra_gradient: torch.Tensor | None = None
 
 
 def without_readers(rows: ArenaRows, gradient: torch.Tensor) -> TableRows:
     """Return rows whose gradient, (num_rows, dim), has been summed over their readers."""
+    none, offsets = torch.empty(0, dtype=torch.int32), torch.zeros(len(rows) + 1, dtype=torch.int32)
     return TableRows(
-        rows=rows,
-        readers=torch.empty(0, dtype=torch.int32),
-        reader_offsets=torch.zeros(len(rows) + 1, dtype=torch.int32),
-        per_sample_weights=None,
-        extra_gradient=gradient,
+        rows.values, rows.state, rows.positions, none, offsets, extra_gradient=gradient
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VectorGradients:
+class VectorGradients(NamedTuple):
     """The gradient of each vector.
 
     Attributes:
@@ -124,11 +125,6 @@ class VectorGradients:
     num_features: int
     bags: torch.Tensor
     scales: torch.Tensor | None
-
-    @property
-    def num_outputs(self) -> int:
-        """Vectors of the output."""
-        return len(self.outputs) * self.num_features
 
 
 def no_gradients(like: torch.Tensor) -> VectorGradients:
@@ -157,8 +153,7 @@ class RowSums:
         return RowSums(self.rows, self.sums / weight)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowRule:
+class RowRule(NamedTuple):
     """An update rule at one step; see `torch_ops.update_rows`."""
 
     name: str
