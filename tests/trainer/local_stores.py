@@ -12,7 +12,7 @@ import pyarrow.flight as fl
 
 from schemas.hashing import slot_of_row
 from tests.trainer.stores import LAYOUT, TOKEN
-from trainer.stores.remote.server import StoreServer
+from trainer.stores.remote.server import StoreOptions, StoreServer
 from trainer.stores.remote.shard import Shard
 
 MESSAGE_BYTES = 4096
@@ -34,9 +34,10 @@ class LocalStore:
     def start(self) -> None:
         self.shard = Shard(self.directory, sync=False)
         self.shard.load()
-        self._server = StoreServer(
-            self.shard, self.address, token=TOKEN, message_bytes=MESSAGE_BYTES
+        options = StoreOptions(
+            directory=self.directory, token=TOKEN, port=self._port, message_bytes=MESSAGE_BYTES
         )
+        self._server = StoreServer(self.shard, options)
         self._port, self.is_alive = self._server.port, True
 
     def kill(self, *, forget: bool = False) -> None:

@@ -31,7 +31,9 @@ from tests.trainer.stores import (
     whole,
 )
 from trainer.__main__ import main
-from trainer.elastic.shared_rows import launch_shared_stores, open_shared
+from trainer.elastic.shared_rows import launch_shared_stores
+from trainer.stores.factory import store_access
+from trainer.stores.remote.client import open_remote_store
 from trainer.stores.remote.connection import (
     FILE,
     Access,
@@ -120,7 +122,11 @@ def test_replicas_are_told_the_name_of_the_token_not_where_it_leads_to(tmp_path:
         train = TrainConfig(stores=config)
         with launch_shared_stores(run, tmp_path / "job.yaml", train, layouts, None, None) as shared:
             assert shared.token_file is None, "each host reads the one that the job names"
-            opened = open_shared(shared, tmp_path / "job.yaml", config, layouts)
+            access = store_access(config, tmp_path / "job.yaml")
+            session = shared.session
+            opened = open_remote_store(
+                shared.addresses, access, layouts, owner=None, session=session
+            )
             assert whole(TableOf(opened))[0].tolist() == []
 
 

@@ -35,7 +35,7 @@ from trainer.stores.api import BehindError, SlotMapChangedError
 from trainer.stores.remote import server as server_module
 from trainer.stores.remote.client import RemoteStore
 from trainer.stores.remote.connection import StoreConnection
-from trainer.stores.remote.server import StoreServer
+from trainer.stores.remote.server import StoreOptions, StoreServer
 from trainer.stores.remote.shard import Shard
 from trainer.stores.remote.wire import Request, record_bytes, rows_batch
 
@@ -241,9 +241,8 @@ def test_server_holds_no_more_messages_than_its_budget_while_many_call(
     shard.load()
     monkeypatch.setattr(server_module, "IN_FLIGHT_BYTES", 3 * 2 * 4096)
     monkeypatch.setattr(server_module, "Semaphore", counting)
-    server = StoreServer(
-        shard, "grpc://127.0.0.1:0", token=TOKEN, message_bytes=4096, delay_sec=0.2
-    )
+    options = StoreOptions(directory=tmp_path, token=TOKEN, message_bytes=4096, delay_sec=0.2)
+    server = StoreServer(shard, options)
     try:
         store = group_over(f"grpc://127.0.0.1:{server.port}")["items"]
         rows = np.arange(4096 // record_bytes(LAYOUT))

@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,32 +119,16 @@ class LocalReplicas:
     if it is killed: each reads a pipe that only this process holds.
     """
 
-    def __init__(
-        self,
-        count: int,
-        run: Path | Location,
-        arguments: Iterable[str],
-        *,
-        restarts: int,
-        start: StartChild,
-        linger_sec: float = 0.0,
-    ) -> None:
+    def __init__(self, run: Location, arguments: Sequence[str], launch: LaunchOptions) -> None:
         """Start nothing yet.
 
         Args:
-            count: replicas; 0 if all are started by hand.
             run: run folder or URL with a `Rendezvous`.
             arguments: of `python -m trainer replica`, in addition to those of each replica.
-            restarts: maximum number of restarts, of all replicas in total.
-            start: starts a process.
-            linger_sec: time for which the lighthouse outlives replicas that are started by hand.
+            launch: number of replicas, and how they are started.
         """
-        self._start_child = start
-        self._count = count
-        self._run = run
-        self._arguments = list(arguments)
-        self._restarts = restarts
-        self._linger_sec = linger_sec
+        self._run, self._arguments, self._launch = run, arguments, launch
+        self._count, self._restarts = launch.count, launch.restarts
         self._processes: dict[int, ChildProcess] = {}
         self._hung: set[int] = set()
 
@@ -210,7 +194,8 @@ class LocalReplicas:
                     running.add(number)
             time.sleep(_POLL_SEC)
         if not self._count and monitor.is_finished:
-            time.sleep(self._linger_sec)  # until all replicas have agreed on the end
+            # until all replicas have agreed on the end
+            time.sleep(1 + 2 * self._launch.heartbeat_sec)
 
     def _mark_hung(self, number: int) -> bool:
         """Return whether a replica hung for the second time; it is not restarted then."""
@@ -233,7 +218,7 @@ class LocalReplicas:
     def _start(self, number: int, expected: int) -> ChildProcess:
         arguments = ["replica", str(self._run), "--number", str(number)]
         arguments += ["--expected", str(expected), "--end-with-stdin", *self._arguments]
-        return self._start_child(arguments)
+        return self._launch.start(arguments)
 
 
 def start_replica(arguments: Sequence[str]) -> subprocess.Popen[bytes]:
@@ -372,14 +357,7 @@ class Launcher:
                 shared = stack.enter_context(stores)
             rendezvous = self._publish(stack, checkpoint, rollbacks, shared)
             monitor = AttemptMonitor(self.location, rendezvous, self.on_step, self._known_steps)
-            replicas = LocalReplicas(
-                self.launch.count,
-                self.location,
-                self._replica_arguments(),
-                restarts=self.launch.restarts,
-                start=self.launch.start,
-                linger_sec=1 + 2 * self.launch.heartbeat_sec,
-            )
+            replicas = LocalReplicas(self.location, self._replica_arguments(), self.launch)
             self.on_start(stack.enter_context(replicas))
             replicas.wait(monitor, self.drain, train.limits.drain.total_seconds())
         if self.uploader is not None:

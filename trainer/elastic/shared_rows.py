@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from schemas.arrays import Array
 from schemas.cache_plan import Keyframe
-from schemas.config.train import StoresConfig, TrainConfig
+from schemas.config.train import TrainConfig
 from schemas.storage import Location
 from trainer.checkpoint.load import load_rows, open_checkpoint, step_of
 from trainer.elastic.peer_state import ROWS, rows_from_arrays, rows_to_arrays
@@ -36,12 +36,8 @@ from trainer.stores.api import (
     WriteBack,
     merge_records,
 )
-from trainer.stores.factory import (
-    STORE,
-    open_store,
-    store_access,
-)
-from trainer.stores.remote.client import RemoteStore, open_remote_store
+from trainer.stores.factory import STORE, open_store
+from trainer.stores.remote.client import RemoteStore
 from trainer.stores.remote.processes import TOKEN
 
 BUFFER_BYTES = 16 << 20
@@ -222,27 +218,6 @@ def launch_shared_stores(
             token_file=str((run / STORE / TOKEN).absolute()) if num_processes else None,
             first=step_of(checkpoint),
         )
-
-
-def open_shared(
-    shared: SharedStores,
-    job: Path | Location,
-    config: StoresConfig,
-    layouts: Mapping[str, TableLayout],
-) -> RemoteStore:
-    """Open the stores of a run in one of its replicas.
-
-    Raises:
-        SchemaError: a store refuses or cannot be reached.
-    """
-    token = shared.token_file
-    return open_remote_store(
-        shared.addresses,
-        store_access(config, job, None if token is None else Path(token)),
-        layouts,
-        owner=None,
-        session=shared.session,
-    )
 
 
 _PLAN, _CACHE = "plan", "cache"

@@ -25,13 +25,11 @@ from trainer.components import Components, build_components, layouts_of
 from trainer.compute import StepCompute, WholeBatchCompute
 from trainer.data.decode import BatchSpec
 from trainer.device import select_device
-from trainer.elastic.context import (
-    Rendezvous,
-)
+from trainer.elastic.context import Rendezvous
 from trainer.elastic.membership import ReplicaOptions
 from trainer.elastic.peer_state import MemoryRows
 from trainer.elastic.replica import ReplicaPeers
-from trainer.elastic.shared_rows import SharedRows, WriteBuffer, open_shared
+from trainer.elastic.shared_rows import SharedRows, WriteBuffer
 from trainer.follow import FollowedDataset
 from trainer.frontier import Frontier, extent_at_step
 from trainer.recovery import Drain, Watchdog, resume_hint
@@ -40,6 +38,8 @@ from trainer.run_output import RunOutput, replica_folder, report_lost_rows
 from trainer.setup import TrainOptions, follow_options, selected_segments
 from trainer.step import Clock
 from trainer.stores.api import BehindError, RowsLostError
+from trainer.stores.factory import store_access
+from trainer.stores.remote.client import open_remote_store
 from trainer.train import OpenedRows, Process, ResumeHints, train_process
 
 SYNC = "sync"
@@ -111,7 +111,10 @@ def _train(
             rows = MemoryRows(components.store, components.embedding)
         else:
             layouts = layouts_of(spec, config)
-            store = open_shared(shared, job_path, config.stores, layouts)
+            token = None if shared.token_file is None else Path(shared.token_file)
+            access = store_access(config.stores, job_path, token)
+            addresses, session = shared.addresses, shared.session
+            store = open_remote_store(addresses, access, layouts, owner=None, session=session)
             components = build_components(spec, on_host, store, steps_before=before)
             planned = config if train_options.embedding == "cached" else None
             write_buffer = WriteBuffer(store, rendezvous.buffer_bytes)

@@ -82,7 +82,7 @@ class EmbeddingBagCollection(EmbeddingBagCollectionInterface):
             key = f"{table.embedding_dim} {table.pooling.name.lower()}"
             self._parts.setdefault(key, []).append(table)
         for key, part in self._parts.items():
-            self._rows[key] = _fused_rows(part, optimizer, seed=seed, dtype=dtype, source=source)
+            self._rows[key] = FusedRows(part, optimizer, seed=seed, dtype=dtype, source=source)
         self._anchor = torch.zeros(0, requires_grad=True)
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
@@ -153,7 +153,7 @@ class EmbeddingCollection(EmbeddingCollectionInterface):
                 "make a collection of each"
             )
         self._tables, self._need_indices = list(tables), need_indices
-        self._rows = _fused_rows(self._tables, optimizer, seed=seed, dtype=dtype, source=source)
+        self._rows = FusedRows(self._tables, optimizer, seed=seed, dtype=dtype, source=source)
         self._anchor = torch.zeros(0, requires_grad=True)
 
     def unique(
@@ -266,18 +266,6 @@ def _expand(lists: JaggedTensor, inverse: torch.Tensor) -> JaggedTensor:
         lengths=lengths,
         weights=None if indices is None else indices[positions],
     )
-
-
-def _fused_rows(
-    tables: Sequence[BaseEmbeddingConfig],
-    optimizer: SparseOptimizerConfig | None,
-    *,
-    seed: int,
-    dtype: str,
-    source: ExternalRows | None,
-) -> FusedRows:
-    rule = optimizer or SparseOptimizerConfig()
-    return FusedRows(tables, rule, seed=seed, dtype=dtype, source=source)
 
 
 def _check(tables: Sequence[BaseEmbeddingConfig], device: torch.device | None) -> None:

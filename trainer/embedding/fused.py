@@ -78,7 +78,7 @@ class FusedRows:
     def __init__(
         self,
         tables: Sequence[BaseEmbeddingConfig],
-        optimizer: SparseOptimizerConfig,
+        optimizer: SparseOptimizerConfig | None,
         *,
         seed: int,
         dtype: str,
@@ -88,13 +88,13 @@ class FusedRows:
 
         Args:
             tables: of one width.
-            optimizer: update rule; its state is stored with each row.
+            optimizer: update rule, whose state is stored with each row; None: row-wise Adagrad.
             seed: of the rows' initial values.
             dtype: float32 or float64.
             source: of the rows; None for memory.
         """
         self._num_rows = {table.name: table.num_embeddings for table in tables}
-        self._optimizer = optimizer
+        self._optimizer = optimizer = optimizer or SparseOptimizerConfig()
         self.dtype: torch.dtype = getattr(torch, dtype)
         dim = tables[0].embedding_dim
         width = state_width(optimizer, dim)

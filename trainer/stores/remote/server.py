@@ -63,28 +63,46 @@ MESSAGE_BYTES, IN_FLIGHT_BYTES = 4 << 20, 64 << 20
 read."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreOptions:
+    """Options of a store process."""
+
+    directory: Path
+    """Directory of the log."""
+    address_file: Path | Location | None = None
+    """Where it publishes its address; None: `address` in the directory."""
+    token: str
+    """Token of callers."""
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = 0
+    """Port to listen on; 0: a free one."""
+    certificate: Certificate | None = None
+    """Certificate for TLS."""
+    sync: bool = False
+    """Whether each write is fsynced."""
+    message_bytes: int = MESSAGE_BYTES
+    """Maximum message size; callers split larger requests."""
+    delay_sec: float = 0.0
+    """Delay of every response, to emulate a slower network."""
+
+    def __post_init__(self) -> None:
+        check_host(self.host, self.certificate)
+        if not 4096 <= self.message_bytes <= IN_FLIGHT_BYTES // 2:
+            raise ValueError(
+                f"message_bytes must be in [4096, {IN_FLIGHT_BYTES // 2}], "
+                f"got {self.message_bytes}; leave the option out"
+            )
+
+
 class StoreServer(fl.FlightServerBase):
     """Flight server of one shard."""
 
-    def __init__(
-        self,
-        shard: Shard,
-        location: str,
-        *,
-        token: str,
-        message_bytes: int = MESSAGE_BYTES,
-        delay_sec: float = 0.0,
-        certificate: tuple[bytes, bytes] | None = None,
-    ) -> None:
+    def __init__(self, shard: Shard, options: StoreOptions) -> None:
         """Start to listen.
 
-        Args:
-            shard: loaded.
-            location: `grpc://host:port` or `grpc+tls://host:port`; port 0 takes a free one.
-            token: of callers.
-            message_bytes: maximum message size.
-            delay_sec: delay of every response.
-            certificate: PEM chain and key, for TLS.
+        Raises:
+            OSError: the certificate cannot be read.
         """
         self._shard = shard
         self._actions: dict[str, Callable[[dict[str, Any]], dict[str, Any] | None]] = {
@@ -98,14 +116,16 @@ class StoreServer(fl.FlightServerBase):
             MOVE: lambda body: {"moved": shard.request_move(from_json(MoveRequest, body))},
             END_MOVE: lambda body: shard.end_move(str(body["id"]), dict(body["outcome"])),
         }
-        self._message_bytes, self._delay_sec = message_bytes, delay_sec
+        self._message_bytes, self._delay_sec = options.message_bytes, options.delay_sec
         # of request and response
-        self._in_flight = Semaphore(IN_FLIGHT_BYTES // (2 * message_bytes))
+        self._in_flight = Semaphore(IN_FLIGHT_BYTES // (2 * options.message_bytes))
+        scheme, certificate = scheme_of(options.certificate), read_certificate(options.certificate)
         super().__init__(
-            location,
+            f"{scheme}://{options.host}:{options.port}",
             tls_certificates=[certificate] if certificate else None,
-            middleware={"token": TokenCheck(token)},
+            middleware={"token": TokenCheck(options.token)},
         )
+        self.address = f"{scheme}://{options.host}:{self.port}"
 
     def do_action(self, context: fl.ServerCallContext, action: fl.Action) -> list[bytes]:
         """Run an action; the response describes the store."""
@@ -210,38 +230,6 @@ def _flight_error(code: str, line: str) -> fl.FlightError:
 _SHUTDOWN_SEC = 5.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StoreOptions:
-    """Options of a store process."""
-
-    directory: Path
-    """Directory of the log."""
-    address_file: Path | Location | None = None
-    """Where it publishes its address; None: `address` in the directory."""
-    token: str
-    """Token of callers."""
-    host: str = "127.0.0.1"
-    """Address to listen on."""
-    port: int = 0
-    """Port to listen on; 0: a free one."""
-    certificate: Certificate | None = None
-    """Certificate for TLS."""
-    sync: bool = False
-    """Whether each write is fsynced."""
-    message_bytes: int = MESSAGE_BYTES
-    """Maximum message size; callers split larger requests."""
-    delay_sec: float = 0.0
-    """Delay of every response, to emulate a slower network."""
-
-    def __post_init__(self) -> None:
-        check_host(self.host, self.certificate)
-        if not 4096 <= self.message_bytes <= IN_FLIGHT_BYTES // 2:
-            raise ValueError(
-                f"message_bytes must be in [4096, {IN_FLIGHT_BYTES // 2}], "
-                f"got {self.message_bytes}; leave the option out"
-            )
-
-
 def run_store(
     options: StoreOptions, announce: Callable[[str], None], end_with: BinaryIO | None
 ) -> None:
@@ -255,26 +243,17 @@ def run_store(
     Raises:
         SchemaError: the directory cannot be used.
     """
-    scheme, certificate = scheme_of(options.certificate), read_certificate(options.certificate)
     shard = Shard(options.directory, sync=options.sync)
     ends = SimpleQueue[None]()  # a signal handler may not set an Event
     try:
         shard.load()
-        server = StoreServer(
-            shard,
-            f"{scheme}://{options.host}:{options.port}",
-            token=options.token,
-            message_bytes=options.message_bytes,
-            delay_sec=options.delay_sec,
-            certificate=certificate,
-        )
+        server = StoreServer(shard, options)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: ends.put(None))
         if end_with is not None:
             threading.Thread(target=_wait_for_end, args=(end_with, ends), daemon=True).start()
-        address = f"{scheme}://{options.host}:{server.port}"
-        publish_address(options.address_file or options.directory / STORE_ADDRESS, address)
-        announce(json.dumps({"address": address, "pid": os.getpid()}))
+        publish_address(options.address_file or options.directory / STORE_ADDRESS, server.address)
+        announce(json.dumps({"address": server.address, "pid": os.getpid()}))
         ends.get()
         stopping = threading.Thread(target=server.shutdown, daemon=True)
         stopping.start()
