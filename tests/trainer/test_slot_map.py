@@ -47,10 +47,11 @@ def slots_of(slot_map: SlotMap) -> dict[str, Ranges]:
 
 def described(slot_map: SlotMap, **changes: Mapping[str, object] | None) -> Descriptions:
     """Return what the stores of a map say; a change of None is a store that is gone."""
-    found: dict[str, StoreDescription | None] = {}
+    found: dict[str, StoreDescription] = {}
     for address in {*slot_map.addresses, *changes}:
         change = changes.get(address, {})
-        found[address] = None if change is None else replace(store(address, slot_map), **change)
+        if change is not None:
+            found[address] = replace(store(address, slot_map), **change)
     return found
 
 
@@ -86,7 +87,7 @@ def test_move_is_a_map_without_the_slots_and_one_with_their_new_store() -> None:
 
 def test_newest_map_is_that_of_the_session() -> None:
     newer, other = map_of(2, a=ALL), map_of(9, "later", b=ALL)
-    stores = {"a": store("a", newer), "b": store("b", other), "c": None}
+    stores = {"a": store("a", newer), "b": store("b", other)}
     assert newest_slot_map(TWO, stores) is newer
     assert newest_slot_map(map_of(3, a=ALL), stores).epoch == 3
 

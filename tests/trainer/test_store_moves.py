@@ -90,7 +90,7 @@ def token_of(directory: Path) -> Path:
 def owned(group: RemoteStore) -> dict[str, int]:
     """Return how many slots each store owns, as the stores say."""
     found = group.members.describe_all()
-    return {a: int(s.owned.sum()) for a, s in found.items() if s is not None}
+    return {a: int(s.owned.sum()) for a, s in found.items()}
 
 
 def test_rows_of_slots_that_move_are_read_and_written_by_the_coordinator_alone(

@@ -20,7 +20,7 @@ import numpy as np
 from schemas.errors import SchemaError
 from schemas.manifest import from_json
 from trainer.stores.api import SlotMapChangedError, StoreUnavailableError
-from trainer.stores.remote.members import StoreMembers, reachable
+from trainer.stores.remote.members import StoreMembers
 from trainer.stores.remote.ownership import (
     MoveRequest,
     SlotMap,
@@ -63,7 +63,7 @@ class Coordinator:
     def _run(self) -> None:
         while not self._ending.wait(_INTERVAL_SEC):
             with suppress(*_ERRORS):
-                for address, store in reachable(self._members.describe_all()).items():
+                for address, store in self._members.describe_all().items():
                     if store.requested is not None and store.session == self._members.session:
                         self._answer(address, store.requested)
 

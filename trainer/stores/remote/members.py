@@ -180,7 +180,7 @@ class StoreMembers:
         missing = self.addresses
         for _ in attempts(self.access.timeout_sec):
             described = self.describe_all()
-            stores = {a: s for a, s in reachable(described).items() if s.session == self.session}
+            stores = {a: s for a, s in described.items() if s.session == self.session}
             if stores:
                 newest = max(stores.values(), key=lambda store: store.epoch).slot_map
                 assert newest is not None, "a store in a session has a map"
@@ -189,21 +189,21 @@ class StoreMembers:
                     self._map = newest
                     self.message_bytes = min(stores[a].message_bytes for a in newest.addresses)
                     return
-            elif all(store and store.session for store in described.values()):
+            elif all(a in described and described[a].session for a in self.addresses):
                 raise self._replaced_error(missing[0])
         error = StoreUnavailableError("it does not serve the session")
         raise unreachable_error(missing[0], self.access.timeout_sec, error)
 
     def _describe_for_open(self) -> dict[str, StoreDescription]:
         """Describe all stores; wait for those that are gone unless the others own all slots."""
-        found = reachable(self.describe_all())
-        if covers_all_slots(found):
-            return found
+        described = self.describe_all()
+        if covers_all_slots(described):
+            return described
         initial = {
             address: from_json(StoreDescription, self.connection(address).action(DESCRIBE, {}))
             for address in self.addresses
         }
-        return reachable(self._with_named(initial))
+        return self.describe_all() | initial
 
     def refresh(self, outdated: SlotMap) -> None:
         """Learn the slot map after `outdated`, unless that has been done, and publish it.
@@ -235,7 +235,7 @@ class StoreMembers:
             self.use(newest)
         behind = [
             address
-            for address, store in reachable(stores).items()
+            for address, store in stores.items()
             if store.session == self.session and store.epoch < newest.epoch
         ]
         self.publish(newest, behind)
@@ -266,10 +266,19 @@ class StoreMembers:
 
         return {address for address in self.pool.map(send, [*addresses]) if address}
 
-    def describe_all(self) -> dict[str, StoreDescription | None]:
-        """Describe all stores; None for one that is gone."""
-        mapped = self._map.addresses if self._map is not None else ()
-        return self._with_named(self._describe({*self.addresses, *mapped}))
+    def describe_all(self) -> dict[str, StoreDescription]:
+        """Describe the stores that can be reached, also those that others of the session name."""
+        named = {*self.addresses, *(self._map.addresses if self._map is not None else ())}
+        stores, asked = dict[str, StoreDescription](), set[str]()
+        while named - asked:
+            ordered = sorted(named - asked)
+            described = zip(ordered, self.pool.map(self._describe, ordered), strict=True)
+            stores |= {address: store for address, store in described if store is not None}
+            asked |= named
+            for store in stores.values():
+                if store.slot_map and (self._map is None or store.session == self.session):
+                    named |= {*store.slot_map.addresses}
+        return stores
 
     def close(self) -> None:
         """Close the connections; the processes continue."""
@@ -292,30 +301,12 @@ class StoreMembers:
             file=address,
         )
 
-    def _with_named(self, descriptions: Descriptions) -> dict[str, StoreDescription | None]:
-        """Add the stores that others name; once a session is open, those that others of it name."""
-        stores = dict(descriptions)
-        while True:
-            maps = [
-                store.slot_map
-                for store in reachable(stores).values()
-                if store.slot_map and (self._map is None or store.session == self.session)
-            ]
-            named = {address for slot_map in maps for address in slot_map.addresses}
-            if not (named := named - stores.keys()):
-                return stores
-            stores |= self._describe(named)
-
-    def _describe(self, addresses: Iterable[str]) -> dict[str, StoreDescription | None]:
-        def describe(address: str) -> StoreDescription | None:
-            try:
-                answer = self.connection(address).action_once(DESCRIBE, {}, _DESCRIBE_SEC)
-            except StoreUnavailableError:
-                return None
-            return from_json(StoreDescription, answer)
-
-        ordered = sorted(addresses)
-        return dict(zip(ordered, self.pool.map(describe, ordered), strict=True))
+    def _describe(self, address: str) -> StoreDescription | None:
+        try:
+            answer = self.connection(address).action_once(DESCRIBE, {}, _DESCRIBE_SEC)
+        except StoreUnavailableError:
+            return None
+        return from_json(StoreDescription, answer)
 
 
 class CallAttempts:
@@ -355,8 +346,3 @@ def _no_progress_error(errors: Sequence[Exception], timeout_sec: float) -> Schem
         f"stores must agree on their slots within {timeout_sec:g} s, got {str(errors[0])!r}; "
         "resume the run"
     )
-
-
-def reachable(descriptions: Descriptions) -> dict[str, StoreDescription]:
-    """Return the descriptions of stores that can be reached."""
-    return {address: store for address, store in descriptions.items() if store is not None}

@@ -220,13 +220,11 @@ class StoreDescription(ShardControl):
     requested: MoveRequest | None = None
 
 
-Descriptions = Mapping[str, StoreDescription | None]
-"""By address; None for a store that cannot be reached."""
+Descriptions = Mapping[str, StoreDescription]
+"""Of stores that can be reached, by address."""
 
 
-def initial_slot_map(
-    descriptions: Mapping[str, StoreDescription], addresses: Sequence[str], session: str
-) -> SlotMap:
+def initial_slot_map(descriptions: Descriptions, addresses: Sequence[str], session: str) -> SlotMap:
     """Return the first slot map of a session: the newest of its stores, or equal parts.
 
     Slots of a store that is not described go to the store with the fewest slots.
@@ -245,12 +243,12 @@ def initial_slot_map(
     return slot_map_of(session, epoch, dict(zip(descriptions, owned, strict=True)))
 
 
-def covers_all_slots(descriptions: Mapping[str, StoreDescription]) -> bool:
+def covers_all_slots(descriptions: Descriptions) -> bool:
     """Return whether the stores own all slots."""
     return bool(descriptions) and bool(_owned(descriptions).any(0).all())
 
 
-def _owned(descriptions: Mapping[str, StoreDescription]) -> NDArray[np.bool_]:
+def _owned(descriptions: Descriptions) -> NDArray[np.bool_]:
     """Return (num_stores, NUM_SLOTS), the slots of each store in the newest slot map."""
     newest = max(descriptions.values(), key=lambda store: store.epoch).slot_map
     if newest is None:
@@ -260,7 +258,7 @@ def _owned(descriptions: Mapping[str, StoreDescription]) -> NDArray[np.bool_]:
 
 def newest_slot_map(current: SlotMap, descriptions: Descriptions) -> SlotMap:
     """Return the newest slot map of the session that a store has seen."""
-    maps = [s.slot_map for s in descriptions.values() if s is not None and s.slot_map is not None]
+    maps = [store.slot_map for store in descriptions.values() if store.slot_map is not None]
     of_session = [m for m in maps if m.session == current.session]
     return max([current, *of_session], key=lambda slot_map: slot_map.epoch)
 
