@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from schemas.errors import PlanError, SchemaError
 from trainer.embedding.cache import DirectSource, RowsOfTables, RowSource
-from trainer.embedding.changes import Changes, RowsAndArrays
+from trainer.embedding.changes import RowsAndArrays
 from trainer.stores.api import (
     GatheredRows,
     Store,
@@ -105,19 +105,17 @@ class _TableCache:
         return positions
 
 
-class LruCache:
+class LruCache(RowSource):
     """A row source that keeps the most recently used rows in memory, in front of stores."""
 
     def __init__(self, store: Store, cache_rows: int) -> None:
         """Allocate the caches; no thread runs before the first `gather`."""
+        super().__init__()
         self._store = store
         self._slots = np.arange(cache_rows)
         self._tables = {t: _TableCache(layout, cache_rows) for t, layout in store.layouts.items()}
         self._thread = StoreThread(store, "lru")
-        self.num_accesses = 0
-        self.fetched_rows = 0
         self._written = -1
-        self._changes: Changes | None = None
         self._used: dict[str, NDArray[np.int64]] = {}
 
     def gather(self, train_step: int, rows: RowsOfTables) -> dict[str, GatheredRows]:
@@ -161,10 +159,6 @@ class LruCache:
         cached = {table: cache.cached(self._slots) for table, cache in self._tables.items()}
         self._thread.write(self._written, cached)
         self._thread.finish_writes()
-
-    def track_changes(self, changes: Changes) -> None:
-        """Record changed rows in `changes` from now on."""
-        self._changes = changes
 
     def rows_at(self, table: str, positions: NDArray[np.int32]) -> RowsAndArrays:
         """Return the rows in some slots of a table, and the arrays of all slots."""

@@ -10,11 +10,12 @@ stale, whatever the timing of the threads.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,63 +42,54 @@ RowsOfTables = Mapping[str, NDArray[np.int64]]
 """Table to its distinct ascending rows."""
 
 
-class RowSource(Protocol):
+class RowSource(ABC):
     """Gathers the rows of each step for an update in place, step after step."""
 
-    @property
-    def num_accesses(self) -> int:
+    _changes: Changes | None = None
+
+    def __init__(self) -> None:
+        self.num_accesses = 0
         """Rows gathered so far, a row once per step."""
-        ...
-
-    @property
-    def fetched_rows(self) -> int:
+        self.fetched_rows = 0
         """Rows read from the store so far."""
-        ...
 
+    @abstractmethod
     def gather(self, train_step: int, rows: RowsOfTables) -> dict[str, GatheredRows]:
         """Return the rows of a step, valid until they are released."""
-        ...
 
+    @abstractmethod
     def release(self, train_step: int, rows: RowsOfTables) -> None:
         """Keep the current values of the rows that were gathered last."""
-        ...
 
-    def flush(self) -> None:
+    @abstractmethod
+    def rows_at(self, table: str, positions: NDArray[np.int32]) -> RowsAndArrays:
+        """Return the rows at some positions of a table, and the arrays of all its rows."""
+
+    def flush(self) -> None:  # noqa: B027 - nothing to do by default
         """Write every released row to its store."""
-        ...
 
     def track_changes(self, changes: Changes) -> None:
         """Record changed rows in `changes` from now on."""
-        ...
+        self._changes = changes
 
-    def rows_at(self, table: str, positions: NDArray[np.int32]) -> RowsAndArrays:
-        """Return the rows at some positions of a table, and the arrays of all its rows."""
-        ...
-
-    def close(self) -> None:
-        """Stop background work."""
-        ...
+    def close(self) -> None:  # noqa: B027
+        """Stop background work; rows that were not flushed are lost."""
 
 
-class DirectSource:
+class DirectSource(RowSource):
     """Gathers rows from the stores: in place, or as copies that are written back."""
 
     def __init__(self, store: Store) -> None:
+        super().__init__()
         self._store = store
         self._gathered: dict[str, GatheredRows] = {}
-        self._changes: Changes | None = None
         self.used: Mapping[str, UsedPositions] | None = None
         """Records the positions of rows that steps use, by table; None: they are not needed."""
-        self.num_accesses = 0
-
-    @property
-    def fetched_rows(self) -> int:
-        """Rows read from the stores so far."""
-        return self.num_accesses
 
     def gather(self, train_step: int, rows: RowsOfTables) -> dict[str, GatheredRows]:
         """Return the rows of a step, valid until they are released."""
         self.num_accesses += sum(len(r) for r in rows.values())
+        self.fetched_rows = self.num_accesses
         if isinstance(self._store, SupportsGather):
             self._gathered = {t: self._store.gather(t, ids) for t, ids in rows.items()}
         else:
@@ -125,20 +117,10 @@ class DirectSource:
             else:
                 self._changes.record_use(table, gathered.positions, train_step)
 
-    def flush(self) -> None:
-        """Do nothing: rows are in their stores."""
-
-    def track_changes(self, changes: Changes) -> None:
-        """Record changed rows in `changes` from now on."""
-        self._changes = changes
-
     def rows_at(self, table: str, positions: NDArray[np.int32]) -> RowsAndArrays:
         """Return the rows at some positions of a table, and the arrays of all its rows."""
         assert isinstance(self._store, SupportsGather), "only such a store has positions"
         return self._store.rows_at(table, positions)
-
-    def close(self) -> None:
-        """Do nothing: there is no background work."""
 
 
 # ---- State of the plan in a checkpoint ----
@@ -306,7 +288,7 @@ def _unplanned(table: str, train_step: int, rows: NDArray[np.int64]) -> SchemaEr
     )
 
 
-class PlannedCache:
+class PlannedCache(RowSource):
     """A row source that keeps the rows of a cache plan in memory, in front of stores."""
 
     def __init__(
@@ -331,6 +313,7 @@ class PlannedCache:
             saves_at: whether `cached` will be called for the state before a step.
             make_slots: of the cached rows of a table.
         """
+        super().__init__()
         self._store = store
         self._plans = plans
         self._slots = {table: make_slots(layout) for table, layout in store.layouts.items()}
@@ -341,10 +324,7 @@ class PlannedCache:
         self._pending: deque[Future[dict[str, _StepReads]]] = deque()
         self._current: dict[str, _StepReads] = {}
         self._written = first_step - 1
-        self.num_accesses = 0
-        self.fetched_rows = 0
         self._saves_at = saves_at
-        self._changes: Changes | None = None
         self._cached: dict[int, dict[str, CachedRows]] = {}
 
     def restore(self, table: str, cached: CachedRows, records: Records) -> None:
@@ -506,10 +486,6 @@ class PlannedCache:
         rows = {table: slots.cached_rows() for table, slots in self._slots.items()}
         self._thread.write(self._written, rows)
         self._thread.finish_writes()
-
-    def track_changes(self, changes: Changes) -> None:
-        """Record changed rows in `changes` from now on."""
-        self._changes = changes
 
     def rows_at(self, table: str, positions: NDArray[np.int32]) -> RowsAndArrays:
         """Return the rows in some slots of a table, and the arrays of all slots."""
