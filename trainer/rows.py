@@ -42,13 +42,13 @@ from trainer.stores.api import (
     GatheredRows,
     Records,
     Store,
-    SupportsGather,
     TableLayout,
     WriteBack,
     empty_records,
 )
 from trainer.stores.factory import open_store
 from trainer.stores.future_log import FutureLog, NextUseLookup
+from trainer.stores.local import LocalStore
 
 STATE_FILE = "state.pt"
 """File of a checkpoint with the state that the loop passed to `save`."""
@@ -190,7 +190,7 @@ class EmbeddingRows:
         if self._cache is not None:
             return self._cache.select(rows)
         store = self._open()
-        assert isinstance(store, SupportsGather), "rows without a cache are in memory"
+        assert isinstance(store, LocalStore), "rows without a cache are in memory"
         return {table: store.gather(table, ids) for table, ids in rows.items()}
 
     def read(self, rows: RowsOfTables) -> dict[str, Records]:

@@ -29,7 +29,6 @@ from trainer.stores.api import (
     Records,
     Store,
     StoreThread,
-    SupportsGather,
     TableLayout,
     WriteBack,
     doubled,
@@ -37,6 +36,7 @@ from trainer.stores.api import (
     enlarge,
     merge_records,
 )
+from trainer.stores.local import LocalStore
 
 RowsOfTables = Mapping[str, NDArray[np.int64]]
 """Table to its distinct ascending rows."""
@@ -90,7 +90,7 @@ class DirectSource(RowSource):
         """Return the rows of a step, valid until they are released."""
         self.num_accesses += sum(len(r) for r in rows.values())
         self.fetched_rows = self.num_accesses
-        if isinstance(self._store, SupportsGather):
+        if isinstance(self._store, LocalStore):
             self._gathered = {t: self._store.gather(t, ids) for t, ids in rows.items()}
         else:
             fetched = self._store.fetch(train_step, rows)
@@ -119,7 +119,7 @@ class DirectSource(RowSource):
 
     def rows_at(self, table: str, positions: NDArray[np.int32]) -> RowsAndArrays:
         """Return the rows at some positions of a table, and the arrays of all its rows."""
-        assert isinstance(self._store, SupportsGather), "only such a store has positions"
+        assert isinstance(self._store, LocalStore), "only such a store has positions"
         return self._store.rows_at(table, positions)
 
 

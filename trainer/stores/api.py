@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -271,21 +271,6 @@ class Store(RowReader, Protocol):
 
     def close(self) -> None:
         """Close connections and files, stop threads; rows that are only in memory are lost."""
-        ...
-
-
-@runtime_checkable
-class SupportsGather(Protocol):
-    """A store whose rows can be modified in place."""
-
-    def gather(self, table: str, rows: NDArray[np.int64]) -> GatheredRows:
-        """Return a view of rows, valid until a call that adds rows; new rows are initialized."""
-        ...
-
-    def rows_at(
-        self, table: str, positions: NDArray[np.int32]
-    ) -> tuple[NDArray[np.int64], Records]:
-        """Return the row ids at positions, which never change, and the arrays of all rows."""
         ...
 
 
