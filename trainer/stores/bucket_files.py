@@ -47,15 +47,18 @@ class Entries:
         return len(self.rows)
 
     @property
+    def columns(self) -> tuple[Array, Array, Array, Array]:
+        """The arrays."""
+        return self.tables, self.rows, self.next_use, self.block
+
+    @property
     def num_bytes(self) -> int:
         """Bytes in a file."""
-        return sum(part.nbytes for part in (self.tables, self.rows, self.next_use, self.block))
+        return sum(column.nbytes for column in self.columns)
 
     def take(self, chosen: NDArray[np.int64] | NDArray[np.bool_] | slice) -> Entries:
         """Return the entries selected by an index array, mask or slice."""
-        return Entries(
-            self.tables[chosen], self.rows[chosen], self.next_use[chosen], self.block[chosen]
-        )
+        return Entries(*(column[chosen] for column in self.columns))
 
 
 def concatenate_entries(parts: Iterable[Entries], width: int, dtype: str | np.dtype) -> Entries:
@@ -66,13 +69,8 @@ def concatenate_entries(parts: Iterable[Entries], width: int, dtype: str | np.dt
         np.empty(0, np.int64),
         np.empty((0, width), dtype),
     )
-    all_parts = [empty, *parts]
-    return Entries(
-        np.concatenate([part.tables for part in all_parts]),
-        np.concatenate([part.rows for part in all_parts]),
-        np.concatenate([part.next_use for part in all_parts]),
-        np.concatenate([part.block for part in all_parts]),
-    )
+    columns = zip(*(part.columns for part in (empty, *parts)), strict=True)
+    return Entries(*map(np.concatenate, columns))
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +119,9 @@ class BucketFiles:
             for group in _groups(parts, self.chunk_entries):
                 count = sum(map(len, group))
                 buffer = self._reserve_write_buffer(count)
-                _fill(self._columns(buffer, count), group)
+                columns = zip(*(part.columns for part in group), strict=True)
+                for out, column in zip(self._columns(buffer, count).columns, columns, strict=True):
+                    np.concatenate(column, out=out)
                 _write_all(file, buffer, end)
                 added.append(_Chunk(end, end + len(buffer), count))
                 end += len(buffer)
@@ -212,13 +212,6 @@ def _groups(parts: Iterable[Entries], max_rows: int) -> Iterator[list[Entries]]:
                 group, room = [], max_rows
     if group:
         yield group
-
-
-def _fill(columns: Entries, parts: Sequence[Entries]) -> None:
-    np.concatenate([part.tables for part in parts], out=columns.tables)
-    np.concatenate([part.rows for part in parts], out=columns.rows)
-    np.concatenate([part.next_use for part in parts], out=columns.next_use)
-    np.concatenate([part.block for part in parts], out=columns.block)
 
 
 def _open_direct(path: Path, flags: int) -> int:
