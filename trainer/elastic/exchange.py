@@ -354,11 +354,6 @@ class Exchange:
     ) -> tuple[PartialSums, torch.Tensor]:
         """Return the sum over all microbatches of a step, and its message.
 
-        Args:
-            agreement: of the step.
-            tree: sums of this replica's microbatches; those of others are added.
-            shape: of the step.
-
         Raises:
             LostPeerError: a member did not answer.
         """

@@ -244,13 +244,7 @@ class Lighthouse:
     """The quorum service of a run; it runs inside the context."""
 
     def __init__(self, host: str, port: int, heartbeat_sec: float) -> None:
-        """Listen to nothing yet.
-
-        Args:
-            host: address of an interface of this machine.
-            port: 0 takes a free one.
-            heartbeat_sec: time without heartbeat after which a replica is considered dead.
-        """
+        """Listen to nothing yet."""
         self._bind = f"{host}:{port}"
         self._host = host
         self._heartbeat_ms = round(heartbeat_sec * 1000)

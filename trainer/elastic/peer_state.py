@@ -46,11 +46,6 @@ class PeerServer(fl.FlightServerBase):
     def __init__(self, host: str, access: Access, certificate: Certificate | None) -> None:
         """Start to listen on a free port.
 
-        Args:
-            host: to listen on.
-            access: of callers; its time-out is the maximum wait for the end of a step.
-            certificate: for TLS.
-
         Raises:
             OSError: the certificate cannot be read.
         """
@@ -213,13 +208,6 @@ class PeerAddresses:
     """Addresses of the replicas of a run."""
 
     def __init__(self, run: Location, attempt: str, access: Access) -> None:
-        """Read nothing yet.
-
-        Args:
-            run: folder or URL of the run.
-            attempt: id of the attempt; addresses of another one are not used.
-            access: to replicas of the run.
-        """
         self._file, self._attempt = run / REPLICAS, attempt
         self._access = access
         self._published: list[str] = []

@@ -188,14 +188,6 @@ def launch_shared_stores(
 ) -> Iterator[SharedStores]:
     """Open or start stores with the rows of a checkpoint, for the replicas of a run.
 
-    Args:
-        run: run folder.
-        job: job file.
-        config: train section of the job.
-        layouts: tables by name.
-        num_processes: store processes to start here, instead of those of the job.
-        checkpoint: to load; None: initial values.
-
     Raises:
         ValueError: there are no store processes.
         SchemaError: a store refuses or cannot be reached, or the checkpoint is damaged.
@@ -233,14 +225,7 @@ class SharedRows(RunRows):
         planned: TrainConfig | None,
         first: int,
     ) -> None:
-        """Open no source yet; see `start` and `load`.
-
-        Args:
-            write_buffer: in front of the stores.
-            embedding: that uses the rows.
-            planned: configuration of the cache plan; None: no cache.
-            first: step of the checkpoint that the stores hold.
-        """
+        """Open no source yet; see `start` and `load`. Without `planned` there is no cache."""
         self._first = first
         self._store = self._write_buffer = write_buffer
         self._embedding = embedding

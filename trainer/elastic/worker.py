@@ -57,15 +57,6 @@ def run_replica(
 ) -> None:
     """Train with the other replicas of a run until it is finished.
 
-    Args:
-        run: run folder or URL, prepared by the launcher.
-        rendezvous: written by the launcher.
-        options: of this replica.
-        work: directory of work folders; not used for a path.
-        clock: seconds, for phases.
-        drain: asks this replica to leave.
-        progress: called with a line when training waits, on the writer.
-
     Raises:
         SchemaError: job, dataset or run do not belong together, or the disk is full.
         BehindError: the others are so far ahead that this replica must be restarted.

@@ -328,13 +328,7 @@ class PlannedCache(RowSource):
         self._cached: dict[int, dict[str, CachedRows]] = {}
 
     def restore(self, table: str, cached: CachedRows, records: Records) -> None:
-        """Put the cached rows of a checkpoint into the cache.
-
-        Args:
-            table: name.
-            cached: initial state of the table's plan.
-            records: of the rows in `cached.is_cached`.
-        """
+        """Put the cached rows of a checkpoint into the cache."""
         is_cached = cached.is_cached
         self._slots[table].put(cached.keyframe.slots[is_cached], cached.rows[is_cached], records)
 

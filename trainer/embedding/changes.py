@@ -100,12 +100,6 @@ class EvictedDirtyRows:
     def __init__(
         self, layout: TableLayout, new_arena: Callable[[], Arena] = lambda: in_memory
     ) -> None:
-        """Start empty.
-
-        Args:
-            layout: layout of the rows.
-            new_arena: returns where the copies are until they are dropped.
-        """
         self._layout = layout
         self._new_arena = new_arena
         self._clear()
@@ -191,12 +185,6 @@ class Changes:
     """Tracks the rows of a source: positions that were used, and rows that were evicted."""
 
     def __init__(self, layouts: Mapping[str, TableLayout], directory: Path) -> None:
-        """Start without changes.
-
-        Args:
-            layouts: tables by name.
-            directory: for copies of evicted rows that do not fit into memory.
-        """
         self._used = {table: UsedPositions() for table in layouts}
         new_arena = partial(MappedArena, directory, MEMORY_BYTES // len(layouts))
         self._evicted = {t: EvictedDirtyRows(layout, new_arena) for t, layout in layouts.items()}

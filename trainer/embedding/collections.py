@@ -221,13 +221,7 @@ class EmbeddingCollection(EmbeddingCollectionInterface):
 def rows_of(
     collection: EmbeddingBagCollection | EmbeddingCollection, table: str, rows: torch.Tensor
 ) -> torch.Tensor:
-    """Return copies of some rows, (n, dim).
-
-    Args:
-        collection: contains the table.
-        table: its name.
-        rows: (n,) int64.
-    """
+    """Return copies of some rows, (n, dim)."""
     records = _rows_with(collection, table).read({table: rows.numpy()})
     return torch.from_numpy(records[table].values)
 

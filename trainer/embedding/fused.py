@@ -207,13 +207,7 @@ class FusedRows:
             self._memory.write(0, {table: WriteBack(rows, records)})
 
     def set_rows(self, table: str, rows: NDArray[np.int64], values: Array) -> None:
-        """Set the values of rows and clear their optimizer state.
-
-        Args:
-            table: its name.
-            rows: (n,), distinct.
-            values: (n, dim).
-        """
+        """Set the values of rows and clear their optimizer state."""
         state = np.zeros((len(rows), self.layouts[table].state_width), values.dtype)
         self._write(table, rows, Records(values, state))
         self._num_selects += 1

@@ -115,12 +115,7 @@ class Embedding(nn.Module):
             self._lookups.append(MicrobatchLookups(batch, self._rows, positions, mean=self._mean))
 
     def open_copies(self, batch: Batch, reader: RowReader) -> None:
-        """Open copies of the rows of a batch, for evaluation.
-
-        Args:
-            batch: its rows are looked up.
-            reader: of the rows; no row is created.
-        """
+        """Open copies of the rows of a batch, for evaluation."""
         microbatches = single_microbatch(batch)
         records = reader.fetch(batch.step.train_step, microbatches.rows)
         rows = {table: arena_rows(GatheredRows(each)) for table, each in records.items()}

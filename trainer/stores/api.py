@@ -108,13 +108,7 @@ def chunks_of(num_rows: int, records: Records) -> Iterator[slice]:
 
 
 def enlarge(array: Array, size: int, fill: int | None = None) -> Array:
-    """Return an array of `size` rows that begins with those of another.
-
-    Args:
-        array: at most `size` rows.
-        size: of the result.
-        fill: value of the additional rows; None: uninitialized.
-    """
+    """Return an array of `size` rows: those of another, then `fill`, or uninitialized ones."""
     larger = np.empty((size, *array.shape[1:]), array.dtype)
     larger[: len(array)] = array
     if fill is not None:

@@ -88,14 +88,7 @@ class BucketFiles:
     def __init__(
         self, directory: Path, width: int, dtype: str, *, chunk_bytes: int = CHUNK_BYTES
     ) -> None:
-        """Open nothing yet.
-
-        Args:
-            directory: of the files; must exist.
-            width: values per record.
-            dtype: of the values.
-            chunk_bytes: maximum bytes of one read or write.
-        """
+        """Open nothing yet."""
         self.width = width
         self.dtype = np.dtype(dtype)
         self._directory = directory

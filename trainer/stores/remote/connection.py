@@ -175,11 +175,6 @@ class StoreConnection:
     ) -> pa.RecordBatch:
         """Send one message of rows once, and return rows with their records.
 
-        Args:
-            request: apart from `acknowledged`.
-            batch: its rows, None for no rows.
-            layout: of the records.
-
         Raises:
             StoreUnavailableError: the store cannot be reached.
             SchemaError: it refuses.

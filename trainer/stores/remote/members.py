@@ -113,12 +113,6 @@ class StoreMembers:
     ) -> pa.RecordBatch:
         """Send one message of rows, and return rows with their records.
 
-        Args:
-            slot_map: by which the store has the rows.
-            address: of the store.
-            request: operation and tables.
-            batch: rows; None for no rows.
-
         Raises:
             StoreUnavailableError: the store cannot be reached.
             SchemaError: it refuses.

@@ -194,11 +194,6 @@ class Shard:
     def write(self, request: Request, tables: Tables, block: Array) -> int:
         """Write records durably, and return the acknowledged messages.
 
-        Args:
-            request: with the step of the records.
-            tables: table to distinct rows.
-            block: (rows of all tables, record_width).
-
         Raises:
             SchemaError: as `fetch`, or the disk is full; then nothing is written.
             SlotMapChangedError: as `fetch`.
