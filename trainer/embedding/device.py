@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -25,22 +24,10 @@ from trainer.data.lookup import Inverse, segment_sums, take, transpose_on_device
 from trainer.data.shared import SharedFeatures
 from trainer.device import host_block, upload
 from trainer.embedding.cache import RowsOfTables, RowSource
+from trainer.embedding.device_cache import DeviceCache
 from trainer.embedding.kernels.torch_ops import update_rows
 from trainer.embedding.module import Embedding, TableSpec
 from trainer.stores.api import GatheredRows, Records, RowReader
-
-
-@runtime_checkable
-class DeviceRowSource(Protocol):
-    """Gathers the rows of a step on a device."""
-
-    def gather_block(self, train_step: int, rows: RowsOfTables) -> torch.Tensor:
-        """Return (num_rows, dim + state_width), rows of all tables one after the other."""
-        ...
-
-    def release_block(self, train_step: int, rows: RowsOfTables, block: torch.Tensor) -> None:
-        """Keep the updated rows that were gathered last."""
-        ...
 
 
 class HostRows:
@@ -127,7 +114,7 @@ class DeviceEmbedding(Embedding):
     def set_source(self, source: RowSource) -> None:
         """Gather rows from another source from now on."""
         super().set_source(source)
-        on_device = isinstance(source, DeviceRowSource)
+        on_device = isinstance(source, DeviceCache)
         self._device_source = (
             source if on_device else HostRows(source, self.device, self._config.embedding_dim)
         )
