@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tests.trainer.processes import children_of, hold
+from trainer.elastic.membership import Membership, ReplicaOptions
 from trainer.stores.api import Records, Store, TableLayout, WriteBack
 from trainer.stores.remote.client import RemoteStore, open_remote_store
 from trainer.stores.remote.connection import Access
@@ -206,6 +207,22 @@ def control_of(slot_map: SlotMap, layouts: Mapping[str, TableLayout] | None = No
     """Return what opens the store `here`, of one table or of `layouts`."""
     tables = layouts or {LAYOUT.table: LAYOUT}
     return ShardControl(owner="run", layouts=tables, slot_map=slot_map, address="here")
+
+
+def member_of(
+    lighthouse: str, name: str, token: str, heartbeat_sec: float, wait_sec: float
+) -> Membership:
+    """Return a member of the quorums of a lighthouse."""
+    access = Access(token=token, timeout_sec=wait_sec)
+    return Membership(
+        ReplicaOptions(
+            number=0,
+            name=name,
+            lighthouse=lighthouse,
+            access=access,
+            heartbeat_sec=heartbeat_sec,
+        )
+    )
 
 
 def record_of(value: float, count: int) -> Records:

@@ -17,6 +17,7 @@ from tests.trainer.faults import Faults
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import ended, num_steps, started, trained, until
 from tests.trainer.runs import assert_equal
+from tests.trainer.stores import member_of
 from tests.trainer.test_draining import SEGMENT
 from tests.trainer.test_replicas import agreed, status
 from trainer.agreement import LeaveOutcome, leave_outcome
@@ -26,7 +27,6 @@ from trainer.elastic.launcher import LaunchOptions, LocalReplicas, train_replica
 from trainer.elastic.membership import (
     Lighthouse,
     Member,
-    Membership,
 )
 from trainer.recovery import Drain, DrainInterrupt
 from trainer.run import read_ledger
@@ -175,8 +175,8 @@ def test_who_leaves_computes_what_is_its_own_and_has_no_share_of_the_next_steps(
 def test_lighthouse_waits_for_nobody_who_left_while_another_answers_for_it() -> None:
     with (
         Lighthouse("127.0.0.1", 0, NEVER_SEC) as lighthouse,
-        Membership(lighthouse.address, "a", "token", NEVER_SEC, NEVER_SEC) as one,
-        Membership(lighthouse.address, "b", "token", NEVER_SEC, NEVER_SEC) as other,
+        member_of(lighthouse.address, "a", "token", NEVER_SEC, NEVER_SEC) as one,
+        member_of(lighthouse.address, "b", "token", NEVER_SEC, NEVER_SEC) as other,
         ThreadPoolExecutor(1) as pool,
     ):
 

@@ -25,6 +25,7 @@ from schemas.run_log import (
 )
 from tests.trainer.faults import FaultInjector, Faults
 from tests.trainer.processes import hold
+from tests.trainer.stores import member_of
 from trainer.agreement import Agreement, Member, ReplicaStatus
 from trainer.compute import smooth_speed
 from trainer.elastic.exchange import (
@@ -37,7 +38,7 @@ from trainer.elastic.exchange import (
     split_microbatches,
     unpack_sums,
 )
-from trainer.elastic.membership import Lighthouse, Membership
+from trainer.elastic.membership import Lighthouse
 from trainer.elastic.peer_state import PeerClient, PeerError
 from trainer.embedding.kernels.interface import RowSums
 from trainer.run_log import LogWriter
@@ -231,7 +232,7 @@ def test_microbatches_take_longer_by_a_factor_and_by_seconds_until_a_step(tmp_pa
 def test_one_member_agrees_with_itself_and_leaves_nobody_to_wait_for() -> None:
     with (
         Lighthouse("127.0.0.1", 0, 0.5) as lighthouse,
-        Membership(lighthouse.address, "a", "token", 0.5, 10.0) as member,
+        member_of(lighthouse.address, "a", "token", 0.5, 10.0) as member,
     ):
         agreement = member.agree(3, status(microbatches=(1, 2)))
         assert (agreement.step, agreement.writer) == (3, "a")

@@ -20,6 +20,7 @@ from schemas.run_log import RENDEZVOUS
 from schemas.storage import Location
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import trained, wait_for
+from tests.trainer.stores import member_of
 from tests.trainer.test_draining import SEGMENT
 from tests.trainer.test_replica_leaving import NEVER_SEC
 from tests.trainer.test_replicas import status
@@ -28,7 +29,6 @@ from trainer.elastic.launcher import LaunchOptions, train_replicas
 from trainer.elastic.membership import (
     MAX_DEPARTED,
     Lighthouse,
-    Membership,
     connect_lighthouse,
 )
 from trainer.elastic.peer_state import PeerClient, PeerError, PeerServer
@@ -71,7 +71,7 @@ def test_stranger_at_the_lighthouse_is_no_member(
 ) -> None:
     with (
         Lighthouse("127.0.0.1", 0, NEVER_SEC) as lighthouse,
-        Membership(lighthouse.address, "a", "secret", NEVER_SEC, NEVER_SEC) as member,
+        member_of(lighthouse.address, "a", "secret", NEVER_SEC, NEVER_SEC) as member,
         ThreadPoolExecutor(1) as pool,
     ):
         member.agree(0, status())
@@ -91,7 +91,7 @@ def test_stranger_at_the_lighthouse_is_no_member(
 def test_member_whose_name_a_stranger_uses_asks_again() -> None:
     with (
         Lighthouse("127.0.0.1", 0, NEVER_SEC) as lighthouse,
-        Membership(lighthouse.address, "stranger", "secret", 8.0, 60.0) as member,
+        member_of(lighthouse.address, "stranger", "secret", 8.0, 60.0) as member,
     ):
         join_as_stranger(lighthouse.address, "grpc://127.0.0.1:1", None)
         agreement = member.agree(3, status())
@@ -180,7 +180,7 @@ def test_what_a_peer_is_sent_is_of_no_use_elsewhere() -> None:
 
 def test_departed_members_leave_no_thread_behind() -> None:
     before = threading.active_count()
-    member = Membership("http://127.0.0.1:1", "a", "secret", 0.5, 0.5)
+    member = member_of("http://127.0.0.1:1", "a", "secret", 0.5, 0.5)
     for number in range(50):
         member.join_for([f"replica-{number}"])
     wait_for(lambda: threading.active_count() <= before)
@@ -189,7 +189,7 @@ def test_departed_members_leave_no_thread_behind() -> None:
 def test_many_departed_members_are_answered_for_no_longer() -> None:
     with (
         Lighthouse("127.0.0.1", 0, NEVER_SEC) as lighthouse,
-        Membership(lighthouse.address, "a", "secret", NEVER_SEC, NEVER_SEC) as member,
+        member_of(lighthouse.address, "a", "secret", NEVER_SEC, NEVER_SEC) as member,
     ):
         agreement = member.agree(1, status())  # who is in no quorum with it may be alone in one
         before, names = threading.active_count(), [f"b{n}" for n in range(MAX_DEPARTED + 1)]

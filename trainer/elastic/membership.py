@@ -70,31 +70,15 @@ class Membership:
     """Membership of this process: sends heartbeats inside the context."""
 
     def __init__(
-        self,
-        lighthouse: str,
-        name: str,
-        token: str,
-        heartbeat_sec: float,
-        wait_sec: float,
-        check_attempt: Callable[[], None] = lambda: None,
+        self, options: ReplicaOptions, check_attempt: Callable[[], None] = lambda: None
     ) -> None:
-        """Connect to nothing yet.
-
-        Args:
-            lighthouse: `http://host:port`.
-            name: of this replica, unique.
-            token: of the run's replicas.
-            heartbeat_sec: heartbeat time-out of the lighthouse.
-            wait_sec: maximum wait for an unreachable lighthouse.
-            check_attempt: called while it is unreachable; raises if it will not come back.
-        """
-        self.name = name
-        self._token = token
+        """Connect to nothing yet; `check_attempt` raises if a lighthouse will not come back."""
+        self.name, self._lighthouse = options.name, options.lighthouse
+        self._token, self._wait_sec = options.access.token, options.access.timeout_sec
+        self._heartbeat_sec = options.heartbeat_sec
+        self._interval = options.heartbeat_sec / _BEATS_PER_TIMEOUT
+        self._check_attempt = check_attempt
         self._num_strangers = 0
-        self._lighthouse = lighthouse
-        self._heartbeat_sec = heartbeat_sec
-        self._interval = heartbeat_sec / _BEATS_PER_TIMEOUT
-        self._wait_sec, self._check_attempt = wait_sec, check_attempt
         self._client: LighthouseClient | None = None
         self._last_beat = time.monotonic()
         self._ending = threading.Event()

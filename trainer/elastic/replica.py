@@ -77,14 +77,7 @@ class ReplicaPeers(Peers):
         self._stack.callback(self._server.shutdown)
         self._exchange = enter(Exchange(options))
         self._agreeing = enter(ThreadPoolExecutor(1, "agree"))
-        self._membership = Membership(
-            options.lighthouse,
-            options.name,
-            options.access.token,
-            options.heartbeat_sec,
-            options.access.timeout_sec,
-            self._output.check_attempt,
-        )
+        self._membership = Membership(options, self._output.check_attempt)
         return self
 
     def __exit__(self, *error: object) -> None:
