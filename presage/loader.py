@@ -409,7 +409,6 @@ class DataLoader(IterableDataset[Batch]):
 
 
 def _open(dataset: AnyDataset) -> tuple[Dataset, Split | None]:
-    """Return an open dataset and its selected split, if any."""
     if isinstance(dataset, SelectedDataset):
         return dataset.opened, cast("Split | None", dataset.split)
     return (dataset if isinstance(dataset, Dataset) else open_dataset(dataset)), None
@@ -418,7 +417,6 @@ def _open(dataset: AnyDataset) -> tuple[Dataset, Split | None]:
 def _spec_of(
     dataset: Dataset, dtype: str, features: Sequence[str] | None, keep: Sequence[str] | None
 ) -> BatchSpec:
-    """Return the columns of a batch: the chosen features and the kept columns."""
     if dtype not in ("float32", "float64"):
         raise ValueError(f"dtype must be 'float32' or 'float64', got {dtype!r}")
     for argument, names in (("features", features), ("keep", keep)):

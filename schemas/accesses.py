@@ -376,7 +376,6 @@ class NextUses:
     def _keep_uses(
         self, dataset: Dataset, used: Sequence[int], counts: Sequence[int]
     ) -> dict[int, tuple[NDArray[np.int32], NDArray[np.int32]]]:
-        """Read the first and last steps of all segments once."""
         free, kept = allocate(2 * sum(counts)), {}
         for segment in used:
             first, last, free = np.split(free, [counts[segment], 2 * counts[segment]])
@@ -440,7 +439,6 @@ class TableHints:
     """Lookup statistics of one table."""
 
     feature_names: tuple[str, ...]
-    """Features of the table."""
     pooling_factors: tuple[float, ...]
     """Mean number of values of a bag, by feature."""
     num_poolings: tuple[float, ...]
@@ -448,7 +446,6 @@ class TableHints:
     batch_sizes: tuple[int, ...]
     """Samples of a batch, by feature."""
     num_rows: int
-    """Rows of the table."""
     num_unique_rows: int
     """Distinct rows of the whole run."""
     unique_rows_per_step: float

@@ -427,7 +427,6 @@ class Plan(Iterator[PlanStep]):
                 unused[slots] = False
 
     def _prefetch(self, step: IndexStep, slots: NDArray[np.int64]) -> _PrefetchedStep:
-        """Issue the fetches of a step into free slots."""
         numbers, distances = step
         fetch = slots == ABSENT
         slots[fetch] = self._state.insert(numbers[fetch])
@@ -449,7 +448,6 @@ class Plan(Iterator[PlanStep]):
         return trained.slots[never]
 
     def _select_victims(self, slots: NDArray[np.int64], train_step: int) -> NDArray[np.int64]:
-        """Return the slots of the rows that are evicted for the fetches of a step."""
         if self._cache.policy == "ttl" or self._cache.rows is None:
             return np.empty(0, np.int64)
         fetches = int((slots == ABSENT).sum())

@@ -224,7 +224,6 @@ class IndexPart:
 def _columns(
     files: Sequence[CheckedFile], first: str, second: str
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Return two int32 columns of consecutive files."""
     for file in files[:1]:
         file.prefetch()
     offsets = rows_before(files).tolist()
@@ -590,7 +589,6 @@ def all_segment_hashes(dataset: Dataset) -> dict[str, frozenset[str]]:
 
 
 def _names_of(segment: Segment) -> tuple[str, ...]:
-    """Return the id of a segment, and its day if it has one."""
     return (segment.id,) if segment.day is None else (segment.id, segment.day)
 
 

@@ -28,19 +28,15 @@ class Feature:
     """One column of the samples."""
 
     name: str
-    """Column name."""
     role: Role
-    """Use of the column in training."""
     type: Literal["INT", "FLOAT", "BYTES"]
     """tensorflow-metadata type; times are INT with a time domain."""
     is_list: bool
-    """Whether the column is a list."""
     required: bool
     """Whether samples without it are rejected."""
     minimum: float | None = None
     """Smallest allowed value, or None; ints stay exact."""
     maximum: float | None = None
-    """Largest allowed value, or None."""
     default: float | int | str | None = None
     """Value in segments built before the column was declared; None is null."""
 
@@ -157,7 +153,6 @@ _DEFAULT_TYPES = {"INT": (int,), "FLOAT": (int, float), "BYTES": (str,)}
 
 
 def _check_default(feature: Feature) -> None:
-    """Raise SchemaError if the default has another type, or the column is a list or sparse."""
     value = feature.default
     if value is None:
         return

@@ -322,7 +322,6 @@ class CheckedFile:
             del self._verified[region]
 
     def _release(self, region: int) -> None:
-        """Give back the memory of a region of a remote file."""
         if self._memory is None:
             return
         start, end = self._entry.region_offsets[region : region + 2]
@@ -385,7 +384,6 @@ class CheckedFile:
     def _read_chunks(
         self, row_group: int, columns: Sequence[str], chunks: Sequence[tuple[int, int]]
     ) -> pa.Table:
-        """Read columns of a row group from the byte ranges of their chunks."""
         if self._memory is not None:
             for (start, end), data in zip(chunks, self._fetch_ranges(chunks), strict=True):
                 self._memory[start:end] = data

@@ -344,7 +344,6 @@ def _lists(
     *,
     as_views: bool,
 ) -> pa.Array:
-    """Read a list feature from its windows."""
     file = open_file(buffers_path(feature, file_index))
     buffer, start, length = (one_chunk(rows[c]) for c in window_columns(feature))
     buffers = one_chunk(file.read_row_group(row_group, [feature])[feature])

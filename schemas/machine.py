@@ -56,7 +56,6 @@ def _memory_limit(group: Path) -> int:
 
 
 def _words(path: Path) -> list[str]:
-    """Return the words of a file, none if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8").split()
     except OSError:

@@ -95,7 +95,6 @@ def _dataclass_of(kind: Any, body: dict[str, Any], key: str) -> Any:
 
 @cache
 def _fields_of(kind: Any) -> tuple[dict[str, Any], set[str]]:
-    """Return the types of a dataclass's fields by name, and the required fields."""
     return get_type_hints(kind), {f.name for f in fields(kind) if f.default is not None}
 
 
@@ -185,13 +184,10 @@ class InputFile:
     """One file of a source listing."""
 
     source: str
-    """Name of the source in the job."""
     path: str
     """Relative to the input directory."""
     num_bytes: int
-    """Size."""
     sha256: str
-    """Content, hex."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,7 +213,6 @@ class TableCounts:
     num_lookups_dedup: int
     """Lookups with deduplicated features once per unique tuple of a block."""
     num_unique_rows: int
-    """Distinct rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -230,9 +225,7 @@ class SegmentManifest:
     num_samples: int
     """Samples, evaluation included."""
     num_sessions: int
-    """Sessions."""
     num_rejects: int
-    """Rejected rows."""
     input_bytes: int
     """Bytes of the listed input files."""
     dataset_bytes: int
@@ -242,9 +235,7 @@ class SegmentManifest:
     splits: Mapping[str, tuple[int, int]]
     """Split to (first position, number of blocks) in `blocks.parquet`."""
     groups: Mapping[str, GroupCounts]
-    """Dedup factors."""
     tables: Mapping[str, TableCounts]
-    """Lookups."""
     listing: tuple[InputFile, ...]
     """Input files, sorted by source and path."""
     job_sha256: str
@@ -252,9 +243,7 @@ class SegmentManifest:
     schema_sha256: str
     """Hash of the declared columns, as parsed."""
     blocks_sha256: str
-    """Hash of `blocks.parquet`."""
     files_sha256: str
-    """Hash of `files.parquet`."""
     columns: Mapping[str, str] = field(default_factory=dict)
     """Column of samples, groups and transforms to the name of its Arrow type."""
     fitted: Mapping[str, str] = field(default_factory=dict[str, str])
@@ -268,7 +257,6 @@ class SegmentManifest:
     num_source_rows: int | None = None
     """Rows of the log that gave samples; None if each sample has its own row."""
     format: int = FORMAT_VERSION
-    """Format version."""
 
     @property
     def num_rows(self) -> int:
@@ -336,11 +324,8 @@ class IndexEntry:
     batch_samples: int
     """Samples of a full batch."""
     epochs: int
-    """Passes over the training range."""
     shuffle: str
-    """Order of blocks."""
     seed: int
-    """Seed of the order."""
     parts: Mapping[str, Reference] = field(default_factory=dict[str, Reference])
     """Id of a segment to its part, whose `id` is a directory below that of the index."""
 
@@ -380,13 +365,9 @@ class DatasetManifest:
     parent_sha256: str | None = None
     """Hash of the version before it."""
     name: str
-    """Name of the job."""
     job_sha256: str
-    """Hash of `job.yaml`."""
     schema_sha256: str
-    """Hash of `schema.pbtxt`."""
     segments: tuple[Reference, ...]
-    """Segments in order."""
     indexes: tuple[IndexEntry, ...] = ()
     """Indexes; the first is the default."""
     lineage: Mapping[str, str] = field(default_factory=dict)
@@ -396,7 +377,6 @@ class DatasetManifest:
     tombstones_sha256: str | None = None
     """Hash of the file of deleted samples, or None."""
     format: int = FORMAT_VERSION
-    """Format version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -408,23 +388,16 @@ class IndexManifest:
     shuffle_key: int | None = None
     """Shuffle key of the segment; None if blocks are not shuffled."""
     batch_samples: int
-    """Samples of a full batch."""
     epochs: int
-    """Passes over the training range."""
     shuffle: str
-    """Order of blocks."""
     seed: int
-    """Seed of the order."""
     num_steps: int
     """Steps of the segment in an epoch."""
     num_accesses: Mapping[str, tuple[int, ...]]
     """Table to entries of each stored epoch, summed over steps."""
     oracle_bytes: int
-    """Bytes of the part."""
     files_sha256: str
-    """Hash of `files.parquet`."""
     format: int = FORMAT_VERSION
-    """Format version."""
 
 
 def write_manifest(directory: Location | Path, manifest: SegmentManifest | IndexManifest) -> str:
@@ -557,7 +530,6 @@ def _read(kind: type[T], directory: Location, reference: Reference | None = None
 
 
 def _check_ids(ids: Iterable[str], path: Location) -> None:
-    """Raise SchemaError if an id is not a plain folder name."""
     for name in ids:
         if not NAME.fullmatch(name):
             raise SchemaError(

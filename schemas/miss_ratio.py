@@ -379,7 +379,6 @@ def _gaps(sizes: NDArray[np.int64], rates: NDArray[np.float64]) -> list[tuple[fl
 
 
 def _unit_hash(numbers: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return a hash in [0, 1) of each row."""
     return splitmix64(numbers).astype(np.float64) / 2.0**64
 
 

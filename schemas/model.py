@@ -111,7 +111,6 @@ def _graph_problem(graph: Any) -> str | None:
 
 
 def _pairs(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield every key and value of nested mappings and lists."""
     if isinstance(value, dict):
         for key, inner in cast(dict[str, Any], value).items():
             yield key, inner
@@ -137,9 +136,7 @@ class ModelMember:
     """Size and hash of a member."""
 
     num_bytes: int
-    """Size."""
     sha256: str
-    """Hash of its bytes, hex."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,11 +158,8 @@ class ModelManifest:
     """Manifest of an exported model."""
 
     name: str
-    """Name of the job."""
     model: str
-    """Kind of model."""
     inputs: ModelInputs
-    """Inputs."""
     label: str
     """Column of the label; not an input."""
     dim: int
@@ -175,11 +169,9 @@ class ModelManifest:
     batch_samples: int
     """Samples of a training batch."""
     lineage: Lineage
-    """Origin."""
     parts: Mapping[str, ModelMember]
     """Other members, by name."""
     format: int = MODEL_FORMAT
-    """Version of this format."""
 
 
 def rows_paths(table: str) -> tuple[str, str]:
@@ -291,7 +283,6 @@ def open_model(source: Path | Location) -> ModelFile:
 
 
 def _verify_model(path: Path) -> tuple[ModelManifest, dict[str, int]]:
-    """Return the manifest of a model, and the offset of each member."""
     try:
         with zipfile.ZipFile(path) as archive, path.open("rb") as file:
             data = archive.read(MANIFEST)
@@ -336,7 +327,6 @@ def _check(file: IO[bytes], offset: int, name: str, part: ModelMember, path: Pat
 
 
 def _array(path: Path, offset: int) -> Array:
-    """Memory-map the array of an .npy member."""
     with path.open("rb") as file:
         file.seek(offset)
         np.lib.format.read_magic(file)
@@ -371,7 +361,6 @@ class ChangesManifest:
     num_dropped: Mapping[str, int]
     """Number of dropped rows, by table."""
     format: int = CHANGES_FORMAT
-    """Version of this format."""
 
 
 def changed_path(table: str) -> str:

@@ -113,7 +113,6 @@ class ModelInputs:
     weighted: tuple[str, ...]
     """Sparse features with weighted entries, in `<feature>_weights`."""
     tables: Mapping[str, TableConfig]
-    """Config of each table."""
     history: str | None
     """Sparse feature that is not pooled; None if all are."""
     max_history: int
@@ -200,7 +199,6 @@ def build_inputs(
 def _table_inputs(
     table: str, bags: Mapping[str, Jagged], count: int, rows_of: RowsOf
 ) -> dict[str, Array]:
-    """Return rows, positions and lengths of the features of a table."""
     values = np.concatenate([b.values for b in bags.values()])
     distinct, positions = np.unique(values, return_inverse=True)
     rows = rows_of(table, distinct)
@@ -233,7 +231,6 @@ def _newest(
 
 
 def _padded(array: Array, length: int) -> Array:
-    """Return an array, padded with zeros."""
     padded = np.zeros((length, *array.shape[1:]), array.dtype)
     padded[: len(array)] = array
     return padded

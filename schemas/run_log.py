@@ -42,7 +42,6 @@ class StepMetric:
     loss: float
     """Mean loss per unit of sample weight, before the update."""
     num_samples: int
-    """Samples of the batch."""
     num_replicas: int
     """Replicas that computed it."""
     samples_per_sec: float
@@ -57,17 +56,13 @@ class LedgerEntry:
     """Blocks that one replica trained in one committed step: one line of `ledger.jsonl`."""
 
     step: int
-    """Position in the run, from 0."""
     epoch: int
-    """Pass over the training range."""
     segment: str
-    """Segment id."""
     replica: str
     """Replica that computed them."""
     blocks: tuple[int, ...]
     """Block ids, in batch order."""
     num_samples: int
-    """Samples in them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,13 +74,10 @@ class RunSummary:
     num_samples: int
     """Samples trained, every epoch counted."""
     loss_first: float
-    """Loss of the first step."""
     loss_last: float
-    """Loss of the last step."""
     ne: float | None
     """Normalised entropy on the evaluation split; None without one."""
     auc: float | None
-    """Area under the ROC curve on the evaluation split."""
     gauc: float | None
     """AUC within each group, averaged by the weight of samples, on the evaluation split."""
     samples_per_sec: float
@@ -124,15 +116,11 @@ class Decision:
     time_sec: float
     """Seconds since the epoch, given by the caller."""
     job: str
-    """Job name."""
     action: str
-    """Kind of action."""
     process: str = ""
     """Process that it concerns, if any."""
     reason: str
-    """Reason, in words and numbers."""
     values: Mapping[str, float] = field(default_factory=dict)
-    """Numbers of the reason."""
 
 
 def to_line(record: StepMetric | LedgerEntry | Decision | RunSummary) -> str:

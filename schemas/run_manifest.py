@@ -66,9 +66,7 @@ class RunObject:
     name: str
     """Path below the run's URL."""
     num_bytes: int
-    """Size."""
     sha256: str
-    """Hash of its bytes, hex."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +83,6 @@ class RunManifest:
     files: Mapping[str, tuple[RunObject, ...]]
     """Path in the run to the objects whose bytes, joined, are the file."""
     format: int = RUN_MANIFEST_FORMAT
-    """Version of this format."""
 
     @property
     def objects(self) -> frozenset[str]:
@@ -215,7 +212,6 @@ def _is_manifest(name: str) -> bool:
 def _files_of(
     folder: Path, manifest: RunManifest, checkpoints: Iterable[int | None]
 ) -> Iterator[str]:
-    """Yield the files of checkpoints, whose manifests are in the folder."""
     steps = sorted(int(name.split("/")[1]) for name in manifest.files if _is_manifest(name))
     for step in checkpoints:
         chosen = steps[-1] if step is None and steps else step
@@ -226,7 +222,6 @@ def _files_of(
 
 
 def _remove_others(folder: Path, manifest: RunManifest) -> None:
-    """Remove files of a run that a manifest lacks."""
     names = [*SMALL_FILES, *LOGS]
     below = Location.parse(folder / CHECKPOINTS)
     names += [f"{CHECKPOINTS}/{entry.path}" for entry in below.entries()]
@@ -269,7 +264,6 @@ def matching_objects(file: BinaryIO, objects: Sequence[RunObject]) -> tuple[RunO
 
 
 def _copy_object(run: Location, each: RunObject, write: Callable[[memoryview], object]) -> None:
-    """Write the bytes of an object, and hash them meanwhile."""
     source, digest = run / each.name, hashlib.sha256()
     with ThreadPoolExecutor(1, thread_name_prefix="hash") as pool:
         for data in source.chunks(each.num_bytes):

@@ -495,14 +495,11 @@ class Location:
         return sum(entry.num_bytes for entry in entries)
 
     def _object(self) -> tuple[Any, str]:
-        """Return the client of the bucket, and the key."""
         parts = self.url.split("/", 3)
         return store_of("/".join(parts[:3])), parts[3] if len(parts) > 3 else ""
 
 
 class _RemoteFile(io.RawIOBase):
-    """A file at a store, read by ranges."""
-
     def __init__(self, location: Location) -> None:
         super().__init__()
         size = location.num_bytes()

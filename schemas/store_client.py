@@ -147,7 +147,6 @@ def _translate(error: BaseException, url: str) -> tuple[BaseException, bool]:
 
 
 def _code(error: BaseException) -> str:
-    """Return the code of a store's reply, or ''."""
     code = re.search("<Code>(.*?)</Code>", str(error))
     return code[1] if code else ""
 
@@ -236,7 +235,6 @@ def endpoint_of(scheme: str) -> str:
 
 
 def _connection_string() -> dict[str, str]:
-    """Return the parts of the text by which Azure's tools find an account."""
     text = os.environ.get("AZURE_STORAGE_CONNECTION_STRING", "")
     return {part.partition("=")[0]: part.partition("=")[2] for part in text.split(";")}
 

@@ -71,7 +71,6 @@ class SamplingConfig:
     """`session`: the negatives of a session key are all kept or all dropped; `sample`: each is
     drawn independently."""
     seed: int = 0
-    """Seed of the draws."""
 
     def __post_init__(self) -> None:
         if not 0 < self.negatives <= 1:
@@ -162,7 +161,6 @@ class OrderConfig:
     """`none`: as stored (windows by time, sessions by hash within a window); `blocks`: the blocks
     of a segment are permuted in every epoch."""
     seed: int = 0
-    """Seed of the permutation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +170,6 @@ class OracleConfig:
     batch_samples: int = 4096
     """Samples of a global batch; a multiple of `data.block_samples`."""
     epochs: int = 1
-    """Passes over the training range."""
     order: OrderConfig = field(default_factory=OrderConfig)
     """Order of the blocks; the trainer must use the same one."""
 
@@ -185,13 +182,10 @@ class GenerateConfig:
     """The synthetic log of `pipelines generate`."""
 
     num_samples: int = 200_000
-    """Rows of the log."""
     seed: int = 0
-    """Random seed."""
     start: datetime = datetime(2026, 1, 1)
     """Start of the log (UTC)."""
     span: timedelta = timedelta(days=2)
-    """Length of the log."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,9 +197,7 @@ class DataConfig:
     samples: SamplesConfig
     """SQL, joins and events that turn raw rows into samples."""
     session: SessionConfig
-    """Definition of a session."""
     tables: Mapping[str, TableConfig]
-    """Embedding tables by name."""
     sides: Mapping[str, SideConfig] = field(default_factory=dict)
     """Side tables by name, for `samples.joins`; small ones are tables in SQL, too."""
     groups: Annotated[Mapping[str, tuple[str, ...]], AUTO] = field(default_factory=dict)
@@ -216,17 +208,12 @@ class DataConfig:
     that group or a declared transform; computed in order, once per unique tuple. Inputs are
     kept."""
     vocabularies: Mapping[str, VocabularyConfig] = field(default_factory=dict)
-    """Vocabularies by name, for transforms."""
     sampling: SamplingConfig | None = None
-    """Downsampling of negatives; none when null."""
     window: WindowConfig = field(default_factory=WindowConfig)
-    """Horizon of clustering and shuffling."""
     split: SplitConfig = field(default_factory=SplitConfig)
-    """Evaluation range."""
     block_samples: int = 1024
     """Samples of a block, a power of two."""
     oracle: OracleConfig = field(default_factory=OracleConfig)
-    """Default index."""
     gate: GateConfig | None = None
     """Limits on a segment, beyond those of the schema."""
     on_error: Literal["reject", "reject_files", "fail", "drop_key"] = "reject"
@@ -237,7 +224,6 @@ class DataConfig:
     schema: str = "schema.pbtxt"
     """tensorflow-metadata Schema of the sample columns, beside the job file."""
     generate: GenerateConfig | None = None
-    """Synthetic log of `pipelines generate`, if any."""
 
     def __post_init__(self) -> None:
         block = self.block_samples
@@ -306,11 +292,8 @@ class Job:
     name: str
     """Short name, used in logs, manifests and as the scheduler's folder of the job."""
     data: DataConfig
-    """Dataset."""
     train: TrainConfig = field(default_factory=TrainConfig)
-    """Training."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
-    """Resources."""
 
     def __post_init__(self) -> None:
         """Check the name, which becomes that of a folder."""

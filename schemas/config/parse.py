@@ -325,7 +325,6 @@ def _fields_of(kind: type) -> tuple[dict[str, Any], dict[str, dataclasses.Field[
 
 
 def _shape_of(hint: Any) -> type[yaml.Node]:
-    """Return the kind of YAML node of a type."""
     origin = get_origin(hint)
     if origin is tuple:
         return yaml.SequenceNode

@@ -51,7 +51,6 @@ class RetrainConfig:
     tries: int = 3
     """Attempts of each stage; a stage that reports a permanent failure is not retried."""
     gate: ModelGateConfig = field(default_factory=ModelGateConfig)
-    """Limits that a model must meet to be promoted."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "expire_days", "keep", "tries")
@@ -71,7 +70,6 @@ class WorkerConfig:
     """Resources of one process of a pool."""
 
     cpus: float = 1.0
-    """Cores."""
     memory: int = 2 * _GIB
     """Bytes; a text such as `2GiB` in the file."""
 
@@ -81,9 +79,7 @@ class PreprocessingPoolConfig:
     """Limits of the pool that builds segments."""
 
     worker: WorkerConfig = field(default_factory=WorkerConfig)
-    """Size of one pipeline worker."""
     min_workers: int = 1
-    """Fewest workers."""
     max_workers: int = 64
     """Most workers, over all segment jobs."""
 
@@ -93,13 +89,9 @@ class TrainingPoolConfig:
     """Limits of the pool that trains."""
 
     replica: WorkerConfig = field(default_factory=WorkerConfig)
-    """Size of one trainer replica."""
     store: WorkerConfig = field(default_factory=WorkerConfig)
-    """Size of one embedding store."""
     min_replicas: int = 1
-    """Fewest replicas."""
     max_replicas: int = 16
-    """Most replicas."""
     max_stores: int = 16
     """Most stores, up to MAX_STORES; none are used when one process holds the tables."""
 
@@ -145,17 +137,12 @@ class ScheduleConfig:
     """Pools, budget and driver of the job."""
 
     driver: Literal["process", "kubernetes"] = "process"
-    """Where processes are started."""
     budget: BudgetConfig = field(default_factory=BudgetConfig)
-    """Shared limit."""
     preprocessing: PreprocessingPoolConfig = field(default_factory=PreprocessingPoolConfig)
-    """Pool that builds segments."""
     training: TrainingPoolConfig = field(default_factory=TrainingPoolConfig)
-    """Pool that trains."""
     deadline: timedelta | None = None
     """Time limit from start to trained model; the cheapest plan that meets it is taken. When null,
     `budget.time_cost_exponent` weighs time against cost."""
     priority: int = 0
     """Larger goes first when jobs share a budget."""
     retrain: RetrainConfig = field(default_factory=RetrainConfig)
-    """Daily retraining."""

@@ -84,7 +84,6 @@ class JoinConfig:
     """A left join of the samples with a side table, after the SQL."""
 
     side: str
-    """Name of the side table."""
     key: str | None = None
     """Key column of the samples; the side table's key column when null."""
     as_of: str | None = None
@@ -154,9 +153,7 @@ class SamplesConfig:
     source: str | None = None
     """Source whose rows become samples; optional with a single source."""
     joins: tuple[JoinConfig, ...] = ()
-    """Joins with side tables, in order."""
     events: EventsConfig | None = None
-    """Labels from a separate stream."""
     limits: SqlLimitsConfig = field(default_factory=SqlLimitsConfig)
     """Limits of a statement on one chunk of rows; beyond them, the build fails."""
 

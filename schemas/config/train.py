@@ -29,7 +29,6 @@ class ModelConfig:
     cross_layers: int = 3
     """Layers of the cross network of `dcn`."""
     cross_rank: int = 64
-    """Rank of its layers' matrices."""
     history: str | None = None
     """List feature of the attention model."""
     target: str | None = None
@@ -57,9 +56,7 @@ class DenseOptimizerConfig:
     """Optimizer of the dense parameters."""
 
     name: Literal["adam", "sgd"] = "adam"
-    """Update rule."""
     learning_rate: float = 1e-3
-    """Step size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,9 +64,7 @@ class SparseOptimizerConfig:
     """Optimizer of the embedding rows, fused into their update."""
 
     name: Literal["rowwise_adagrad", "adagrad", "adam", "sgd"] = "rowwise_adagrad"
-    """Update rule."""
     learning_rate: float = 0.02
-    """Step size."""
     eps: float = 1e-8
     """Added to the root of the accumulated squares."""
     beta1: float = 0.9
@@ -189,13 +184,10 @@ class LimitsConfig:
     fetch: timedelta = timedelta(minutes=10)
     """Phase of a step: its rows from the stores."""
     forward: timedelta = timedelta(minutes=10)
-    """Phase of a step."""
     backward: timedelta = timedelta(minutes=10)
-    """Phase of a step."""
     sync: timedelta = timedelta(minutes=10)
     """Phase of a step: partial sums from the other replicas."""
     update: timedelta = timedelta(minutes=10)
-    """Phase of a step."""
     save: timedelta = timedelta(minutes=30)
     """One checkpoint."""
     evaluate: timedelta = timedelta(minutes=10)
@@ -218,37 +210,26 @@ class TrainConfig:
     """Model, optimizers, batches and checkpoints."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
-    """The model."""
     embedding_dim: int = 32
-    """Width of every embedding row."""
     pooling: Literal["mean", "sum"] = "mean"
-    """Pooling of the rows of a list."""
     batch_samples: int = 4096
     """Samples of a global batch; a multiple of `data.block_samples`."""
     epochs: int = 1
-    """Passes over the training range."""
     seed: int = 0
     """Seed of dense parameters and embedding rows."""
     dtype: Literal["float32", "float64"] = "float32"
     """Precision of parameters and computation."""
     dense_optimizer: DenseOptimizerConfig = field(default_factory=DenseOptimizerConfig)
-    """Optimizer of the dense parameters."""
     sparse_optimizer: SparseOptimizerConfig = field(default_factory=SparseOptimizerConfig)
-    """Optimizer of the embedding rows."""
     device: Literal["cpu", "cuda"] = "cpu"
     """Device of the computation, and of rows that `--embedding cached` keeps between steps."""
     cache: CacheConfig = field(default_factory=CacheConfig)
-    """Plan of the cached embedding."""
     stores: StoresConfig = field(default_factory=StoresConfig)
     """Store processes that hold the rows."""
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
-    """Evaluation."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    """Saving."""
     follow: FollowConfig = field(default_factory=FollowConfig)
-    """Training while the dataset is built."""
     limits: LimitsConfig = field(default_factory=LimitsConfig)
-    """Time limits."""
     num_threads: int | None = None
     """Compute threads; all cores when null."""
 

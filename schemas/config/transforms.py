@@ -147,23 +147,14 @@ class TransformConfig:
     """One declared transform: exactly one of the kinds."""
 
     hash: HashConfig | None = None
-    """Ids from the stable hash of columns."""
     cross: CrossConfig | None = None
-    """Ids from the stable hash of a pair of features."""
     vocabulary: VocabularyLookupConfig | None = None
-    """Index into a vocabulary."""
     first: TruncateConfig | None = None
-    """The first values of a list."""
     last: TruncateConfig | None = None
-    """The last values of a list."""
     clip: ClipConfig | None = None
-    """Numbers clipped to a range."""
     log: LogConfig | None = None
-    """Logarithm."""
     normalize: NormalizeConfig | None = None
-    """Numbers scaled to mean 0 and deviation 1, or to [0, 1]."""
     bucketize: BucketizeConfig | None = None
-    """Index of a number's bucket."""
 
     def __post_init__(self) -> None:
         given = [f.name for f in fields(self) if getattr(self, f.name) is not None]
