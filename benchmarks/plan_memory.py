@@ -42,7 +42,7 @@ from schemas.dataset import Dataset, Index, IndexPart, Segment
 from schemas.files import describe_file, sha256_of, write_files
 from schemas.layout import FILES
 from schemas.manifest import Reference
-from schemas.oracle import next_use, to_gaps
+from schemas.oracle import next_use, sorted_gaps
 from schemas.order import Order
 from schemas.storage import Location
 
@@ -63,7 +63,7 @@ def write_tables(root: Path, num_rows: int, num_accesses: int) -> None:
     ):
         offsets = offsets_of(np.array(list(map(len, steps[a:b]))))
         numbers = Jagged(np.concatenate(steps[a:b]), offsets)
-        gaps = Jagged(to_gaps(numbers), offsets)
+        gaps = Jagged(sorted_gaps(numbers, num_rows), offsets)
         write_access_file(root / "segment", TABLE, index, np.arange(a, b), gaps)
         flat = Jagged(np.concatenate(distances[a:b]), offsets)
         write_index_file(root / "index", TABLE, index, a, flat)

@@ -8,7 +8,6 @@ in accesses, except for sorting the rows of one block or step.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -65,28 +64,6 @@ def unique_per_block(
     return distinct(Jagged(rows, offsets_of(np.bincount(blocks, minlength=num_blocks))))
 
 
-def sort_each(lists: Jagged) -> Jagged:
-    """Return the lists with sorted values; sorting each is several times faster than `argsort`."""
-    values = lists.values.copy()
-    for start, end in pairwise(lists.offsets.tolist()):
-        values[start:end].sort()
-    return Jagged(values, lists.offsets)
-
-
-def number_by_first_use(accesses: Jagged) -> tuple[Jagged, NDArray[np.int64]]:
-    """Number rows in order of first use.
-
-    Args:
-        accesses: the distinct rows of each block, in training order.
-
-    Returns:
-        numbers: the ascending dense numbers of each block.
-        rows: (num_unique_rows,) int64, the row of each number.
-    """
-    codes, rows = number_by_appearance(accesses.values)
-    return sort_each(Jagged(codes, accesses.offsets)), rows
-
-
 def number_by_appearance(rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Number values in order of first appearance, by a hash table.
 
@@ -100,25 +77,6 @@ def number_by_appearance(rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], ND
     """
     first, numbers = unique_tuples([rows])
     return numbers.astype(np.int64), rows[first]
-
-
-def first_and_last(
-    numbers: Jagged, num_unique_rows: int
-) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Return the positions of the first and the last block that use each number.
-
-    Args:
-        numbers: the dense numbers of each block.
-        num_unique_rows: number of distinct numbers.
-
-    Returns:
-        two (num_unique_rows,) int32 arrays.
-    """
-    blocks = np.repeat(np.arange(numbers.num_rows, dtype=np.int32), numbers.lengths)
-    first, last = (np.empty(num_unique_rows, np.int32) for _ in range(2))
-    last[numbers.values] = blocks
-    first[numbers.values[::-1]] = blocks[::-1]
-    return first, last
 
 
 class FirstUseNumbering:
@@ -281,22 +239,8 @@ def next_use(steps: Sequence[NDArray[np.int64]], num_numbers: int) -> list[NDArr
     return distances[::-1]
 
 
-def to_gaps(numbers: Jagged) -> NDArray[np.int64]:
-    """Encode access lists: for each block the first number, then the differences, flat.
-
-    Example:
-        >>> to_gaps(Jagged(np.array([3, 5, 9, 4]), np.array([0, 3, 4]))).tolist()
-        [3, 2, 4, 4]
-    """
-    gaps = numbers.values.astype(np.int64, copy=True)
-    gaps[1:] -= numbers.values[:-1]
-    starts = numbers.offsets[:-1][numbers.lengths > 0]
-    gaps[starts] = numbers.values[starts]
-    return gaps
-
-
 def sorted_gaps(numbers: Jagged, size: int) -> NDArray[np.int64]:
-    """Sort access lists and encode them.
+    """Sort and encode access lists: for each block the first number, then the differences, flat.
 
     Args:
         numbers: int32, the distinct numbers of each block in any order.
@@ -306,7 +250,7 @@ def sorted_gaps(numbers: Jagged, size: int) -> NDArray[np.int64]:
 
 
 def from_gaps(gaps: Jagged) -> Jagged:
-    """Decode access lists; the inverse of `to_gaps`.
+    """Decode access lists; the inverse of `sorted_gaps` for ascending ones.
 
     Example:
         >>> from_gaps(Jagged(np.array([3, 2, 4, 4]), np.array([0, 3, 4]))).values.tolist()

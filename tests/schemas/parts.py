@@ -25,10 +25,25 @@ from schemas.manifest import (
     shuffle_key_of,
     write_manifest,
 )
-from schemas.oracle import first_and_last, number_by_first_use, to_gaps
+from schemas.oracle import FirstUseNumbering, from_gaps, sorted_gaps
 from schemas.order import Order
 from schemas.storage import Location
 from tests.schemas.reference import next_use
+
+
+def numbered(accesses: Jagged) -> tuple[Jagged, np.ndarray, np.ndarray, np.ndarray]:
+    """Return the ascending numbers of each block, and by number its row, first and last block."""
+    numbering = FirstUseNumbering()
+    codes, new = numbering.number(accesses, 0)
+    first = np.repeat(np.arange(new.num_rows, dtype=np.int32), new.lengths)
+    gaps = sorted_gaps(Jagged(codes, accesses.offsets), max(1, numbering.count))
+    return from_gaps(Jagged(gaps, accesses.offsets)), new.values, first, numbering.last
+
+
+def gaps_of(numbers: Jagged) -> np.ndarray:
+    """Return the gaps of lists of numbers below 2**31."""
+    size = int(numbers.values.max(initial=0)) + 1
+    return sorted_gaps(Jagged(numbers.values.astype(np.int32), numbers.offsets), size)
 
 
 def write_index(dataset: Dataset, entry: IndexEntry) -> IndexEntry:
@@ -164,16 +179,15 @@ def _write_segment(
     if lists is not None:
         offsets = offsets_of(np.array(list(map(len, lists)), np.int64))
         values = np.concatenate([np.empty(0, np.int64), *lists])
-        numbers, rows = number_by_first_use(Jagged(values, offsets))
-        gaps = large_list(to_gaps(numbers), numbers.offsets)
+        numbers, *edges = numbered(Jagged(values, offsets))
+        gaps = large_list(gaps_of(numbers), numbers.offsets)
         path = layout.access_path("items", 0)
         write(directory / path, pa.table([np.arange(len(lists)), gaps], layout.access_schema()))
         files[path] = describe_file(directory, path)
-        edges = [rows, *first_and_last(numbers, len(rows))]
         path = layout.edges_path("items", 0)
         write(directory / path, pa.table(edges, layout.EDGES_SCHEMA))
         files[path] = describe_file(directory, path)
-        counts = {"num_lookups": 0, "num_lookups_dedup": 0, "num_unique_rows": len(rows)}
+        counts = {"num_lookups": 0, "num_lookups_dedup": 0, "num_unique_rows": len(edges[0])}
         tables["items"] = TableCounts(**counts)
     write(directory / layout.BLOCKS, layout.blocks_schema([]).empty_table())
     manifest = SegmentManifest(

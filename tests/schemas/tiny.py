@@ -27,9 +27,9 @@ from schemas.manifest import (
     write_manifest,
 )
 from schemas.miss_ratio import OptimalCache
-from schemas.oracle import first_and_last, number_by_first_use, to_gaps, unique_per_block
+from schemas.oracle import unique_per_block
 from schemas.storage import Location
-from tests.schemas.parts import write_index
+from tests.schemas.parts import gaps_of, numbered, write_index
 
 JOB = """\
 name: tiny
@@ -170,15 +170,14 @@ def write_oracle(directory: Path, samples: pa.Table) -> dict[str, tuple[Jagged, 
     for table in TABLES:
         lookups = lookups_of(samples.slice(0, train[-1].rows[1]), table)
         blocks = np.repeat(np.arange(len(lookups)) // 16, [len(rows) for rows in lookups])
-        numbers, rows = number_by_first_use(
+        numbers, rows, first, last = numbered(
             unique_per_block(np.concatenate(lookups), blocks, len(train))
         )
-        first, last = first_and_last(numbers, len(rows))
         names = pa.array([place.block for place in train], pa.int64())
         for part, places in enumerate((slice(0, 3), slice(3, 4))):
             positions = np.arange(len(train))[places]
             mine = numbers.take(positions)
-            gaps = large_list(to_gaps(mine), mine.offsets)
+            gaps = large_list(gaps_of(mine), mine.offsets)
             path = directory / layout.access_path(table, part)
             path.parent.mkdir(parents=True, exist_ok=True)
             pq.write_table(pa.table([names[places], gaps], layout.access_schema()), path)

@@ -45,10 +45,10 @@ from schemas.manifest import (
     read_root,
     write_manifest,
 )
-from schemas.oracle import first_and_last, number_by_first_use, to_gaps, unique_per_block
+from schemas.oracle import unique_per_block
 from schemas.rows import rows_of_ids
 from schemas.storage import Location
-from tests.schemas.parts import write_index
+from tests.schemas.parts import gaps_of, numbered, write_index
 
 BLOCK_SAMPLES = 16
 BLOCKS_PER_ROW_GROUP = 3
@@ -354,12 +354,11 @@ def _write_access(
                     blocks.append(np.full(len(found), num_blocks + b))
         num_blocks += int(block[train].max(initial=-1)) + 1
     accesses = unique_per_block(np.concatenate(rows), np.concatenate(blocks), num_blocks)
-    numbers, row_of_number = number_by_first_use(accesses)
+    numbers, row_of_number, first, last = numbered(accesses)
     path = root / access_path(name, 0)
     path.parent.mkdir(parents=True)
-    gaps = large_list(to_gaps(numbers), numbers.offsets)
+    gaps = large_list(gaps_of(numbers), numbers.offsets)
     pq.write_table(pa.table([np.arange(num_blocks), gaps], access_schema()), path)
-    first, last = first_and_last(numbers, len(row_of_number))
     path = root / edges_path(name, 0)
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(

@@ -13,7 +13,8 @@ from schemas.arrays import Jagged, offsets_of
 from schemas.cache_plan import Plan, required_rows
 from schemas.config.train import CacheConfig
 from schemas.errors import PlanError, SchemaError
-from schemas.oracle import next_use, number_by_first_use
+from schemas.oracle import next_use
+from tests.schemas.parts import numbered
 from tests.trainer.stores import whole
 from trainer.embedding.baselines import LruCache
 from trainer.embedding.cache import DirectSource, PlannedCache, RowSource, TablePlan
@@ -26,7 +27,7 @@ LAYOUT = TableLayout(table="items", dim=2, state_width=1, dtype="float64", seed=
 def index_of(steps: Sequence[np.ndarray]) -> tuple[list, list, np.ndarray]:
     """Return numbers and distances of each step, and the rows, as the dataset's oracle has them."""
     accesses = Jagged(np.concatenate(steps), offsets_of(np.array([len(s) for s in steps])))
-    numbers, rows = number_by_first_use(accesses)
+    numbers, rows, *_ = numbered(accesses)
     lists = [numbers.take(np.array([i])).values for i in range(len(steps))]
     return lists, next_use(lists, len(rows)), rows
 
