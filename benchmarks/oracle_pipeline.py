@@ -27,7 +27,7 @@ from schemas.arrays import Jagged
 from schemas.config.job import OrderConfig
 from schemas.dataset import Segment, open_dataset
 from schemas.files import CheckedFile, describe_file
-from schemas.layout import FILE_SHIFT, TRAIN, part_name
+from schemas.layout import FILE_SHIFT, TRAIN, part_path
 from schemas.oracle import distinct
 from schemas.order import Order
 from schemas.storage import Location
@@ -48,7 +48,7 @@ class _WriteLookups(beam.DoFn):
         of_part = np.asarray(rows[part * size : (part + 1) * size], np.int64)
         offsets = np.append(np.arange(0, len(of_part), self.batch), len(of_part))
         unique = distinct(Jagged(of_part, offsets))
-        path = self.root / LOOKUPS / str(table) / part_name(part)
+        path = self.root / LOOKUPS / str(table) / part_path(part)
         path.parent.mkdir(parents=True, exist_ok=True)
         pq.write_table(lookups_table(unique), path, compression="lz4")
         yield 0

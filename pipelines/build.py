@@ -60,7 +60,7 @@ from schemas.config.job import DataConfig, Job, SplitConfig, load_job
 from schemas.dataset import Dataset, Segment, open_dataset, select_segments
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet, load_features
-from schemas.layout import BUILDS, EVALUATION, SEGMENTS, TRAIN, buffers_path, samples_path
+from schemas.layout import BUILDS, EVALUATION, SEGMENTS, TRAIN, part_path
 from schemas.manifest import (
     InputFile,
     Reference,
@@ -435,7 +435,7 @@ def group_warnings(
     for name, factor in factors.items():
         if factor >= LEAST_DEDUP_FACTOR:
             continue
-        if not any(buffers_path(c, 0) in files for c in groups[name]):
+        if not any(part_path(0, "buffers", c) in files for c in groups[name]):
             yield (
                 f"group {name!r} hardly repeats: its dedup factor is {factor:.3g}, so "
                 "it saves nothing and costs its inverse indices; remove it from data.groups, its "
@@ -479,7 +479,7 @@ def _time_range(segment: Segment, time: str) -> str:
 
 def _times(segment: Segment, time: str) -> Iterator[pa.ChunkedArray]:
     count = 0
-    while (path := samples_path(count)) in segment.files:
+    while (path := part_path(count, "samples")) in segment.files:
         file, count = segment.file(path), count + 1
         if time in file.schema.names:
             yield file.read([time])[time]

@@ -40,12 +40,9 @@ from schemas.layout import (
     SEGMENTS,
     TOMBSTONES_SCHEMA,
     TRAIN,
-    access_path,
-    edges_path,
-    index_path,
     num_unique_column,
+    part_path,
     tombstones_path,
-    uses_path,
 )
 from schemas.manifest import (
     DatasetManifest,
@@ -146,7 +143,7 @@ class Segment:
             SchemaError: there are none.
         """
         files: list[CheckedFile] = []
-        while (path := access_path(table, len(files))) in self.files:
+        while (path := part_path(len(files), "access", table)) in self.files:
             files.append(self.file(path))
         if not files:
             raise SchemaError(
@@ -161,8 +158,8 @@ class Segment:
 
     def edge_files(self, table: str) -> list[CheckedFile]:
         """Return the files of a table's rows, in the order of their numbers."""
-        files = [self.file(edges_path(table, 0))]
-        while (path := edges_path(table, len(files))) in self.files:
+        files = [self.file(part_path(0, "edges", table))]
+        while (path := part_path(len(files), "edges", table)) in self.files:
             files.append(self.file(path))
         return files
 
@@ -204,14 +201,14 @@ class IndexPart:
 
         They are those within segment and epoch, in ascending order of the segment's own numbers.
         """
-        return ListFiles(self._files(lambda f: index_path(table, f)), step_distances)
+        return ListFiles(self._files(lambda f: part_path(f, table)), step_distances)
 
     def uses(self, table: str, epoch: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Return the first and last step of the segment that uses each number in an epoch.
 
         They are stored for shuffled epochs only; others follow from the segment's edges.
         """
-        files = self._files(lambda f: uses_path(table, epoch, f))
+        files = self._files(lambda f: part_path(f, table, f"uses-{epoch:05d}"))
         return _columns(files, "first_step", "last_step")
 
     def _files(self, path_of: Callable[[int], str]) -> list[CheckedFile]:

@@ -34,9 +34,7 @@ from schemas.layout import (
     TUPLE_INDEX,
     UNIQUE_INDEX,
     WINDOW_SUFFIXES,
-    buffers_path,
-    group_path,
-    tuples_path,
+    part_path,
     window_columns,
 )
 
@@ -258,10 +256,10 @@ def read_group(
     Raises:
         SchemaError: a byte has changed, or an index or window is out of range.
     """
-    head = open_file(group_path(group, file_index))
+    head = open_file(part_path(file_index, "groups", group))
     if TUPLE_INDEX not in head.schema.names:
         return _with_lists(open_file, head, file_index, row_group, columns, as_views=as_views)
-    tuples = open_file(tuples_path(group, file_index))
+    tuples = open_file(part_path(file_index, "tuples", group))
     if columns is None:
         columns = [BLOCK, UNIQUE_INDEX, *_names(tuples.schema)]
     own = [c for c in columns if c in (BLOCK, UNIQUE_INDEX)]
@@ -286,12 +284,12 @@ def group_schema(
         group: name of the group.
         file_index: index of the part.
     """
-    stored = schema_of(group_path(group, file_index))
+    stored = schema_of(part_path(file_index, "groups", group))
     if TUPLE_INDEX in stored.names:
-        stored = schema_of(tuples_path(group, file_index))
+        stored = schema_of(part_path(file_index, "tuples", group))
     names = [n for n in _names(stored) if n not in (BLOCK, UNIQUE_INDEX)]
     return [
-        (stored if n in stored.names else schema_of(buffers_path(n, file_index))).field(n)
+        (stored if n in stored.names else schema_of(part_path(file_index, "buffers", n))).field(n)
         for n in names
     ]
 
@@ -344,7 +342,7 @@ def _lists(
     *,
     as_views: bool,
 ) -> pa.Array:
-    file = open_file(buffers_path(feature, file_index))
+    file = open_file(part_path(file_index, "buffers", feature))
     buffer, start, length = (one_chunk(rows[c]) for c in window_columns(feature))
     buffers = one_chunk(file.read_row_group(row_group, [feature])[feature])
     if not is_list(buffers.type) or buffers.null_count:

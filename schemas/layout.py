@@ -95,34 +95,14 @@ def num_unique_column(group: str) -> str:
     return f"{group}_num_unique"
 
 
-def late_path(file_index: int) -> str:
-    """Return a file of late events, relative to the segment."""
-    return str(PurePosixPath("late", part_name(file_index)))
+def part_path(file_index: int, *folders: str) -> str:
+    """Return a file of a part below some folders; its name is the same in all of them.
 
-
-def part_name(file_index: int) -> str:
-    """Return the file name of a part, the same in every table of a segment."""
-    return f"{file_index:05d}.parquet"
-
-
-def samples_path(file_index: int) -> str:
-    """Return a samples file, relative to the segment."""
-    return str(PurePosixPath("samples", part_name(file_index)))
-
-
-def group_path(group: str, file_index: int) -> str:
-    """Return a group's file, relative to the segment."""
-    return str(PurePosixPath("groups", group, part_name(file_index)))
-
-
-def tuples_path(group: str, file_index: int) -> str:
-    """Return the file of a group's shared tuples, relative to the segment."""
-    return str(PurePosixPath("tuples", group, part_name(file_index)))
-
-
-def buffers_path(feature: str, file_index: int) -> str:
-    """Return the file of a list feature's buffers, relative to the segment."""
-    return str(PurePosixPath("buffers", feature, part_name(file_index)))
+    Example:
+        >>> part_path(7, "groups", "user")
+        'groups/user/00007.parquet'
+    """
+    return str(PurePosixPath(*folders, f"{file_index:05d}.parquet"))
 
 
 WINDOW_SUFFIXES = ("_window_buffer", "_window_start", "_window_length")
@@ -133,21 +113,6 @@ def window_columns(feature: str) -> tuple[str, str, str]:
     """Return the columns that replace a windowed list feature: buffer, start, length."""
     buffer, start, length = (feature + suffix for suffix in WINDOW_SUFFIXES)
     return buffer, start, length
-
-
-def access_path(table: str, file_index: int) -> str:
-    """Return an access list file, relative to the segment."""
-    return str(PurePosixPath("access", table, part_name(file_index)))
-
-
-def edges_path(table: str, file_index: int) -> str:
-    """Return an edges file, relative to the segment: rows first used in one access list file."""
-    return str(PurePosixPath("edges", table, part_name(file_index)))
-
-
-def rejects_path(file_index: int) -> str:
-    """Return a rejects file, relative to the segment."""
-    return str(PurePosixPath("rejects", part_name(file_index)))
 
 
 def blocks_schema(groups: Iterable[str]) -> pa.Schema:
@@ -169,16 +134,6 @@ def blocks_schema(groups: Iterable[str]) -> pa.Schema:
 def access_schema() -> pa.Schema:
     """Return the columns of an access list: one row per training block, in training order."""
     return pa.schema([pa.field(BLOCK, pa.int64()), pa.field("gaps", pa.large_list(pa.int64()))])
-
-
-def index_path(table: str, file_index: int) -> str:
-    """Return a file of next uses, relative to the part of an index."""
-    return str(PurePosixPath(table, part_name(file_index)))
-
-
-def uses_path(table: str, epoch: int, file_index: int) -> str:
-    """Return a file of first and last uses in a shuffled epoch, relative to the part."""
-    return str(PurePosixPath(table, f"uses-{epoch:05d}", part_name(file_index)))
 
 
 USES_SCHEMA = pa.schema(

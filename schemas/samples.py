@@ -21,7 +21,7 @@ from schemas.dataset import (
 )
 from schemas.errors import SchemaError, suggest_name
 from schemas.group_files import OpenFile, read_group
-from schemas.layout import BLOCK, UNIQUE_INDEX, inverse_column, samples_path
+from schemas.layout import BLOCK, UNIQUE_INDEX, inverse_column, part_path
 
 _THREADS = 8
 """Files of a row group that are read at once; a dataset has at most as many groups."""
@@ -92,7 +92,7 @@ def read_joined_row_group(
             for group, names in members.items()
         }
         selected = None if own is None else [*own, *inverse.values()]
-        samples = open_file(samples_path(file_index)).read_row_group(row_group, selected)
+        samples = open_file(part_path(file_index, "samples")).read_row_group(row_group, selected)
         found = {name: samples[name] for name in samples.column_names}
         for group, table in tables.items():
             tuples = tuples_of_samples(segment, group, blocks, samples)

@@ -39,9 +39,7 @@ from schemas.layout import (
     NUMBER_SHIFT,
     TUPLE_INDEX,
     UNIQUE_INDEX,
-    buffers_path,
-    group_path,
-    tuples_path,
+    part_path,
     window_columns,
 )
 
@@ -205,25 +203,25 @@ def stored_tables(
         written: path to the rows that earlier chunks wrote.
     """
     written = written or {}
-    table, path = star.groups[group], group_path(group, file_index)
+    table, path = star.groups[group], part_path(file_index, "groups", group)
     if layout.shared_tuples:
         index, table, counts = dedup_tuples(table, star.tuples[group], row_groups)
-        first = written.get(tuples_path(group, file_index), 0)
+        first = written.get(part_path(file_index, "tuples", group), 0)
         references = pa.array(segment_indices(file_index, first + index))
         unique_rows = star.groups[group].select([BLOCK, UNIQUE_INDEX])
         yield StoredTable(path, unique_rows.append_column(TUPLE_INDEX, references), row_groups)
-        path, row_groups = tuples_path(group, file_index), counts
+        path, row_groups = part_path(file_index, "tuples", group), counts
         tuple_index = pa.array(segment_indices(file_index, first + np.arange(table.num_rows)))
         table = table.add_column(0, TUPLE_INDEX, tuple_index)
     for feature in layout.windows:
-        first = written.get(buffers_path(feature, file_index), 0)
+        first = written.get(part_path(file_index, "buffers", feature), 0)
         columns, buffers = encode_windows(table[feature], row_groups, file_index, first)
         column_index = table.column_names.index(feature)
         table = table.remove_column(column_index)
         for offset, name in enumerate(window_columns(feature)):
             table = table.add_column(column_index + offset, name, columns[offset])
         stored, counts = _buffers_table(feature, buffers, file_index, first)
-        yield StoredTable(buffers_path(feature, file_index), stored, counts)
+        yield StoredTable(part_path(file_index, "buffers", feature), stored, counts)
     yield StoredTable(path, table, row_groups)
 
 

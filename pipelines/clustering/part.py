@@ -36,7 +36,7 @@ from schemas.config.job import SAMPLES, DataConfig
 from schemas.features import FeatureSet
 from schemas.files import FileEntry
 from schemas.fitted import FittedValues
-from schemas.layout import BLOCK, EVALUATION, TRAIN, UNIQUE_INDEX, inverse_column, part_name
+from schemas.layout import BLOCK, EVALUATION, TRAIN, UNIQUE_INDEX, inverse_column, part_path
 from schemas.rows import distinct_rows, ids_of
 from schemas.storage import Location
 
@@ -241,7 +241,7 @@ def write_lookups(
     for name in data.tables:
         accesses, counts[name] = table_lookups(star, num_training, data, name)
         rows = lookups_table(accesses)
-        path = f"{LOOKUPS}/{name}/{part_name(file_index)}"
+        path = f"{LOOKUPS}/{name}/{part_path(file_index)}"
         files.writer(path, partial(open_lookups, schema=rows.schema)).write_table(rows)
     return counts
 

@@ -43,7 +43,7 @@ from schemas.layout import (
     TRAIN,
     blocks_schema,
     num_unique_column,
-    samples_path,
+    part_path,
 )
 from schemas.storage import Location
 
@@ -92,7 +92,7 @@ def choose_segment_layout(
 
 def iter_tables(star: Star, layouts: Layouts) -> Iterator[tuple[str, pa.Table]]:
     """Yield (directory, table) for each table of a part as it is stored, samples first."""
-    yield directory_of(samples_path(0)), star.samples
+    yield directory_of(part_path(0, "samples")), star.samples
     for group, layout in layouts.items():
         for file in stored_tables(group, star, layout, [star.groups[group].num_rows], 0):
             yield directory_of(file.path), file.table
@@ -269,7 +269,7 @@ class PartWriter:
             windows_limit=min(ROW_GROUP_BYTES, WINDOWS_BYTES // self._layout.num_parts),
         )
         counts = [int(star.samples_per_block[g.first : g.end].sum()) for g in groups]
-        self._write(samples_path(self._file_index), star.samples, counts)
+        self._write(part_path(self._file_index, "samples"), star.samples, counts)
         for name in star.groups:
             unique = [int(star.unique_per_block[name][g.first : g.end].sum()) for g in groups]
             layout = self._layout.layouts[name]

@@ -17,17 +17,7 @@ from numpy.typing import NDArray
 from pipelines.clustering.layout import open_writer
 from schemas.arrays import Jagged, large_list, offsets_of, ranges
 from schemas.files import FileEntry, describe_new_file
-from schemas.layout import (
-    BLOCK,
-    EDGES_SCHEMA,
-    USES_SCHEMA,
-    access_path,
-    access_schema,
-    edges_path,
-    index_path,
-    index_schema,
-    uses_path,
-)
+from schemas.layout import BLOCK, EDGES_SCHEMA, USES_SCHEMA, access_schema, index_schema, part_path
 from schemas.storage import Location
 
 LISTS_PER_FILE = 1 << 20
@@ -76,7 +66,9 @@ def write_access_file(
     """Write the access lists of consecutive training blocks."""
     lists = large_list(gaps.values, gaps.offsets)
     columns = {BLOCK: pa.array(blocks, pa.int64()), "gaps": lists}
-    return write_file(root, access_path(table, file_index), pa.table(columns).cast(access_schema()))
+    return write_file(
+        root, part_path(file_index, "access", table), pa.table(columns).cast(access_schema())
+    )
 
 
 def write_edges_file(
@@ -90,7 +82,7 @@ def write_edges_file(
     """Write the rows that an access list file is the first to use, in order of their numbers."""
     columns = {"row": row, "first_position": first, "last_position": last}
     edges = pa.table({name: pa.array(column) for name, column in columns.items()})
-    return write_file(root, edges_path(table, file_index), edges.cast(EDGES_SCHEMA))
+    return write_file(root, part_path(file_index, "edges", table), edges.cast(EDGES_SCHEMA))
 
 
 def write_index_file(
@@ -101,7 +93,7 @@ def write_index_file(
         "step": pa.array(np.arange(first_step, first_step + distances.num_rows, dtype=np.int64)),
         "distances": large_list(distances.values.astype(np.int32), distances.offsets),
     }
-    return write_file(root, index_path(table, file_index), pa.table(columns).cast(index_schema()))
+    return write_file(root, part_path(file_index, table), pa.table(columns).cast(index_schema()))
 
 
 def write_uses_files(
@@ -125,7 +117,7 @@ def write_uses_files(
     for start in range(0, max(1, len(first)), ENTRIES_PER_FILE):
         part = slice(start, start + ENTRIES_PER_FILE)
         uses = pa.table({"first_step": pa.array(first[part]), "last_step": pa.array(last[part])})
-        path = uses_path(table, epoch, (low + start) // ENTRIES_PER_FILE)
+        path = part_path((low + start) // ENTRIES_PER_FILE, table, f"uses-{epoch:05d}")
         yield write_file(root, path, uses.cast(USES_SCHEMA))
 
 

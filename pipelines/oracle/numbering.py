@@ -38,7 +38,7 @@ from schemas.arrays import ranges as consecutive
 from schemas.errors import SchemaError
 from schemas.files import FileEntry
 from schemas.hashing import NUM_SLOTS, slot_of_row
-from schemas.layout import BLOCK, FILE_SHIFT, TRAIN, part_name
+from schemas.layout import BLOCK, FILE_SHIFT, TRAIN, part_path
 from schemas.oracle import FirstUseNumbering, sorted_gaps
 from schemas.storage import Location
 
@@ -144,7 +144,7 @@ def copy_lookups(
 
 def read_lookups(root: Location, table: str, part: int) -> Iterator[Jagged]:
     """Yield the distinct rows of the blocks of a part, of several blocks at a time."""
-    path = root / LOOKUPS / table / part_name(part)
+    path = root / LOOKUPS / table / part_path(part)
     source = pa.BufferReader(path.read_bytes()) if path.local is None else path.local
     with pq.ParquetFile(source, memory_map=True) as file:
         groups = [file.metadata.row_group(index) for index in range(file.num_row_groups)]

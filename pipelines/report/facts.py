@@ -36,7 +36,7 @@ from pipelines.table.indexes import (
 from schemas.accesses import TableAccesses
 from schemas.dataset import Dataset, Segment
 from schemas.errors import SchemaError
-from schemas.layout import part_name
+from schemas.layout import part_path
 from schemas.manifest import GroupCounts
 from schemas.miss_ratio import EXACT_OPTIMAL, HitRateCurve, lru_curve, optimal_curve
 from schemas.run_log import (
@@ -183,7 +183,7 @@ def windowed_features(dataset: Dataset) -> dict[str, list[str]]:
     return {
         group: features
         for group, features in lists_of_group.items()
-        if all(f"buffers/{f}/{part_name(0)}" in s.files for f in features for s in dataset.segments)
+        if all(f"buffers/{f}/{part_path(0)}" in s.files for f in features for s in dataset.segments)
     }
 
 

@@ -61,7 +61,7 @@ from schemas.errors import SchemaError, suggest_name
 from schemas.features import FeatureSet
 from schemas.files import sync_file
 from schemas.group_files import read_group
-from schemas.layout import part_name, samples_path
+from schemas.layout import part_path
 from schemas.manifest import read_segment
 from schemas.samples import blocks_of_row_group, row_groups, tuples_of_samples
 from schemas.storage import Location
@@ -304,7 +304,7 @@ class FlatStage:
         """Write the file of one part in row groups of about 64 MiB; flush it to disk."""
         num_sessions, content = 0, ContentHash()
         writer: pq.ParquetWriter | None = None
-        path = self.context.segment_root / part_name(part)
+        path = self.context.segment_root / part_path(part)
         with path.new_file() as partial, ExitStack() as opened:
             for clustered in cluster_chunks(samples, self.context.data):
                 rows = clustered.samples.samples.select(self.schema.names)
@@ -480,7 +480,7 @@ def hash_star(segment: Segment, data: DataConfig, columns: list[str]) -> Content
 def _row_group_hashes(
     segment: Segment, file_index: int, row_group: int, data: DataConfig, columns: list[str]
 ) -> dict[str, np.ndarray]:
-    samples = segment.file(samples_path(file_index)).read_row_group(row_group)
+    samples = segment.file(part_path(file_index, "samples")).read_row_group(row_group)
     blocks = blocks_of_row_group(segment, file_index, row_group)
     hashes = {c: value_hashes(samples[c]) for c in columns if c in samples.column_names}
     for group, members in data.groups.items():

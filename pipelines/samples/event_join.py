@@ -28,7 +28,7 @@ from schemas.config.job import DataConfig
 from schemas.config.sources import EventsConfig
 from schemas.dataset import Segment
 from schemas.errors import SchemaError
-from schemas.layout import EVENTS, REJECTS_SCHEMA, late_path
+from schemas.layout import EVENTS, REJECTS_SCHEMA, part_path
 from schemas.manifest import InputFile
 from schemas.storage import Location
 
@@ -249,7 +249,7 @@ def write_late(root: Location, partition: int, late: Sequence[Reject]) -> None:
     if not late:
         return
     rows = sorted_rejects([rejects_table(late)]).select(REJECTS_SCHEMA.names)
-    with (root / late_path(partition)).new_file() as partial:
+    with (root / part_path(partition, "late")).new_file() as partial:
         pq.write_table(rows, partial, compression="zstd", write_page_checksum=True)
 
 

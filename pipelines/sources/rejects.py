@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from schemas.layout import REJECTS_SCHEMA, rejects_path
+from schemas.layout import REJECTS_SCHEMA, part_path
 from schemas.manifest import InputFile
 from schemas.storage import Entry, Location
 
@@ -431,9 +431,9 @@ def number_reject_files(root: Location | Path) -> None:
     unnumbered = [path for path in files if path.startswith(f"{_DIRECTORY}/{_UNNUMBERED}")]
     for number, path in enumerate(unnumbered, len(files) - len(unnumbered)):
         if root.local is not None:
-            (root.local / path).rename(root.local / rejects_path(number))
+            (root.local / path).rename(root.local / part_path(number, "rejects"))
             continue
-        (root / rejects_path(number)).copy_from(root / path)
+        (root / part_path(number, "rejects")).copy_from(root / path)
         root.remove([path])
 
 

@@ -88,8 +88,7 @@ from schemas.layout import (
     SCHEMA,
     SEGMENTS,
     inverse_column,
-    late_path,
-    samples_path,
+    part_path,
 )
 from schemas.manifest import (
     ERASED_PREFIX,
@@ -490,7 +489,7 @@ def _copy_late_events(segment: Segment, building: Location, texts: frozenset[str
             pq.write_table(segment.file(EVENTS).read(), partial)
     for path in segment.files:
         number = path.removeprefix("late/").removesuffix(".parquet")
-        if path.startswith("late/") and path == late_path(int(number)):
+        if path.startswith("late/") and path == part_path(int(number), "late"):
             write_late(building, int(number), _remaining_lines(segment, path, texts))
 
 
@@ -580,7 +579,7 @@ class StoredPart:
             self.segment,
             blocks_of_row_group(self.segment, self.file_index, row_group),
         )
-        samples = segment.file(samples_path(self.file_index)).read_row_group(row_group)
+        samples = segment.file(part_path(self.file_index, "samples")).read_row_group(row_group)
         references: dict[str, NDArray[np.int64]] = {}
         uniques: dict[str, pa.Table] = {}
         hidden = [BLOCK]

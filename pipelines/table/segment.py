@@ -46,7 +46,7 @@ from schemas.layout import (
     MANIFEST,
     TRAIN,
     inverse_column,
-    samples_path,
+    part_path,
 )
 from schemas.local_files import PARTIAL
 from schemas.manifest import (
@@ -242,7 +242,7 @@ def stored_columns(
         return CheckedFile(root, entry_of[path]).schema
 
     hidden = {BLOCK, *map(inverse_column, groups)}
-    fields = [f for f in schema_of(samples_path(file_index)) if f.name not in hidden]
+    fields = [f for f in schema_of(part_path(file_index, "samples")) if f.name not in hidden]
     fields += [f for g in groups for f in group_schema(schema_of, g, file_index)]
     return {f.name: type_name(f.type) for f in fields}
 

@@ -20,7 +20,7 @@ from pipelines.workers import keep_freed_memory
 from schemas.arrays import Jagged, offsets_of
 from schemas.config.job import OrderConfig
 from schemas.files import CheckedFile, describe_file
-from schemas.layout import FILE_SHIFT, part_name
+from schemas.layout import FILE_SHIFT, part_path
 from schemas.order import Order
 from schemas.storage import Location
 
@@ -43,7 +43,7 @@ def write_lookups(root: Path, num_rows: int) -> np.ndarray:
             for block in range(BLOCKS_PER_PART)
         ]
         offsets = offsets_of(np.array([len(rows) for rows in lists]))
-        path = root / "lookups" / "items" / part_name(part)
+        path = root / "lookups" / "items" / part_path(part)
         pq.write_table(lookups_table(Jagged(np.concatenate(lists), offsets)), path)
     window, block = np.divmod(np.arange(NUM_PARTS * BLOCKS_PER_PART), 2 * NUM_PARTS)
     return (block // 2 << FILE_SHIFT) + 2 * window + block % 2  # two blocks of each part, in turn

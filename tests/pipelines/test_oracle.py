@@ -23,7 +23,7 @@ from schemas.arrays import Jagged, jagged_of, offsets_of
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
 from schemas.hashing import NUM_SLOTS
-from schemas.layout import FILE_SHIFT, access_path, edges_path, part_name
+from schemas.layout import FILE_SHIFT, part_path
 from schemas.oracle import from_gaps
 from schemas.storage import Location
 from tests.fork_server import without_forking
@@ -112,7 +112,7 @@ def write_lookups(root: Path, lists: list[list[int]], blocks_per_part: int) -> n
         ids += [part << FILE_SHIFT | i for i in range(len(mine))]
         flat = np.array([row for rows in mine for row in rows], np.int64)
         table = lookups_table(Jagged(flat, offsets_of(np.array(list(map(len, mine))))))
-        path = root / LOOKUPS / "items" / part_name(part)
+        path = root / LOOKUPS / "items" / part_path(part)
         path.parent.mkdir(parents=True, exist_ok=True)
         pq.write_table(table, path, row_group_size=2)
     return np.array(ids, np.int64)
@@ -164,8 +164,8 @@ def test_a_table_without_training_blocks_has_empty_files(tmp_path: Path) -> None
     write_lookups(tmp_path, [[], []], 1)
     empty = np.empty(0, np.int64)
     assert number_table(Location.parse(tmp_path), "items", empty).num_rows == 0
-    assert pq.read_table(tmp_path / access_path("items", 0)).num_rows == 0
-    assert pq.read_table(tmp_path / edges_path("items", 0)).num_rows == 0
+    assert pq.read_table(tmp_path / part_path(0, "access", "items")).num_rows == 0
+    assert pq.read_table(tmp_path / part_path(0, "edges", "items")).num_rows == 0
 
 
 def test_too_many_rows_of_a_segment_are_refused(

@@ -72,12 +72,12 @@ def write_part(dataset: Dataset, entry: IndexEntry, segment: Segment) -> Referen
             flat = np.array([d for step in steps for d in step], np.int32)
             lists = large_list(flat, offsets_of(np.array(list(map(len, steps)), np.int64)))
             columns = [pa.array(np.arange(start, end)), lists]
-            names.append(layout.index_path(table, file))
+            names.append(layout.part_path(file, table))
             write(root / names[-1], pa.table(columns, layout.index_schema()))
         for epoch, (first, last) in enumerate(uses if is_shuffled else []):
             half = len(first) // 2
             for file, rows in enumerate((slice(0, half), slice(half, None))):
-                names.append(layout.uses_path(table, epoch, file))
+                names.append(layout.part_path(file, table, f"uses-{epoch:05d}"))
                 write(root / names[-1], pa.table([first[rows], last[rows]], layout.USES_SCHEMA))
     root.mkdir(parents=True, exist_ok=True)
     entries = [describe_file(root, name) for name in sorted(names)]
@@ -181,10 +181,10 @@ def _write_segment(
         values = np.concatenate([np.empty(0, np.int64), *lists])
         numbers, *edges = numbered(Jagged(values, offsets))
         gaps = large_list(gaps_of(numbers), numbers.offsets)
-        path = layout.access_path("items", 0)
+        path = layout.part_path(0, "access", "items")
         write(directory / path, pa.table([np.arange(len(lists)), gaps], layout.access_schema()))
         files[path] = describe_file(directory, path)
-        path = layout.edges_path("items", 0)
+        path = layout.part_path(0, "edges", "items")
         write(directory / path, pa.table(edges, layout.EDGES_SCHEMA))
         files[path] = describe_file(directory, path)
         counts = {"num_lookups": 0, "num_lookups_dedup": 0, "num_unique_rows": len(edges[0])}

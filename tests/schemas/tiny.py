@@ -153,7 +153,7 @@ def write_star(directory: Path, samples: pa.Table) -> dict[int, dict[str, pa.Tab
         for file in sorted({place.file for place in PLACES}):
             places = [place for place in PLACES if place.file == file]
             schema = blocks[places[0].block][name].schema
-            path = directory / name / layout.part_name(file)
+            path = directory / name / layout.part_path(file)
             with pq.ParquetWriter(
                 path, schema, compression="zstd", write_page_checksum=True
             ) as out:
@@ -178,12 +178,12 @@ def write_oracle(directory: Path, samples: pa.Table) -> dict[str, tuple[Jagged, 
             positions = np.arange(len(train))[places]
             mine = numbers.take(positions)
             gaps = large_list(gaps_of(mine), mine.offsets)
-            path = directory / layout.access_path(table, part)
+            path = directory / layout.part_path(part, "access", table)
             path.parent.mkdir(parents=True, exist_ok=True)
             pq.write_table(pa.table([names[places], gaps], layout.access_schema()), path)
             new = np.isin(first, positions)
             edges = pa.table([rows[new], first[new], last[new]], layout.EDGES_SCHEMA)
-            path = directory / layout.edges_path(table, part)
+            path = directory / layout.part_path(part, "edges", table)
             path.parent.mkdir(parents=True, exist_ok=True)
             pq.write_table(edges, path)
         found[table] = (numbers, rows)

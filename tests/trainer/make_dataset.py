@@ -26,14 +26,11 @@ from schemas.layout import (
     SCHEMA,
     SEGMENTS,
     UNIQUE_INDEX,
-    access_path,
     access_schema,
     blocks_schema,
-    edges_path,
-    group_path,
     inverse_column,
     num_unique_column,
-    samples_path,
+    part_path,
 )
 from schemas.manifest import (
     DatasetManifest,
@@ -303,8 +300,8 @@ def _write_file(
         tuples = table.select(list(columns)).take(first)
         tuples = tuples.add_column(0, UNIQUE_INDEX, pa.array(unique_index))
         tuples = tuples.add_column(0, BLOCK, pa.array(ids[first]))
-        _write_row_groups(root / group_path(group, number), tuples, block[first])
-    _write_row_groups(root / samples_path(number), samples, block)
+        _write_row_groups(root / part_path(number, "groups", group), tuples, block[first])
+    _write_row_groups(root / part_path(number, "samples"), samples, block)
     return [
         {
             "block": int((number << FILE_SHIFT) + b),
@@ -355,11 +352,11 @@ def _write_access(
         num_blocks += int(block[train].max(initial=-1)) + 1
     accesses = unique_per_block(np.concatenate(rows), np.concatenate(blocks), num_blocks)
     numbers, row_of_number, first, last = numbered(accesses)
-    path = root / access_path(name, 0)
+    path = root / part_path(0, "access", name)
     path.parent.mkdir(parents=True)
     gaps = large_list(gaps_of(numbers), numbers.offsets)
     pq.write_table(pa.table([np.arange(num_blocks), gaps], access_schema()), path)
-    path = root / edges_path(name, 0)
+    path = root / part_path(0, "edges", name)
     path.parent.mkdir(parents=True, exist_ok=True)
     pq.write_table(
         pa.table({"row": row_of_number, "first_position": first, "last_position": last}), path

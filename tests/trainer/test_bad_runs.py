@@ -10,7 +10,7 @@ import pytest
 
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
-from schemas.layout import MANIFEST, group_path, samples_path
+from schemas.layout import MANIFEST, part_path
 from schemas.run_log import CHECKPOINTS, RUN_FILE
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import run_job
@@ -57,7 +57,7 @@ def test_decode_refuses_numbers_without_a_loss(
     counts = BlockCounts(blocks=segment.block_ids[chosen], samples=sizes, uniques=uniques)
 
     def read(owner: str, columns: list[str]) -> pa.Table:
-        path = samples_path(0) if owner == SAMPLES else group_path(owner, 0)
+        path = part_path(0, "samples") if owner == SAMPLES else part_path(0, "groups", owner)
         table = segment.file(path).read_row_group(0, columns)
         if column not in columns:
             return table

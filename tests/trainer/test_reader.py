@@ -13,7 +13,7 @@ from schemas.arrays import Jagged
 from schemas.config.job import TableConfig, load_job
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
-from schemas.layout import MANIFEST, group_path, samples_path
+from schemas.layout import MANIFEST, part_path
 from schemas.rows import rows_of_ids
 from tests.trainer.make_dataset import make_dataset, make_samples, write_job
 from tests.trainer.runs import SEGMENTS, reader_of, run_job
@@ -193,7 +193,7 @@ def test_decode_refuses_blocks_that_lie_elsewhere(dataset: Path) -> None:
     uniques = {group: segment.num_unique(group)[:3] for group in spec.groups}
 
     def read(owner: str, columns: list[str]) -> pa.Table:
-        path = samples_path(0) if owner == SAMPLES else group_path(owner, 0)
+        path = part_path(0, "samples") if owner == SAMPLES else part_path(0, "groups", owner)
         return segment.file(path).read_row_group(0, columns)
 
     counts = BlockCounts(blocks=names, samples=sizes, uniques=uniques)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from schemas.dataset import Dataset, Segment, missing_column_defaults, read_with_defaults
 from schemas.files import CheckedFile
 from schemas.group_files import read_group
-from schemas.layout import DATA_DIRECTORIES, EVALUATION, TRAIN, part_name, samples_path
+from schemas.layout import DATA_DIRECTORIES, EVALUATION, TRAIN, part_path
 from schemas.order import Order, Step, blocks_of_rank
 from trainer.data.collate import Batch, BlockRange, Microbatches, collate, make_microbatches
 from trainer.data.decode import SAMPLES, BatchSpec, BlockCounts, RowGroup, decode, padding_row_group
@@ -236,7 +236,7 @@ class Reader:
         def read(owner: str, columns: list[str]) -> pa.Table:
             def read_present(present: list[str]) -> pa.Table:
                 if owner == SAMPLES:
-                    return open_file(samples_path(file)).read_row_group(row_group, present)
+                    return open_file(part_path(file, "samples")).read_row_group(row_group, present)
                 return read_group(open_file, owner, file, row_group, present, as_views=True)
 
             return read_with_defaults(read_present, columns, self._absent[segment])
@@ -274,7 +274,7 @@ class Reader:
         return [
             "/".join(parts)
             for parts in paths
-            if f"{parts[0]}/" in DATA_DIRECTORIES and parts[-1] == part_name(file)
+            if f"{parts[0]}/" in DATA_DIRECTORIES and parts[-1] == part_path(file)
             if parts[-2] in owners  # `samples`, a group, or the feature of buffers
         ]
 
