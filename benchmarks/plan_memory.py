@@ -38,7 +38,7 @@ from schemas.arrays import Jagged, offsets_of
 from schemas.cache_plan import Plan, summarize
 from schemas.config.job import OrderConfig
 from schemas.config.train import CacheConfig
-from schemas.dataset import Dataset, Index, IndexPart, Segment
+from schemas.dataset import Dataset, Index, IndexPart, Segment, access_lists
 from schemas.files import describe_file, sha256_of, write_files
 from schemas.layout import FILES
 from schemas.manifest import Reference
@@ -122,12 +122,9 @@ def plan_streaming(root: Path, num_rows: int) -> int:
 def plan_decoded(root: Path, num_rows: int) -> int:
     """Plan over fully decoded lists and next uses."""
     dataset, index = open_files(root)
-    lists, distances = dataset.segments[0].access(TABLE), list(NextUses(dataset, index, TABLE))
-
-    def row(jagged: Jagged, step: int) -> NDArray[Any]:
-        return jagged.values[jagged.offsets[step] : jagged.offsets[step + 1]]
-
-    steps = ((row(lists, s), distances[s]) for s in range(index.order.num_steps))
+    files = map(access_lists, dataset.segments[0].access_files(TABLE))
+    lists = [f.values[a:b] for f in files for a, b in pairwise(f.offsets)]
+    steps = zip(lists, list(NextUses(dataset, index, TABLE)), strict=True)
     return count_fetched_rows(steps, num_rows)
 
 

@@ -123,12 +123,6 @@ def find_sorted(
     return found, positions
 
 
-def concat(parts: Sequence[Jagged]) -> Jagged:
-    """Return the rows of all parts, at least one, in order."""
-    lengths = np.concatenate([part.lengths for part in parts])
-    return Jagged(np.concatenate([part.values for part in parts]), offsets_of(lengths))
-
-
 def dedup(x: Jagged) -> tuple[Jagged, NDArray[np.int32]]:
     """Keep each distinct row once, in order of first appearance.
 

@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from itertools import pairwise
+from itertools import count, pairwise, takewhile
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -16,8 +17,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from schemas.arrays import Jagged, concat, jagged_of, offsets_of
-from schemas.config.job import Job, parse_job
+from schemas.arrays import Jagged, jagged_of, offsets_of
+from schemas.config.job import Job, OrderConfig, parse_job
 from schemas.errors import SchemaError, pluralize
 from schemas.features import FeatureSet, parse_features
 from schemas.files import (
@@ -61,6 +62,7 @@ from schemas.oracle import from_gaps
 from schemas.order import Order
 from schemas.storage import Location
 
+Number = TypeVar("Number", bound=np.generic)
 _NO_TOMBSTONES = pa.Table.from_batches([], schema=TOMBSTONES_SCHEMA)  # `empty_table` imports pandas
 
 
@@ -104,8 +106,12 @@ class Segment:
 
     def file(self, path: str, texts_as_codes: bool = False, by_column: bool = False) -> CheckedFile:
         """Return a file of the segment; raise SchemaError if the segment does not list it."""
-        entry = _entry(self.files, path, self.directory)
-        return CheckedFile(self.directory, entry, texts_as_codes, by_column)
+        if path not in self.files:
+            raise SchemaError(
+                f"file is not listed: {path!r}; rebuild the dataset",
+                file=str(self.directory / FILES),
+            )
+        return CheckedFile(self.directory, self.files[path], texts_as_codes, by_column)
 
     def positions(self, split: str) -> NDArray[np.int64]:
         """Return the positions of a split's blocks in `blocks`."""
@@ -142,40 +148,29 @@ class Segment:
         Raises:
             SchemaError: there are none.
         """
-        files: list[CheckedFile] = []
-        while (path := part_path(len(files), "access", table)) in self.files:
-            files.append(self.file(path))
-        if not files:
-            raise SchemaError(
-                f"table has no access lists: {table!r}; rebuild the dataset",
-                file=str(self.directory / MANIFEST),
-            )
-        return files
-
-    def access(self, table: str) -> Jagged:
-        """Return the ascending dense numbers of each training block, read at once."""
-        return concat([access_lists(file) for file in self.access_files(table)])
+        return self._files_of("access", table)
 
     def edge_files(self, table: str) -> list[CheckedFile]:
         """Return the files of a table's rows, in the order of their numbers."""
-        files = [self.file(part_path(0, "edges", table))]
-        while (path := part_path(len(files), "edges", table)) in self.files:
-            files.append(self.file(path))
-        return files
+        return self._files_of("edges", table)
+
+    def _files_of(self, folder: str, table: str) -> list[CheckedFile]:
+        paths = _parts_in(self.files, folder, table)
+        if not paths:
+            raise SchemaError(
+                f"table has no files in {folder}/: {table!r}; rebuild the dataset",
+                file=str(self.directory / MANIFEST),
+            )
+        return list(map(self.file, paths))
 
     def rows(self, table: str) -> NDArray[np.int64]:
         """Return the row of each dense number."""
-        files = self.edge_files(table)
-        files[0].prefetch()
-        offsets = rows_before(files).tolist()
-        rows = np.empty(offsets[-1], np.int64)
-        for file, (start, end) in zip(in_turn(files), pairwise(offsets), strict=True):
-            rows[start:end] = edge_rows(file)
-        return rows
+        return _columns(self.edge_files(table), np.int64, "row")[0]
 
     def edge_positions(self, table: str) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Return the positions of the first and last training block that use each number."""
-        return _columns(self.edge_files(table), "first_position", "last_position")
+        first, last = _columns(self.edge_files(table), np.int32, "first_position", "last_position")
+        return first, last
 
 
 @dataclass(frozen=True)
@@ -201,33 +196,38 @@ class IndexPart:
 
         They are those within segment and epoch, in ascending order of the segment's own numbers.
         """
-        return ListFiles(self._files(lambda f: part_path(f, table)), step_distances)
+        return ListFiles(self._files(table), step_distances)
 
     def uses(self, table: str, epoch: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Return the first and last step of the segment that uses each number in an epoch.
 
         They are stored for shuffled epochs only; others follow from the segment's edges.
         """
-        files = self._files(lambda f: part_path(f, table, f"uses-{epoch:05d}"))
-        return _columns(files, "first_step", "last_step")
+        files = self._files(table, f"uses-{epoch:05d}")
+        first, last = _columns(files, np.int32, "first_step", "last_step")
+        return first, last
 
-    def _files(self, path_of: Callable[[int], str]) -> list[CheckedFile]:
-        files: list[CheckedFile] = []
-        while (path := path_of(len(files))) in self.files:
-            files.append(CheckedFile(self.directory, self.files[path]))
-        return files
+    def _files(self, *folders: str) -> list[CheckedFile]:
+        paths = _parts_in(self.files, *folders)
+        return [CheckedFile(self.directory, self.files[path]) for path in paths]
+
+
+def _parts_in(files: Mapping[str, FileEntry], *folders: str) -> list[str]:
+    paths = (part_path(number, *folders) for number in count())
+    return list(takewhile(files.__contains__, paths))
 
 
 def _columns(
-    files: Sequence[CheckedFile], first: str, second: str
-) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    files: Sequence[CheckedFile], dtype: type[Number], *names: str
+) -> list[NDArray[Number]]:
+    """Return columns of consecutive files, joined."""
     for file in files[:1]:
         file.prefetch()
     offsets = rows_before(files).tolist()
-    columns = np.empty(offsets[-1], np.int32), np.empty(offsets[-1], np.int32)
+    columns = [np.empty(offsets[-1], dtype) for _ in names]
     for file, (start, end) in zip(in_turn(files), pairwise(offsets), strict=True):
-        table = file.read([first, second])
-        for name, column in zip((first, second), columns, strict=True):
+        table = file.read(list(names))
+        for name, column in zip(names, columns, strict=True):
             column[start:end] = table[name].to_numpy()
     return columns
 
@@ -262,11 +262,6 @@ class Index:
 def access_lists(file: CheckedFile) -> Jagged:
     """Decode a file of access lists: the ascending dense numbers of each block."""
     return from_gaps(jagged_of(file.read(["gaps"])["gaps"]))
-
-
-def edge_rows(file: CheckedFile) -> NDArray[np.int64]:
-    """Decode the rows of a file of edges."""
-    return file.read(["row"])["row"].to_numpy()
 
 
 def step_distances(file: CheckedFile) -> Jagged:
@@ -316,9 +311,7 @@ class Dataset:
                 f"batch_samples must be a multiple of block_samples, got {batch_samples} and "
                 f"{block}; use {max(1, batch_samples // block) * block}"
             )
-        config = type(self.job.data.oracle.order)(
-            shuffle="blocks" if shuffle == "blocks" else "none", seed=seed
-        )
+        config = OrderConfig(shuffle="blocks" if shuffle == "blocks" else "none", seed=seed)
         counts = tuple(len(s.positions(split)) for s in self.segments)
         keys = tuple(shuffle_key_of(segment.reference) for segment in self.segments)
         return Order(counts, batch_samples // block, epochs, config, keys)
@@ -385,14 +378,6 @@ class Dataset:
         )
 
 
-def _entry(files: dict[str, FileEntry], path: str, directory: Location) -> FileEntry:
-    if path not in files:
-        raise SchemaError(
-            f"file is not listed: {path!r}; rebuild the dataset", file=str(directory / FILES)
-        )
-    return files[path]
-
-
 def version_name(name: str, sha256: str) -> str:
     """Return the name of the job or schema file with a hash, in a dataset.
 
@@ -415,16 +400,9 @@ def read_version(root: Location, name: str, sha256: str) -> bytes:
 _OPEN_THREADS = 16
 
 
-@lru_cache(maxsize=1 << 14)
-def _committed_part(directory: Location, reference: Reference) -> IndexManifest:
-    """Read the manifest of a part of an index once."""
-    return read_index(directory, reference)
-
-
-@lru_cache(maxsize=1 << 14)
-def committed_segment(directory: Location, reference: Reference) -> SegmentManifest:
-    """Read the manifest of a segment once: committed files do not change."""
-    return read_segment(directory, reference)
+# Committed files do not change: the manifests of segments and of parts of indexes are read once.
+committed_segment = lru_cache(maxsize=1 << 14)(read_segment)
+_committed_part = lru_cache(maxsize=1 << 14)(read_index)
 
 
 def open_dataset(path: str | Path | Location) -> Dataset:

@@ -11,9 +11,9 @@ import pyarrow.parquet as pq
 from schemas import layout
 from schemas.arrays import Jagged, large_list, offsets_of
 from schemas.config.job import parse_job
-from schemas.dataset import Dataset, Segment
+from schemas.dataset import Dataset, Segment, access_lists
 from schemas.features import FeatureSet
-from schemas.files import FileEntry, describe_file, sha256_of, write_files
+from schemas.files import FileEntry, ListFiles, describe_file, sha256_of, write_files
 from schemas.manifest import (
     DatasetManifest,
     IndexEntry,
@@ -63,7 +63,8 @@ def write_part(dataset: Dataset, entry: IndexEntry, segment: Segment) -> Referen
     num_accesses: dict[str, tuple[int, ...]] = {}
     names: list[str] = []
     for table in segment.manifest.tables:
-        distances, uses = uses_of(segment.access(table), order)
+        lists = ListFiles(segment.access_files(table), access_lists)
+        distances, uses = uses_of(lists, order)
         per_epoch = np.array([len(step) for step in distances], int).reshape(epochs, -1).sum(axis=1)
         num_accesses[table] = tuple(per_epoch.tolist())
         half = (len(distances) + 1) // 2
@@ -97,7 +98,7 @@ def write_part(dataset: Dataset, entry: IndexEntry, segment: Segment) -> Referen
 
 
 def uses_of(
-    lists: Jagged, order: Order
+    lists: ListFiles, order: Order
 ) -> tuple[list[list[int]], list[tuple[np.ndarray, np.ndarray]]]:
     """The distances of each step within its epoch; first and last step of each number."""
     distances: list[list[int]] = []
@@ -107,7 +108,7 @@ def uses_of(
         steps: list[list[int]] = []
         for step in range(order.steps_per_epoch):
             positions = order.step(epoch * order.steps_per_epoch + step).positions
-            steps.append(np.unique(lists.take(positions).values).tolist())
+            steps.append(np.unique(np.concatenate([lists[p] for p in positions])).tolist())
             for number in steps[-1]:
                 first.setdefault(number, step)
                 last[number] = step

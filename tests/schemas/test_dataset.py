@@ -165,8 +165,8 @@ def test_order_of_a_batch_that_cuts_blocks_raises(dataset: Dataset) -> None:
 
 MISSING = {
     "table": (
-        lambda segment: segment.access("none"),
-        "table has no access lists: 'none' in {}/MANIFEST.json; rebuild the dataset",
+        lambda segment: segment.access_files("none"),
+        "table has no files in access/: 'none' in {}/MANIFEST.json; rebuild the dataset",
     ),
     "file": (
         lambda segment: segment.file("samples/00009.parquet"),
