@@ -67,7 +67,7 @@ def _blocks(_: list[int], num_blocks: int) -> bytes:
 def _index(root: Path, num_blocks: int, table: str, num_rows: int) -> int:
     """Index a table in steps of one block; return its entries."""
     paths = sorted((root / "access" / table).iterdir())
-    entries = [describe_file(root, path.relative_to(root).as_posix()) for path in paths]
+    entries = [describe_file(path, path.relative_to(root).as_posix()) for path in paths]
     files = [CheckedFile(root, entry) for entry in entries]
     manifest = SimpleNamespace(tables={table: SimpleNamespace(num_unique_rows=num_rows)})
     segment = SimpleNamespace(manifest=manifest, access_files=lambda _: files)

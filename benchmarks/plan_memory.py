@@ -73,7 +73,7 @@ def write_tables(root: Path, num_rows: int, num_accesses: int) -> None:
     for name in ("segment", "index", "second"):
         place = root / name
         paths = [path.relative_to(place).as_posix() for path in place.rglob("*.parquet")]
-        write_files(place / FILES, [describe_file(place, path) for path in paths])
+        write_files(place / FILES, [describe_file(place / path, path) for path in paths])
 
 
 def write_edges(root: Path, rows: NDArray[np.int64]) -> None:

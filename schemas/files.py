@@ -56,10 +56,10 @@ def replace_bytes(path: Path | Location, data: bytes) -> None:
     Location.parse(path).write_bytes(data)
 
 
-def encode_parquet(table: pa.Table) -> bytes:
-    """Return a small table as the bytes of a Parquet file."""
+def encode_parquet(table: pa.Table, **options: bool) -> bytes:
+    """Return a small table as the bytes of a Parquet file; options are those of `write_table`."""
     sink = pa.BufferOutputStream()
-    pq.write_table(table, sink, compression="zstd", write_page_checksum=True)
+    pq.write_table(table, sink, compression="zstd", write_page_checksum=True, **options)
     return sink.getvalue().to_pybytes()
 
 
@@ -69,22 +69,14 @@ def sync_file(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def describe_file(root: Location | Path, path: str) -> FileEntry:
-    """Flush a finished file to disk and return its entry; `path` is relative to `root`."""
-    return _described(path, _whole_file(Location.parse(root) / path))
-
-
-def describe_new_file(temporary: Path, path: str) -> FileEntry:
-    """Flush a file to disk that is complete under a temporary name; return its entry.
+def describe_file(file: Location | Path, path: str) -> FileEntry:
+    """Flush a finished file to disk and return its entry.
 
     Args:
-        temporary: the file.
+        file: may have a temporary name.
         path: its later path, relative to the directory of `files.parquet`.
     """
-    return _described(path, _whole_file(Location.parse(temporary)))
-
-
-def _described(path: str, data: pa.Buffer) -> FileEntry:
+    data = _whole_file(Location.parse(file))
     offsets = _region_offsets(data) if path.endswith(".parquet") else (0, data.size)
     crcs = tuple(zlib.crc32(data[a:b]) for a, b in pairwise(offsets))
     return FileEntry(path, data.size, hashlib.sha256(data).hexdigest(), offsets, crcs)
@@ -116,16 +108,7 @@ def write_files(path: Location | Path, entries: Iterable[FileEntry]) -> str:
         {k: [list(x) if isinstance(x, tuple) else x for x in v] for k, v in columns.items()},
         FILES_SCHEMA,
     )
-    sink = pa.BufferOutputStream()
-    pq.write_table(
-        table,
-        sink,
-        compression="zstd",
-        use_dictionary=False,  # all values are distinct
-        write_statistics=False,
-        write_page_checksum=True,
-    )
-    data = sink.getvalue().to_pybytes()
+    data = encode_parquet(table, use_dictionary=False, write_statistics=False)  # all are distinct
     Location.parse(path).write_bytes(data)
     return hashlib.sha256(data).hexdigest()
 
@@ -530,22 +513,17 @@ class DecodedFileCache:
     def __init__(self, max_bytes: int) -> None:
         """Create an empty cache of at most `max_bytes` bytes of decoded values."""
         self._max_bytes = max_bytes
-        self._files: OrderedDict[tuple[int, int], Jagged] = OrderedDict()
-        self._bytes = self._num_owners = 0
+        self._files: OrderedDict[tuple[ListFiles, int], Jagged] = OrderedDict()
+        self._bytes = 0
 
-    def add_owner(self) -> int:
-        """Return a new id for a user of the cache."""
-        self._num_owners += 1
-        return self._num_owners
-
-    def get(self, owner: int, file_index: int) -> Jagged | None:
+    def get(self, owner: ListFiles, file_index: int) -> Jagged | None:
         """Return a file if it is cached."""
         lists = self._files.get((owner, file_index))
         if lists is not None:
             self._files.move_to_end((owner, file_index))
         return lists
 
-    def put(self, owner: int, file_index: int, lists: Jagged) -> None:
+    def put(self, owner: ListFiles, file_index: int, lists: Jagged) -> None:
         """Add a file and evict the least recently used ones."""
         self._files[owner, file_index] = lists
         self._bytes += lists.values.nbytes
@@ -573,7 +551,6 @@ class ListFiles:
         self._files = files
         self._decode = decode
         self._cache = DecodedFileCache(0) if cache is None else cache
-        self._owner = self._cache.add_owner()
         self._first = rows_before(files)
         for file in files:
             file.close()
@@ -596,12 +573,12 @@ class ListFiles:
 
     def _file(self, file_index: int) -> Jagged:
         if self._open[0] != file_index:
-            lists = self._cache.get(self._owner, file_index)
+            lists = self._cache.get(self, file_index)
             if lists is None:
                 if file_index + 1 < len(self._files):
                     self._files[file_index + 1].prefetch()
                 lists = self._decode(self._files[file_index])
                 self._files[file_index].close()
-                self._cache.put(self._owner, file_index, lists)
+                self._cache.put(self, file_index, lists)
             self._open = file_index, lists
         return self._open[1]

@@ -40,7 +40,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from schemas.arrays import Array, numpy_of
+from schemas.arrays import Array, find_sorted, numpy_of
 from schemas.errors import SchemaError
 from schemas.files import replace_bytes, sha256_of
 from schemas.layout import JOB, MANIFEST, SCHEMA
@@ -247,10 +247,8 @@ class ModelFile:
             dim=manifest.dim,
             dtype=manifest.inputs.dtype,
         )
-        index = np.searchsorted(trained, rows)
-        inside = np.flatnonzero(index < len(trained))
-        hits = inside[trained[index[inside]] == rows[inside]]
-        result[hits] = values[index[hits]]
+        is_trained, index = find_sorted(trained, rows)
+        result[is_trained] = values[index[is_trained]]
         return result
 
     def inputs(self, samples: pa.Table | pa.RecordBatch) -> dict[str, Array]:

@@ -34,7 +34,7 @@ from pipelines.clustering.star import Clustered, SortKeys, Star, cluster, sort_k
 from pipelines.samples.tuples import Tuples, concat_tuples, drop_unused_tuples, hash_session_keys
 from schemas.arrays import column_bytes, offsets_of
 from schemas.config.job import DataConfig
-from schemas.files import FileEntry, describe_new_file
+from schemas.files import FileEntry, describe_file
 from schemas.fitted import FittedValues
 from schemas.layout import (
     BLOCK,
@@ -232,7 +232,7 @@ class PartFiles:
         for path, (temporary, writer) in self._writers.items():
             writer.close()
             if not path.startswith(f"{LOOKUPS}/"):
-                entries.append(describe_new_file(temporary, path))
+                entries.append(describe_file(temporary, path))
         self._open.close()
         return tuple(entries)
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from pipelines.clustering.layout import open_writer
 from schemas.arrays import Jagged, large_list, offsets_of, ranges
-from schemas.files import FileEntry, describe_new_file
+from schemas.files import FileEntry, describe_file
 from schemas.layout import BLOCK, EDGES_SCHEMA, USES_SCHEMA, access_schema, index_schema, part_path
 from schemas.storage import Location
 
@@ -45,7 +45,7 @@ def write_file(root: Location | Path, path: str, table: pa.Table) -> FileEntry:
     with (Location.parse(root) / path).new_file() as partial:
         with open_writer(partial, table.schema, ENCODINGS) as writer:
             writer.write_table(table, row_group_size=max(1, table.num_rows))
-        return describe_new_file(partial, path)
+        return describe_file(partial, path)
 
 
 def split_into_files(lengths: NDArray[np.integer]) -> NDArray[np.int64]:

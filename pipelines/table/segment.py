@@ -32,7 +32,6 @@ from schemas.files import (
     CheckedFile,
     FileEntry,
     describe_file,
-    describe_new_file,
     sha256_of,
     write_files,
 )
@@ -114,7 +113,7 @@ def describe_files(root: Location | Path, written: Iterable[FileEntry] = ()) -> 
         if sizes.get(path) != entry.num_bytes:
             raise SchemaError(f"file of a part was removed: {path}; run the build again")
     unread = sizes.keys() - entries.keys() - {BLOCKS, FILES, MANIFEST}
-    entries |= {path: describe_file(root, path) for path in unread}
+    entries |= {path: describe_file(root / path, path) for path in unread}
     return [entries[path] for path in sorted(entries)]
 
 
@@ -197,7 +196,7 @@ def finish_segment(
     with (root / BLOCKS).new_file() as partial:
         with open_writer(partial, blocks.schema, encodings) as writer:
             writer.write_table(blocks)
-        blocks_sha256 = describe_new_file(partial, BLOCKS).sha256
+        blocks_sha256 = describe_file(partial, BLOCKS).sha256
     number_reject_files(root)
     slices = {result.file_index: result.slices for result in results}
     text = statistics_text(segment_slices(slices, data, features))

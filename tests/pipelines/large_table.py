@@ -52,7 +52,7 @@ def write_lookups(root: Path, num_rows: int) -> np.ndarray:
 def segment_of(root: Path, num_rows: int) -> Any:
     """Return a segment with what an index reads."""
     paths = sorted((root / "access" / "items").iterdir())
-    files = [CheckedFile(root, describe_file(root, f"access/items/{p.name}")) for p in paths]
+    files = [CheckedFile(root, describe_file(p, f"access/items/{p.name}")) for p in paths]
     tables = {"items": SimpleNamespace(num_unique_rows=num_rows)}
     return SimpleNamespace(manifest=SimpleNamespace(tables=tables), access_files=lambda _: files)
 

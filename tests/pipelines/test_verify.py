@@ -48,7 +48,7 @@ def rewritten(dataset: Path, path: str, change: Callable[[pa.Table], pa.Table]) 
         for table in groups:
             writer.write_table(change(table))
     entries = parse_files((segment / FILES).read_bytes(), segment / FILES)
-    entries[path] = describe_file(segment, path)
+    entries[path] = describe_file(segment / path, path)
     write_files(segment / FILES, entries.values())
     mended(dataset, replace(read_segment(segment), files_sha256=sha256_of(segment / FILES)))
 

@@ -81,7 +81,7 @@ def write_part(dataset: Dataset, entry: IndexEntry, segment: Segment) -> Referen
                 names.append(layout.part_path(file, table, f"uses-{epoch:05d}"))
                 write(root / names[-1], pa.table([first[rows], last[rows]], layout.USES_SCHEMA))
     root.mkdir(parents=True, exist_ok=True)
-    entries = [describe_file(root, name) for name in sorted(names)]
+    entries = [describe_file(root / name, name) for name in sorted(names)]
     manifest = IndexManifest(
         segment_sha256=reference.manifest_sha256,
         shuffle_key=shuffle_key_of(reference) if is_shuffled else None,
@@ -184,10 +184,10 @@ def _write_segment(
         gaps = large_list(gaps_of(numbers), numbers.offsets)
         path = layout.part_path(0, "access", "items")
         write(directory / path, pa.table([np.arange(len(lists)), gaps], layout.access_schema()))
-        files[path] = describe_file(directory, path)
+        files[path] = describe_file(directory / path, path)
         path = layout.part_path(0, "edges", "items")
         write(directory / path, pa.table(edges, layout.EDGES_SCHEMA))
-        files[path] = describe_file(directory, path)
+        files[path] = describe_file(directory / path, path)
         counts = {"num_lookups": 0, "num_lookups_dedup": 0, "num_unique_rows": len(edges[0])}
         tables["items"] = TableCounts(**counts)
     write(directory / layout.BLOCKS, layout.blocks_schema([]).empty_table())

@@ -77,7 +77,7 @@ def test_texts_are_read_as_codes_where_their_encoding_allows_it(
     encodings = dict.fromkeys(["a", "b.list.element"], encoding) | {"c": "PLAIN"}
     with open_writer(str(tmp_path / "x.parquet"), rows.schema, encodings) as writer:
         writer.write_table(rows, row_group_size=2)
-    entry = describe_file(tmp_path, "x.parquet")
+    entry = describe_file(tmp_path / "x.parquet", "x.parquet")
     file = CheckedFile(tmp_path, entry, texts_as_codes=True)
     assert pa.types.is_dictionary(file.schema.field("a").type) == (encoding[:5] != "DELTA")
     assert [file.read_row_group(i).to_pylist() for i in (0, 1)] == [
@@ -195,7 +195,7 @@ def test_read_files_gives_back_what_was_described(root: Path) -> None:
     assert set(found) == listed - {"MANIFEST.json", "files.parquet", "blocks.parquet"}
     assert list(found) == sorted(found)
     for name, entry in found.items():
-        assert entry == describe_file(directory, name)
+        assert entry == describe_file(directory / name, name)
 
 
 def test_verify_whole_names_each_problem(root: Path) -> None:

@@ -228,7 +228,7 @@ def write_segment(root: Path, seed: int) -> Reference:
         for path in directory.rglob("*")
         if path.is_file() and path.name != layout.BLOCKS
     )
-    entries = [describe_file(directory, name) for name in names]
+    entries = [describe_file(directory / name, name) for name in names]
     files_sha256 = write_files(directory / layout.FILES, entries)
     unique = {g: sum(len(b[f"groups/{g}"]) for b in blocks.values()) for g in GROUPS}
     manifest = SegmentManifest(

@@ -253,7 +253,7 @@ def _write_segment(
     pq.write_table(blocks, root / BLOCKS)
     tables = {name: _write_access(root, job, name, parts) for name in job.data.tables}
     entries = [
-        describe_file(root, str(p.relative_to(root)))
+        describe_file(p, str(p.relative_to(root)))
         for p in sorted(root.rglob("*.parquet"))
         if p.name not in (BLOCKS, FILES)
     ]
