@@ -257,9 +257,6 @@ class Dataset:
 
         Print the result to see both. The batch needs the extra `trainer`, and is read when it is
         first used.
-
-        Args:
-            num_samples: number of samples.
         """
         names = self.schema.values("name")
         rows = [samples_schema(self.opened, names).empty_table()]

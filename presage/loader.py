@@ -122,11 +122,7 @@ class DataLoader(IterableDataset[Batch]):
     ) -> DataLoader:
         """Return a loader with the batch size, the epochs, the order and the type of a job.
 
-        Args:
-            job: job file.
-            dataset: built with the job's tables.
-            split: as in the constructor.
-            options: further arguments of the constructor.
+        `options` are further arguments of the constructor.
         """
         config, (opened, selected) = load_job(job), _open(dataset)
         order = order_of(config, opened)

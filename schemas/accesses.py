@@ -58,14 +58,9 @@ def table_load(
     periods: int = 16,
     slot_ranges: int = 16,
 ) -> TableLoad:
-    """Add up the accesses of a table.
+    """Add up the accesses of a table by equal periods of the run and equal slot ranges.
 
-    Args:
-        steps: numbers and next-use distances of each step.
-        rows: the row of each number.
-        num_steps: number of steps.
-        periods: number of equal periods of the run, at most num_steps.
-        slot_ranges: number of equal slot ranges, at most NUM_SLOTS.
+    `steps` are the numbers and next-use distances of each step, `rows` the row of each number.
     """
     periods = max(1, min(periods, num_steps))
     slot_range = slot_of_row(rows) * slot_ranges // NUM_SLOTS
@@ -196,14 +191,9 @@ class TableAccesses:
         cache: DecodedFileCache | None = None,
         numbering: RowNumbering | None = None,
     ) -> None:
-        """Read the row of each number; access lists are read on demand.
+        """Read the row of each number, unless the numbering of the dataset is given.
 
-        Args:
-            dataset: open dataset.
-            table: table name.
-            order: global order of the run.
-            cache: cache of decoded files, which tables may share.
-            numbering: that of the dataset, if it is known.
+        Access lists are read on demand; tables may share a cache of decoded files.
         """
         self.numbering = RowNumbering(dataset, table) if numbering is None else numbering
         self.rows = self.numbering.rows
@@ -291,14 +281,7 @@ class NextUses:
     def __init__(
         self, dataset: Dataset, index: Index, table: str, numbering: RowNumbering | None = None
     ) -> None:
-        """Link segments and epochs; distances within them are read on demand.
-
-        Args:
-            dataset: open dataset.
-            index: opened by the dataset.
-            table: table name.
-            numbering: that of the dataset, if it is known.
-        """
+        """Link segments and epochs; distances within them are read on demand."""
         self._order, self._parts, self._table = index.order, index.parts, table
         self._opened: dict[int, ListFiles] = {}  # by segment, on demand
         self._segment = 0  # the only one with a decoded file

@@ -516,10 +516,6 @@ def required_rows(distances: Iterable[NDArray[np.integer]], cache: CacheConfig) 
     `ttl` needs the rows kept for a later use and those of the window, prefetch_steps + 1 steps;
     `belady` only those of the window, which a time to live of `prefetch_steps` keeps.
 
-    Args:
-        distances: next-use distances of each step's entries.
-        cache: policy and limits.
-
     Example:
         >>> steps = [np.array([2, 0]), np.array([0]), np.array([0])]
         >>> required_rows(steps, CacheConfig(policy="belady", prefetch_steps=1))
@@ -553,11 +549,7 @@ def required_rows(distances: Iterable[NDArray[np.integer]], cache: CacheConfig) 
 def check_cache_size(
     tables: Mapping[str, Iterable[NDArray[np.integer]]], cache: CacheConfig
 ) -> None:
-    """Raise PlanError if the cache is too small for a table.
-
-    Args:
-        tables: table to the next-use distances of each step's entries.
-        cache: policy and limits, per table.
+    """Raise PlanError if the cache is too small for the next-use distances of each step of a table.
 
     Raises:
         PlanError: names the table that needs the most rows, and how many.

@@ -513,11 +513,7 @@ def deleted_rows(
 
 
 def select_segments(dataset: Dataset, names: Sequence[str]) -> Dataset:
-    """Return a dataset of the named segments, in dataset order.
-
-    Args:
-        dataset: open dataset.
-        names: ids or days of segments.
+    """Return a dataset of the segments with some ids or days, in dataset order.
 
     Raises:
         SchemaError: the dataset has no segment of a name.
@@ -621,13 +617,7 @@ def missing_column_defaults(dataset: Dataset, segment: Segment) -> dict[str, pa.
 def read_with_defaults(
     read: Callable[[list[str]], pa.Table], columns: Sequence[str], defaults: Mapping[str, pa.Scalar]
 ) -> pa.Table:
-    """Read columns of a file, missing ones as constants.
-
-    Args:
-        read: reads the given columns of the file.
-        columns: columns of the result, in order; at least one is stored.
-        defaults: result of `missing_column_defaults`.
-    """
+    """Read columns of a file, at least one; those in `defaults` are constants."""
     table = read([c for c in columns if c not in defaults])
     for name in (c for c in columns if c in defaults):
         table = table.append_column(name, constant_column(defaults[name], table.num_rows))

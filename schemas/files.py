@@ -541,13 +541,7 @@ class ListFiles:
         decode: Callable[[CheckedFile], Jagged],
         cache: DecodedFileCache | None = None,
     ) -> None:
-        """Count the lists of each file; none is decoded yet.
-
-        Args:
-            files: in order.
-            decode: returns the lists of a file.
-            cache: keeps files besides the last used one.
-        """
+        """Count the lists of each file; the cache keeps decoded files besides the last one."""
         self._files = files
         self._decode = decode
         self._cache = DecodedFileCache(0) if cache is None else cache

@@ -131,11 +131,8 @@ def new_entries(
 ) -> pa.Table:
     """Return the new entries of counted values, by descending count, then value.
 
-    Args:
-        vocabulary: existing entries.
-        counts: distinct `value` and int64 `count`, in any order.
-        min_count: smallest count of an entry.
-        num_rows: most rows of the vocabulary, out-of-vocabulary rows included.
+    `counts` has distinct values and int64 counts in any order; `num_rows` includes the rows of
+    values without an entry.
 
     Returns:
         Columns of `vocabulary_schema` but `version`.
@@ -180,12 +177,7 @@ def version_path(name: str, version: int, data: bytes) -> str:
 
 
 def merge_versions(versions: Sequence[pa.Table], oov_rows: int, kind: pa.DataType) -> Vocabulary:
-    """Merge the versions of a vocabulary.
-
-    Args:
-        versions: tables of `vocabulary_schema`, in order; may be empty.
-        oov_rows: rows before the first entry.
-        kind: int64 or string.
+    """Merge the versions of a vocabulary, tables of `vocabulary_schema` in order, maybe none.
 
     Raises:
         SchemaError: rows are not consecutive, or a value has two rows.
@@ -268,12 +260,9 @@ def stats_path(data: bytes) -> str:
 
 
 def load_fitted(root: Path | Location, files: Mapping[str, str], data: DataConfig) -> FittedValues:
-    """Read and verify fitted values.
+    """Read and verify fitted values of a dataset, or of a segment being built.
 
-    Args:
-        root: directory that the paths are relative to: the dataset, or a segment being built.
-        files: path to sha256, as in a segment's manifest.
-        data: the job's data section.
+    `files` maps paths to sha256, as in a segment's manifest.
 
     Raises:
         SchemaError: a file is missing, has changed, or has another format.

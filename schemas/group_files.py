@@ -277,13 +277,7 @@ def read_group(
 def group_schema(
     schema_of: Callable[[str], pa.Schema], group: str, file_index: int
 ) -> list[pa.Field]:
-    """Return the features of a group with their types.
-
-    Args:
-        schema_of: returns the Arrow schema of a file by its path inside the segment.
-        group: name of the group.
-        file_index: index of the part.
-    """
+    """Return the features of a group with their types; `schema_of` reads that of a file."""
     stored = schema_of(part_path(file_index, "groups", group))
     if TUPLE_INDEX in stored.names:
         stored = schema_of(part_path(file_index, "tuples", group))
@@ -372,12 +366,7 @@ def _positions_of(
 ) -> NDArray[np.int64]:
     """Return the positions in the row group of the tuples or buffers that `indices` refer to.
 
-    Args:
-        indices: values of `column`.
-        file: the tuples or buffers, numbered by `column` without a gap.
-        column: `tuple_index` or `buffer_index`.
-        row_group: row group.
-        checked: indices that are in use; all if None.
+    The file numbers them by `column` without a gap. Only the `checked` indices are in use.
     """
     numbers = numpy_of(file.read_row_group(row_group, [column])[column])
     first = int(numbers[0]) if len(numbers) else 0

@@ -54,13 +54,7 @@ class Lease:
     """
 
     def __init__(self, directory: Location, holder: str, expiry_sec: float = EXPIRY_SEC) -> None:
-        """Hold nothing yet.
-
-        Args:
-            directory: of the dataset.
-            holder: who holds it, for messages.
-            expiry_sec: time after a renewal for which the lease is valid.
-        """
+        """Hold nothing yet; a lease is valid for `expiry_sec` after its last renewal."""
         file = directory / LEASES / f"{uuid.uuid4().hex}.json"
         self._body = _Body(file, holder, expiry_sec)
         self._thread: threading.Thread | None = None
@@ -138,11 +132,7 @@ def _remove(file: Location) -> None:
 
 
 def live_leases(directory: Location, now: datetime | None = None) -> list[LeaseRecord]:
-    """Return the leases that have not expired.
-
-    Args:
-        directory: of the dataset.
-        now: time by the clock of the store; read if None.
+    """Return the leases that have not expired, by the clock of the store, which is read if None.
 
     Raises:
         SchemaError: a lease is not readable.

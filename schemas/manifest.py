@@ -137,11 +137,7 @@ def _encode(body: Mapping[str, Any], checksum: object, indent: int | None) -> by
 def decode_manifest(kind: type[T], data: bytes, path: Location | Path, remedy: str) -> T:
     """Return the dataclass that `encode_manifest` encoded.
 
-    Args:
-        kind: a dataclass; its field `format`, if any, has the supported version as default.
-        data: JSON.
-        path: the file, for errors.
-        remedy: how to replace the file if it cannot be restored.
+    Its field `format`, if any, has the supported version as default. Errors end with the remedy.
 
     Raises:
         SchemaError: a byte has changed, or the format is another one.
@@ -412,11 +408,7 @@ def write_manifest(directory: Location | Path, manifest: SegmentManifest | Index
 
 
 def read_segment(directory: Location | Path, reference: Reference | None = None) -> SegmentManifest:
-    """Read a segment's manifest.
-
-    Args:
-        directory: the segment.
-        reference: entry of the root manifest, or None to verify only its own checksum.
+    """Read a segment's manifest; without a reference only its own checksum is verified.
 
     Raises:
         SchemaError: it is missing or changed, or has another format.

@@ -328,14 +328,9 @@ def _corrected(cache: OptimalCache, rows: float, expected: float) -> float:
 def approximate_concave(
     rate: Callable[[int], float], first: int, last: int, num_points: int, tolerance: float
 ) -> HitRateCurve:
-    """Approximate a non-decreasing concave function by few evaluations.
+    """Approximate a non-decreasing concave function by few evaluations, two or more.
 
-    Args:
-        rate: the function.
-        first: smallest argument.
-        last: largest argument.
-        num_points: most evaluations, at least 2.
-        tolerance: error at which no more values are computed.
+    No more values are computed when the error is at most `tolerance`.
 
     Example:
         >>> curve = approximate_concave(lambda size: min(size, 10) / 10, 1, 1000, 30, 0.01)

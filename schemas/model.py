@@ -68,12 +68,7 @@ _TARGET = re.compile(r"torch\.ops\.aten\.\w+\.\w+|_operator\.\w+|torch\.sym_\w+|
 
 
 def check_program(data: bytes, *, file: str) -> None:
-    """Raise SchemaError if loading a program would unpickle or evaluate something.
-
-    Args:
-        data: bytes of the program.
-        file: path of the model file, for errors.
-    """
+    """Raise SchemaError if loading a program would unpickle or evaluate something."""
     try:
         problem = _problem(data)
     except (zipfile.BadZipFile, ValueError, KeyError, TypeError, AttributeError) as error:
@@ -182,13 +177,7 @@ def rows_paths(table: str) -> tuple[str, str]:
 def write_model(
     path: Location, manifest: ModelManifest, members: Mapping[str, Path | bytes]
 ) -> None:
-    """Write a model file atomically.
-
-    Args:
-        path: the file.
-        manifest: its manifest; `parts` is computed from `members`.
-        members: other members, by name.
-    """
+    """Write a model file atomically; `parts` of the manifest is computed from the other members."""
     parts: dict[str, ModelMember] = {}
     with path.new_file() as partial, zipfile.ZipFile(partial, "w", zipfile.ZIP_STORED) as archive:
         for name, content in sorted(members.items()):

@@ -58,11 +58,6 @@ def check_range(values: Array, name: str, low: float, high: float) -> Array:
 def to_bags(column: pa.Array, table: str, config: TableConfig) -> Jagged:
     """Return the rows of each value of a sparse feature; nulls are empty bags.
 
-    Args:
-        column: ids (integers or texts), or lists of ids.
-        table: table name.
-        config: config of the table.
-
     Raises:
         SchemaError: an id has no row.
     """
@@ -158,12 +153,7 @@ def rows_key(table: str) -> str:
 def build_inputs(
     spec: ModelInputs, samples: pa.Table | pa.RecordBatch, rows_of: RowsOf
 ) -> dict[str, Array]:
-    """Return the input arrays of a model for samples.
-
-    Args:
-        spec: columns of the model.
-        samples: at least these columns, one row per sample.
-        rows_of: returns the values of rows.
+    """Return the input arrays of a model for samples, which have at least its columns.
 
     Raises:
         SchemaError: a column is missing or does not fit its role.

@@ -227,9 +227,7 @@ def clip_to_horizon(distances: NDArray[np.int32], train_step: int, until: int) -
 def next_use(steps: Sequence[NDArray[np.int64]], num_numbers: int) -> list[NDArray[np.int32]]:
     """Return the next-use distance of each entry, in one pass from the last step to the first.
 
-    Args:
-        steps: distinct numbers of each step, in [0, num_numbers).
-        num_numbers: number of possible numbers.
+    A step has distinct numbers in [0, num_numbers).
 
     Returns:
         for each step (entries,) int32 distances, `NEVER` without a next use.

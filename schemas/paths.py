@@ -182,11 +182,6 @@ def schema_path(
 ) -> Path | Location:
     """Return the path or URL of a job's `data.schema`. Symbolic links are followed.
 
-    Args:
-        job_file: the job file.
-        schema: relative to its folder, or a whole path or URL.
-        allow_outside: whether it may be outside that folder.
-
     Raises:
         SchemaError: it is outside the folder.
     """
@@ -202,9 +197,7 @@ def schema_path(
 def network_warning(path: Path, mounts: str | None = None) -> str:
     """Return a warning if other hosts may write to a path unnoticed, else an empty string.
 
-    Args:
-        path: a run, a store or their folder; it need not exist.
-        mounts: text of /proc/self/mountinfo; read if None.
+    The path need not exist. `mounts` is the text of /proc/self/mountinfo, which is read if None.
     """
     if mounts is None:
         mounts = MOUNTS.read_text("utf-8", "surrogateescape") if MOUNTS.exists() else ""
@@ -219,11 +212,9 @@ def network_warning(path: Path, mounts: str | None = None) -> str:
 
 
 def find_mount(path: Path, mounts: str) -> tuple[str, str]:
-    """Return the mount point and type of the filesystem of a path.
+    """Return the mount point and type of the filesystem of an absolute path without links.
 
-    Args:
-        path: absolute, without symbolic links.
-        mounts: text of /proc/self/mountinfo.
+    `mounts` is the text of /proc/self/mountinfo.
 
     Returns:
         Two empty strings if no line matches.

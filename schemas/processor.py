@@ -24,9 +24,6 @@ def processor_level() -> str:
 def module_folder(package: Path) -> str:
     """Return the folder of a package's compiled modules, to be added to its `__path__`.
 
-    Args:
-        package: folder of the package, beside whose sources `CMakeLists.txt` installs the modules.
-
     Raises:
         ImportError: there are none for this processor.
     """

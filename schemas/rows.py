@@ -19,12 +19,9 @@ _BITS = 24
 
 
 def rows_of_values(values: pa.Array, name: str, table: TableConfig) -> NDArray[np.int64]:
-    """Return the row of each value; each distinct text is hashed once.
+    """Return the row of each integer or text; each distinct text is hashed once.
 
-    Args:
-        values: (num_lookups,) integers or texts, no nulls; may be dictionary-encoded.
-        name: table name, the salt of a hashed table.
-        table: config of the table.
+    There are no nulls; texts may be dictionary-encoded. The table's name is its salt.
 
     Raises:
         SchemaError: an id of an `identity` table is a text or outside [0, num_rows).
@@ -43,8 +40,7 @@ def rows_of_values(values: pa.Array, name: str, table: TableConfig) -> NDArray[n
 def ids_of(values: pa.Array) -> NDArray[np.int64]:
     """Return the id of each value: integers unchanged, texts by their stable hash.
 
-    Args:
-        values: (num_values,) integers or texts, no nulls; may be dictionary-encoded.
+    There are no nulls; texts may be dictionary-encoded.
 
     Example:
         >>> ids_of(pa.array([7, 3])).tolist(), ids_of(pa.array(["a", "a"])).tolist()
@@ -66,11 +62,6 @@ def _dictionary_texts(values: pa.Array) -> pa.DictionaryArray | None:
 def rows_of_ids(ids: NDArray[np.generic], name: str, table: TableConfig) -> NDArray[np.int64]:
     """Return the row of each id.
 
-    Args:
-        ids: (num_lookups,) integers.
-        name: table name, the salt of a hashed table.
-        table: config of the table.
-
     Raises:
         SchemaError: an id of an `identity` table is outside [0, num_rows).
     """
@@ -89,10 +80,7 @@ def rows_of_ids(ids: NDArray[np.generic], name: str, table: TableConfig) -> NDAr
 def distinct_rows(columns: Sequence[Jagged], name: str, table: TableConfig) -> Jagged:
     """Return the ascending distinct rows that each block looks up.
 
-    Args:
-        columns: the ids of each block, from `ids_of`; at least one column, all of as many blocks.
-        name: table name, the salt of a hashed table.
-        table: config of the table.
+    Columns are the ids of each block, from `ids_of`: at least one, all of as many blocks.
 
     Raises:
         SchemaError: an id of an `identity` table is outside [0, num_rows).

@@ -136,10 +136,7 @@ def read_metrics(path: Path) -> list[StepMetric]:
 def read_lines(path: Path, parse: Callable[[Any], T], what: str) -> list[T]:
     """Read a file of JSON lines; an incomplete last line is skipped.
 
-    Args:
-        path: the file.
-        parse: converts a JSON object to a record.
-        what: noun for a line, with its article, for errors.
+    `what` is the noun for a line, with its article, for errors.
 
     Raises:
         SchemaError: a line other than the last is invalid.

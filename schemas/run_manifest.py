@@ -288,10 +288,7 @@ def local_run(
 ) -> Generator[Path]:
     """Yield a folder with files of a run: its own at a local path, otherwise a temporary one.
 
-    Args:
-        run: path or URL of the run.
-        files: as `fetch_run`.
-        checkpoints: as `fetch_run`.
+    `files` and `checkpoints` are those of `fetch_run`.
 
     Raises:
         SchemaError: as `fetch_run`; a local run is not checked.
@@ -313,10 +310,7 @@ def local_runs(
 ) -> Generator[Path]:
     """Yield a folder with files of all runs in it: itself at a local path, or a temporary one.
 
-    Args:
-        directory: path or URL of a run, or of a directory of runs at any depth.
-        run_files: as `fetch_run`.
-        other_files: names of files beside or above the runs.
+    Runs are at any depth; `other_files` are names of files beside or above them.
 
     Raises:
         SchemaError: as `fetch_run`; a local directory is not checked.
@@ -395,12 +389,7 @@ class RunLogTail:
     """
 
     def __init__(self, run: Location, name: str) -> None:
-        """Start before the first line.
-
-        Args:
-            run: path or URL of the run, which need not exist yet.
-            name: of the log.
-        """
+        """Start before the first line; the run need not exist yet."""
         self._run, self._name = run, name
         self._versions = Versions(run)
         self.state: RunState | None = None

@@ -47,11 +47,7 @@ def tuples_of_samples(
 ) -> NDArray[np.int64]:
     """Return the row of each sample's tuple among the unique tuples of a row group.
 
-    Args:
-        segment: an open segment.
-        group: name of the group.
-        blocks: the row group, from `blocks_of_row_group`.
-        samples: its samples, with the inverse indices of the group.
+    `blocks` is from `blocks_of_row_group`; the samples have the inverse indices of the group.
     """
     starts = offsets_of(segment.num_unique(group)[blocks])[:-1]
     starts_of_samples = np.repeat(starts, segment.column("num_samples")[blocks])
@@ -192,11 +188,6 @@ def read_columns(
     dataset: Dataset, columns: Sequence[str], split: str | None = None
 ) -> Iterator[pa.Table]:
     """Yield some columns of what `read_samples` does; the bytes of others are not read.
-
-    Args:
-        dataset: open dataset.
-        columns: columns of the result, in order.
-        split: `train` or `evaluation`; all samples if None.
 
     Raises:
         SchemaError: the dataset has no column of a name, or a page has changed.

@@ -409,10 +409,8 @@ class Location:
     def entries(self, after: str | None = None) -> list[Entry]:
         """Return all files below this directory, sorted by path; none if it does not exist.
 
-        Empty objects `name/`, by which consoles of stores show a directory, are left out.
-
-        Args:
-            after: only files with greater paths, if not None.
+        Only those with paths greater than `after`, if not None. Empty objects `name/`, by which
+        consoles of stores show a directory, are left out.
         """
         entries = sorted(self._list(after), key=lambda entry: entry.path)
         paths = [entry.path for entry in entries]

@@ -94,10 +94,7 @@ class ConflictError(StorageError):
 def call(url: str, action: Callable[[Any], T], *, conditional: bool = False) -> T:
     """Call functions of obstore, which repeats failed requests; raise its errors as ours.
 
-    Args:
-        url: of the file or directory, for errors.
-        action: called with the module `obstore`.
-        conditional: whether the request has a condition that may not be met.
+    `conditional` requests have a condition that may not be met.
 
     Raises:
         FileNotFoundError: there is no such file.

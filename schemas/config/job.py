@@ -305,10 +305,7 @@ class Job:
 
 
 def load_job(path: str | Path | Location) -> Job:
-    """Read and check a job file.
-
-    Args:
-        path: the job file, or its URL.
+    """Read and check a job file at a path or URL.
 
     Raises:
         SchemaError: a key or value is invalid; names the file and line.
