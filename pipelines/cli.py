@@ -31,7 +31,7 @@ from pipelines.table.rows import expand
 from pipelines.table.vacuum import vacuum
 from pipelines.table.verify import verify
 from schemas.config.job import load_job
-from schemas.config.parse import parse_duration
+from schemas.decode import parse_duration
 from schemas.errors import PlanError, SchemaError, pluralize
 from schemas.paths import (
     ALLOW_OUTSIDE,

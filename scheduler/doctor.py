@@ -24,7 +24,7 @@ from typing import Any
 
 from scheduler.controller.log import LOG
 from scheduler.drivers.run import probe_cluster
-from schemas.config.parse import parse_size
+from schemas.decode import parse_size
 from schemas.errors import PlanError, SchemaError
 from schemas.run_log import read_lines
 

@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 
 from schemas.arrays import Array, Jagged, offsets_of, stable_order
 from schemas.dataset import Dataset, Index, access_lists, has_accesses
+from schemas.decode import from_json
 from schemas.errors import SchemaError
 from schemas.files import CheckedFile, DecodedFileCache, ListFiles, replace_bytes
 from schemas.hashing import NUM_SLOTS, slot_of_row
-from schemas.manifest import from_json
 from schemas.oracle import NEVER, number_by_appearance, union
 from schemas.order import Order
 from schemas.storage import Location

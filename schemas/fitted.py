@@ -24,10 +24,11 @@ from numpy.typing import NDArray
 
 from schemas.arrays import hash_values, is_list, one_chunk
 from schemas.config.job import DataConfig
+from schemas.decode import from_json
 from schemas.errors import SchemaError
 from schemas.files import encode_parquet, read_verified
 from schemas.hashing import as_bits, hash_rows
-from schemas.manifest import canonical_json, from_json
+from schemas.manifest import canonical_json
 from schemas.storage import Location
 
 # Append-only vocabularies: a permanent row for each value. Rows below `oov_rows` are for values

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-import types
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from functools import cache
-from itertools import repeat
 from pathlib import Path
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar
 
+from schemas.decode import from_json
 from schemas.errors import SchemaError
 from schemas.layout import FORMAT_VERSION, MANIFEST
 from schemas.paths import NAME, is_below
@@ -39,73 +37,6 @@ def canonical_json(value: object) -> str:
 def hash_of(value: object) -> str:
     """Return the sha256 of a value's canonical JSON, hex."""
     return hashlib.sha256(canonical_json(value).encode()).hexdigest()
-
-
-def from_json(kind: type[T], value: Any) -> T:
-    """Build a value of a type, such as a dataclass, from parsed JSON.
-
-    Args:
-        kind: str, int, float, bool, Any, `X | None`, tuple, Mapping[str, X], or a dataclass of
-            these. Fields of a dataclass whose default is None may be missing, no others.
-        value: the parsed JSON.
-
-    Raises:
-        ValueError: a key is unknown or missing, or a value has another type; names the key.
-
-    Example:
-        >>> from_json(Mapping[str, tuple[int, ...]], {"a": [1, 2]})
-        {'a': (1, 2)}
-    """
-    return _value_of(kind, value, "")
-
-
-def _value_of(kind: Any, value: Any, key: str) -> Any:
-    if type(value) is kind:
-        return value
-    if is_dataclass(kind):
-        return _dataclass_of(kind, _checked(value, dict, key), key)
-    origin, hints = get_origin(kind), get_args(kind)
-    if origin is tuple:
-        values = _checked(value, list, key)
-        each = repeat(hints[0], len(values)) if hints[-1] is ... else hints
-        return tuple(_value_of(*pair, key) for pair in zip(each, values, strict=True))
-    if origin in (Mapping, dict):
-        values = _checked(value, dict, key)
-        return {name: _value_of(hints[1], v, _join(key, name)) for name, v in values.items()}
-    if origin in (Union, types.UnionType):
-        return None if value is None else _value_of(hints[0], value, key)
-    if kind is float and isinstance(value, int):
-        return float(value)
-    return _checked(value, kind, key) if kind in (str, int, float, bool) else value
-
-
-def _dataclass_of(kind: Any, body: dict[str, Any], key: str) -> Any:
-    hints, required = _fields_of(kind)
-    if not required <= body.keys() <= hints.keys():
-        name = min((required - body.keys()) | (body.keys() - hints.keys()))
-        raise ValueError(f"{'missing' if name in hints else 'unknown'} key: {_join(key, name)}")
-    values = {
-        name: value
-        if type(value) is hints[name]
-        else _value_of(hints[name], value, _join(key, name))
-        for name, value in body.items()
-    }
-    return kind(**values)
-
-
-@cache
-def _fields_of(kind: Any) -> tuple[dict[str, Any], set[str]]:
-    return get_type_hints(kind), {f.name for f in fields(kind) if f.default is not None}
-
-
-def _checked(value: Any, kind: type, key: str) -> Any:
-    if not isinstance(value, kind):
-        raise ValueError(f"{key or 'value'} must be {kind.__name__}, got {str(value)[:40]!r}")
-    return value
-
-
-def _join(key: str, name: str) -> str:
-    return f"{key}.{name}" if key else name
 
 
 def encode_manifest(manifest: Any, indent: int | None = None) -> bytes:

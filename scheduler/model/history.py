@@ -16,9 +16,10 @@ from typing import Any
 
 from scheduler.model.fit import SEGMENT_TERMS, TRAINING_TERMS
 from schemas.dataset import Dataset
+from schemas.decode import from_json
 from schemas.errors import SchemaError
 from schemas.layout import BUILDS
-from schemas.manifest import canonical_json, from_json
+from schemas.manifest import canonical_json
 from schemas.run_log import (
     METRICS,
     RUN_FILE,

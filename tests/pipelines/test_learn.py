@@ -210,7 +210,7 @@ def test_fitted_files_are_verified_when_read(tmp_path: Path, data: DataConfig) -
     assert load_fitted(tmp_path, {path: digest}, data).stats == numbers
     newer = content.replace(b'"center"', b'"centre"')
     (tmp_path / path).write_bytes(newer)
-    message = r"^missing key: user\.age_scale\.center in .*fitted"
+    message = r"^unknown key: user\.age_scale\.centre in .*fitted"
     with pytest.raises(SchemaError, match=message):
         load_fitted(tmp_path, {path: hashlib.sha256(newer).hexdigest()}, data)
     (tmp_path / path).write_bytes(content.replace(b"0.1", b"0.2"))

@@ -9,7 +9,8 @@ from typing import Literal
 
 import pytest
 
-from schemas.config.parse import parse_duration, parse_size, read_yaml
+from schemas.config.parse import read_yaml
+from schemas.decode import parse_duration, parse_size
 from schemas.errors import SchemaError
 
 
@@ -213,7 +214,7 @@ ERRORS: dict[str, tuple[str | bytes, str]] = {
     ),
     "text for the whole file": (
         "hello\n",
-        "job must be a mapping of keys, got 'hello' in @:1; write key: value",
+        "value must be a mapping of keys, got 'hello' in @:1; write key: value",
     ),
     "check of the dataclass": (
         "name: a\ninner:\n  size: 0\n",

@@ -13,8 +13,8 @@ import pytest
 import yaml
 
 from schemas.config.job import Job, load_job
-from schemas.config.parse import parse_duration, parse_size
 from schemas.config.schedule import UNLIMITED_CPUS, UNLIMITED_MEMORY, BudgetConfig
+from schemas.decode import parse_duration, parse_size
 from schemas.errors import SchemaError
 from schemas.features import ROLES, load_features
 from schemas.hashing import MAX_ROW

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 
+from schemas.decode import from_json
 from schemas.errors import SchemaError
-from schemas.manifest import canonical_json, from_json
+from schemas.manifest import canonical_json
 from schemas.run_log import RENDEZVOUS
 from schemas.storage import Location
 from trainer.elastic.shared_rows import SharedStores

@@ -20,8 +20,8 @@ import pyarrow as pa
 import pyarrow.flight as fl
 from numpy.typing import NDArray
 
+from schemas.decode import from_json
 from schemas.errors import SchemaError
-from schemas.manifest import from_json
 from schemas.run_log import STORE_ADDRESS
 from schemas.storage import Location
 from trainer.stores.api import BehindError, SlotMapChangedError, TableLayout

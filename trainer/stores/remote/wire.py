@@ -22,8 +22,8 @@ import pyarrow.flight as fl
 from numpy.typing import NDArray
 
 from schemas.arrays import Array
+from schemas.decode import from_json
 from schemas.errors import SchemaError
-from schemas.manifest import from_json
 from trainer.stores.api import TableLayout
 
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
