@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,7 +10,7 @@ from torch.utils.data._utils.collate import default_collate_fn_map
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
-from presage.display import batch_text
+from presage.display import align
 from trainer.data.collate import Batch as CollatedBatch
 
 
@@ -50,7 +50,7 @@ class Batch(Pipelineable):
         """Return the shape of each tensor, a line each."""
         padding = f" and {self.num_padding:,} of padding" if self.num_padding else ""
         count = f"{self.num_samples:,} samples{padding}"
-        return f"batch of {count}, epoch {self.epoch}, step {self.step}\n{batch_text(self)}"
+        return f"batch of {count}, epoch {self.epoch}, step {self.step}\n{_tensors_text(self)}"
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Batch:
         """Return the batch on a device; the KeyedJaggedTensor itself if it is there already.
@@ -86,6 +86,29 @@ class Batch(Pipelineable):
             weights=function(self.weights),
             kept={name: function(values) for name, values in self.kept.items()},
         )
+
+
+def _tensors_text(batch: Batch) -> str:
+    """Return a line for each tensor of a batch; one for features whose tensors are alike."""
+    names = ("labels", "weights", "dense_features")
+    rows = [(name, _shape(getattr(batch, name))) for name in names]
+    keys: dict[str, list[str]] = {}
+    for key, jagged in batch.sparse_features.to_dict().items():
+        shapes = f"values {_shape(jagged.values())}, lengths {_shape(jagged.lengths())}"
+        keys.setdefault(shapes, []).append(key)
+    rows += [(f"sparse_features: {_short(own)}", shapes) for shapes, own in keys.items()]
+    inverse = batch.sparse_features.inverse_indices_or_none()
+    if inverse is not None:
+        rows.append(("sparse_features, inverse indices", _shape(inverse[1])))
+    return align(rows, 2)
+
+
+def _short(names: Sequence[str]) -> str:
+    return ", ".join(names) if len(names) < 3 else f"{names[0]} and {len(names) - 1} more"
+
+
+def _shape(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
 def _refuse_to_collate(batches: list[Batch], *, collate_fn_map: object = None) -> None:

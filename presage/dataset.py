@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import datetime
+import logging
 import os
 from collections import Counter
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
-from presage.display import Head, Listing, format_bytes
+from presage.display import Listing, columns_text, format_bytes
 from schemas import dataset as datasets
 from schemas.errors import SchemaError, pluralize
 from schemas.layout import EVALUATION, TRAIN
@@ -22,6 +24,8 @@ from schemas.storage import Location
 if TYPE_CHECKING:
     import duckdb
     import polars
+
+    from presage.batch import Batch
 
 BATCH_SAMPLES = 1 << 16
 """Largest number of samples of a record batch."""
@@ -101,6 +105,52 @@ class Sizes:
     dataset_bytes: int
     oracle_bytes: int
     groups: Listing[GroupSizes]
+
+
+class Head:
+    """The first samples and the first batch; prints both.
+
+    Attributes:
+        samples: first samples, with all columns.
+    """
+
+    def __init__(self, samples: pa.Table, dataset: datasets.Dataset, split: str | None) -> None:
+        """Store the arguments; the batch is read when it is first used."""
+        self.samples = samples
+        self._dataset = dataset
+        self._split = split
+
+    @cached_property
+    def batch(self) -> Batch:
+        """First batch of the job's size, of the training split unless evaluation is selected.
+
+        Raises:
+            ModuleNotFoundError: torch is not installed.
+            SchemaError: the job cannot be trained, for instance without a label.
+        """
+        # The import of torchrec uses a deprecated function of torch, which warns.
+        logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+        loader_class = import_module("presage.loader").DataLoader
+        loader = loader_class(
+            self._dataset,
+            batch_samples=self._dataset.job.train.batch_samples,
+            split=self._split or TRAIN,
+        )
+        return loader.first_batch()
+
+    def __repr__(self) -> str:
+        """Return the samples, a line for each column, and the shapes of the batch."""
+        count = self.samples.num_rows
+        return f"first {count} samples\n{columns_text(self.samples)}\n{self._batch_text()}"
+
+    def _batch_text(self) -> str:
+        try:
+            batch = self.batch
+        except ModuleNotFoundError as error:
+            return f"no batch: {error.name} is not installed; install Presage's extra trainer"
+        except SchemaError as error:
+            return f"no batch: {error}"
+        return f"first {batch}"
 
 
 class Dataset:

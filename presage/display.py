@@ -1,24 +1,12 @@
-"""What a dataset prints: tables of text, its first samples, and its first batch."""
+"""Tables of text, as datasets and batches print."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import fields
-from functools import cached_property
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import pyarrow as pa
-
-from schemas.dataset import Dataset
-from schemas.errors import SchemaError
-from schemas.layout import TRAIN
-
-if TYPE_CHECKING:
-    import torch
-
-    from presage.batch import Batch
 
 T = TypeVar("T")
 
@@ -86,72 +74,3 @@ def format_bytes(num_bytes: int) -> str:
     while size >= 1000 and unit < len(_UNITS) - 1:
         size, unit = size / 1000, unit + 1
     return f"{size:.1f} {_UNITS[unit]}" if unit else f"{num_bytes} bytes"
-
-
-class Head:
-    """The first samples and the first batch; prints both.
-
-    Attributes:
-        samples: first samples, with all columns.
-    """
-
-    def __init__(self, samples: pa.Table, dataset: Dataset, split: str | None) -> None:
-        """Store the arguments; the batch is read when it is first used."""
-        self.samples = samples
-        self._dataset = dataset
-        self._split = split
-
-    @cached_property
-    def batch(self) -> Batch:
-        """First batch of the job's size, of the training split unless evaluation is selected.
-
-        Raises:
-            ModuleNotFoundError: torch is not installed.
-            SchemaError: the job cannot be trained, for instance without a label.
-        """
-        # The import of torchrec uses a deprecated function of torch, which warns.
-        logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
-        loader_class = import_module("presage.loader").DataLoader
-        loader = loader_class(
-            self._dataset,
-            batch_samples=self._dataset.job.train.batch_samples,
-            split=self._split or TRAIN,
-        )
-        return loader.first_batch()
-
-    def __repr__(self) -> str:
-        """Return the samples, a line for each column, and the shapes of the batch."""
-        count = self.samples.num_rows
-        return f"first {count} samples\n{columns_text(self.samples)}\n{self._batch_text()}"
-
-    def _batch_text(self) -> str:
-        try:
-            batch = self.batch
-        except ModuleNotFoundError as error:
-            return f"no batch: {error.name} is not installed; install Presage's extra trainer"
-        except SchemaError as error:
-            return f"no batch: {error}"
-        return f"first {batch}"
-
-
-def batch_text(batch: Batch) -> str:
-    """Return a line for each tensor of a batch; one for features whose tensors are alike."""
-    names = ("labels", "weights", "dense_features")
-    rows = [(name, _shape(getattr(batch, name))) for name in names]
-    keys: dict[str, list[str]] = {}
-    for key, jagged in batch.sparse_features.to_dict().items():
-        shapes = f"values {_shape(jagged.values())}, lengths {_shape(jagged.lengths())}"
-        keys.setdefault(shapes, []).append(key)
-    rows += [(f"sparse_features: {_short(own)}", shapes) for shapes, own in keys.items()]
-    inverse = batch.sparse_features.inverse_indices_or_none()
-    if inverse is not None:
-        rows.append(("sparse_features, inverse indices", _shape(inverse[1])))
-    return align(rows, 2)
-
-
-def _short(names: Sequence[str]) -> str:
-    return ", ".join(names) if len(names) < 3 else f"{names[0]} and {len(names) - 1} more"
-
-
-def _shape(tensor: torch.Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"

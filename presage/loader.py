@@ -12,16 +12,15 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from socket import gethostname
-from typing import Any, Literal, cast
+from typing import Any, Literal, Protocol, cast
 
 from torch.utils.data import IterableDataset, get_worker_info
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from presage.batch import Batch, batch_of
-from presage.dataset import Dataset as SelectedDataset
 from schemas.config.job import load_job
 from schemas.dataset import Dataset, open_dataset
-from schemas.errors import SchemaError, check_at_least, suggest_name
+from schemas.errors import SchemaError, suggest_name
 from schemas.layout import EVALUATION, TRAIN
 from schemas.leases import Lease
 from schemas.order import Order
@@ -33,8 +32,17 @@ from trainer.data.reader import Reader, prefetch
 from trainer.follow import check_continues, directories_of
 from trainer.metrics import columns_of
 
-AnyDataset = SelectedDataset | Dataset | Path | Location | str
 Split = Literal["train", "evaluation"]
+
+
+class Selection(Protocol):
+    """A part of a dataset, such as a `presage.Dataset`."""
+
+    opened: Dataset
+    split: str | None
+
+
+AnyDataset = Selection | Dataset | Path | Location | str
 
 
 class DataLoader(IterableDataset[Batch]):
@@ -95,13 +103,19 @@ class DataLoader(IterableDataset[Batch]):
             ValueError: an argument is out of range, or of another type.
             SchemaError: the dataset is invalid or empty, or lacks a column.
         """
-        self.epochs, self.rank, self.world_size = epochs, rank, world_size
-        self.batch_samples, self.shuffle, self.seed = batch_samples, shuffle, seed
+        self.batch_samples = _integer("batch_samples", batch_samples, 1)
+        self.epochs = _integer("epochs", epochs, 1)
+        self.shuffle = _boolean("shuffle", shuffle)
+        self.seed = _integer("seed", seed, -(1 << 63))
+        self.rank = _integer("rank", rank, 0)
+        self.world_size = _integer("world_size", world_size, 1)
+        self.follow = _boolean("follow", follow)
+        self.read_ahead = _integer("read_ahead", read_ahead, 1)
+        self._equal_batches = _boolean("equal_batches", equal_batches)
+        self._deduplicated = _boolean("deduplicated", deduplicated)
+        self._lookups = _boolean("lookups", lookups)
         self._dataset, selected = _open(dataset)
         self.split = (selected or TRAIN) if split is None else split
-        self.follow, self.read_ahead = follow, read_ahead
-        self._equal_batches, self._lookups = equal_batches, lookups
-        self._deduplicated = deduplicated
         self._check_arguments(selected)
         self._spec = _spec_of(self._dataset, dtype, features, keep)
         self._order = self._order_of(self._dataset)
@@ -360,20 +374,10 @@ class DataLoader(IterableDataset[Batch]):
 
     # ---- Checks ----
 
-    def _check_types(self) -> None:
-        for name in ("batch_samples", "epochs", "seed", "rank", "world_size", "read_ahead"):
-            setattr(self, name, _integer(name, getattr(self, name)))
-        for name in ("shuffle", "follow", "_equal_batches", "_deduplicated", "_lookups"):
-            value = getattr(self, name)
-            if not isinstance(value, bool):  # `shuffle: none` of a job is no false value
-                raise ValueError(f"{name.lstrip('_')} must be True or False, got {value!r}")
-
     def _check_arguments(self, selected: Split | None) -> None:
-        self._check_types()
-        check_at_least(self, 1, "batch_samples", "epochs", "world_size", "read_ahead")
-        if not -(1 << 63) <= self.seed < 1 << 63:
-            raise ValueError(f"seed must be below 2**63 in size, got {self.seed}")
-        if not 0 <= self.rank < self.world_size:
+        if self.seed >= 1 << 63:
+            raise ValueError(f"seed must be below 2**63, got {self.seed}; lower it")
+        if self.rank >= self.world_size:
             raise ValueError(
                 f"rank must be in [0, {self.world_size}), got {self.rank}; pass world_size, too"
             )
@@ -405,9 +409,11 @@ class DataLoader(IterableDataset[Batch]):
 
 
 def _open(dataset: AnyDataset) -> tuple[Dataset, Split | None]:
-    if isinstance(dataset, SelectedDataset):
-        return dataset.opened, cast("Split | None", dataset.split)
-    return (dataset if isinstance(dataset, Dataset) else open_dataset(dataset)), None
+    if isinstance(dataset, Dataset):
+        return dataset, None
+    if isinstance(dataset, str | os.PathLike):
+        return open_dataset(dataset), None
+    return dataset.opened, cast("Split | None", dataset.split)
 
 
 def _spec_of(
@@ -446,11 +452,20 @@ def _spec_of(
     )
 
 
-def _integer(name: str, value: Any) -> int:
+def _integer(name: str, value: Any, lowest: int) -> int:
     try:
-        return operator.index(value)
+        number = operator.index(value)
     except TypeError:
         raise ValueError(f"{name} must be an integer, got {value!r}") from None
+    if number < lowest:
+        raise ValueError(f"{name} must be at least {lowest}, got {number}; raise it")
+    return number
+
+
+def _boolean(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):  # `shuffle: none` of a job is no false value
+        raise ValueError(f"{name} must be True or False, got {value!r}")
+    return value
 
 
 def _worker() -> tuple[int, int]:
