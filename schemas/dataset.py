@@ -71,9 +71,7 @@ class Segment:
     """One committed segment.
 
     Attributes:
-        directory: where it lies.
         reference: its entry in the root manifest.
-        manifest: its manifest.
         tombstones: positions of its deleted samples, see `TOMBSTONES_SCHEMA`.
     """
 
@@ -175,12 +173,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class IndexPart:
-    """The part of an index for one segment.
-
-    Attributes:
-        directory: where it lies.
-        manifest: its manifest.
-    """
+    """The part of an index for one segment."""
 
     directory: Location
     manifest: IndexManifest
@@ -274,11 +267,8 @@ class Dataset:
     """A dataset whose manifests, job and schema have been verified.
 
     Attributes:
-        directory: root directory.
         manifest: root manifest.
         job: job that it was built with.
-        features: columns and their roles.
-        segments: in order.
         unselected: segments left out by `select_segments`.
     """
 

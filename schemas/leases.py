@@ -34,13 +34,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LeaseRecord:
-    """A lease that is valid.
-
-    Attributes:
-        id: name of its file.
-        holder: who holds it, for messages.
-        directories: names of the directories that must not be removed.
-    """
+    """A lease that is valid: who holds it, and names of directories that must not be removed."""
 
     id: str
     holder: str

@@ -7,7 +7,6 @@ import uuid
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
 
 from schemas.errors import StorageError
 
@@ -15,10 +14,15 @@ PARTIAL = ".partial"
 """Suffix of incomplete files."""
 
 
-def partial_path(target: Path) -> Path:
-    """Return a path beside a file that no other process uses; create the directory."""
+@contextmanager
+def partial_file(target: Path) -> Generator[Path]:
+    """Yield a path beside a file that no other process uses; remove it after the body."""
     _make_directory(target.parent)
-    return target.with_name(f".{target.name[:60]}.{uuid.uuid4().hex}{PARTIAL}")
+    partial = target.with_name(f".{target.name[:60]}.{uuid.uuid4().hex}{PARTIAL}")
+    try:
+        yield partial
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _make_directory(directory: Path) -> None:
@@ -30,27 +34,15 @@ def _make_directory(directory: Path) -> None:
             sync_directory(directory.parent)
 
 
-@contextmanager
-def partial_file(target: Path, data: bytes) -> Generator[Path]:
-    """Write and flush a file beside the target; remove it after the body."""
-    partial = partial_path(target)
-    try:
-        with _new_file(partial) as file:
+def write_flushed(path: Path, data: bytes) -> None:
+    """Write and flush a file; its empty directory may be removed meanwhile, and is made again."""
+    while True:
+        with suppress(FileNotFoundError), path.open("wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        yield partial
-    finally:
-        partial.unlink(missing_ok=True)
-
-
-def _new_file(path: Path) -> BinaryIO:
-    """Open a new file; its empty directory may be removed at the same time, and is made again."""
-    while True:
-        try:
-            return path.open("wb")
-        except FileNotFoundError:
-            _make_directory(path.parent)
+            return
+        _make_directory(path.parent)
 
 
 def link_new(target: Path, data: bytes) -> str | None:
@@ -59,7 +51,8 @@ def link_new(target: Path, data: bytes) -> str | None:
     Raises:
         StorageError: the filesystem has no hard links.
     """
-    with partial_file(target, data) as partial:
+    with partial_file(target) as partial:
+        write_flushed(partial, data)
         try:
             os.link(partial, target)
         except FileExistsError as error:

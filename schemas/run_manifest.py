@@ -4,7 +4,8 @@ A run at a local path is a folder. At an object store it is `_manifests/<n>.json
 that these name below `files/`. The newest manifest is the state of the run: each file of the
 folder as one or several objects, joined. A trainer commits the next state as the next version
 (`schemas.versions`), so of two trainers of one run only one commits. Objects that the newest one
-does not name are deleted, so a reader that misses one reads the newest manifest again.
+does not name are deleted, so a reader that misses one reads the newest manifest again. All
+functions raise StorageError if the store fails.
 """
 
 from __future__ import annotations
@@ -103,7 +104,6 @@ def read_newest_state(run: Location) -> RunState | None:
 
     Raises:
         SchemaError: its manifest is damaged, or has another format.
-        StorageError: the store failed.
     """
     return _newest_state(Versions(run))
 
@@ -123,11 +123,7 @@ def _newest_state(versions: Versions) -> RunState | None:
 def commit_state(
     run: Location, previous: RunState | None, manifest: RunManifest
 ) -> RunState | None:
-    """Commit the state that follows `previous`; return None if another process was faster.
-
-    Raises:
-        StorageError: the store failed, or ignores the condition.
-    """
+    """Commit the state that follows `previous`; return None if another process was faster."""
     parent = None if previous is None else previous.version.sha256
     manifest = replace(manifest, parent_sha256=parent)
     data = encode_manifest(manifest)
@@ -163,7 +159,6 @@ def fetch_run(
 
     Raises:
         SchemaError: there is no run, or an object is missing or has changed.
-        StorageError: the store failed.
     """
 
     def fetch(state: RunState | None) -> RunState:
@@ -361,7 +356,6 @@ def read_run_file(run: Location, name: str) -> bytes | None:
 
     Raises:
         SchemaError: an object is missing or has changed.
-        StorageError: the store failed.
     """
     if run.local is not None:
         try:
@@ -405,7 +399,6 @@ class RunLogTail:
 
         Raises:
             SchemaError: the state of the run is damaged.
-            StorageError: the store failed.
         """
         data = self._read_from(self._offset - len(self._last_line))
         if data is None:

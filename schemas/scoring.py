@@ -23,12 +23,7 @@ from schemas.storage import Location
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class LoadedModel:
-    """A model in memory; thread-safe.
-
-    Attributes:
-        file: the model.
-        torch: the module.
-    """
+    """A model in memory; thread-safe."""
 
     file: ModelFile
     torch: Any

@@ -33,8 +33,8 @@ from schemas.local_files import (
     link_new,
     list_files,
     partial_file,
-    partial_path,
     sync_directory,
+    write_flushed,
 )
 from schemas.store_client import (
     ATTEMPTS,
@@ -77,6 +77,9 @@ class Entry:
 @dataclass(frozen=True, slots=True, order=True)
 class Location:
     """A file or directory; nothing is opened before its first use. Directories are implicit.
+
+    Methods that read raise FileNotFoundError if there is no such file; all raise StorageError if
+    the store fails.
 
     Attributes:
         url: normalised: an absolute path, or a URL of an object store without a slash at its end.
@@ -163,12 +166,7 @@ class Location:
         return None if "://" in self.url else Path(self.url)
 
     def read_bytes(self) -> bytes:
-        """Read a whole file.
-
-        Raises:
-            FileNotFoundError: it does not exist.
-            StorageError: the store failed.
-        """
+        """Read a whole file."""
         if self.local is not None:
             return self.local.read_bytes()
         with suppress(
@@ -178,15 +176,14 @@ class Location:
         return call(self.url, lambda o: bytes(o.get(*self._object()).bytes()))
 
     def read_text(self) -> str:
-        """Read a whole file as UTF-8; raises as `read_bytes`."""
+        """Read a whole file as UTF-8."""
         return self.read_bytes().decode()
 
     def read_ranges(self, ranges: Sequence[tuple[int, int]]) -> list[memoryview]:
         """Read byte ranges [start, end). At a store, near ones are fetched by one request.
 
         Raises:
-            FileNotFoundError: the file does not exist.
-            StorageError: the store failed, or a range ends beyond the file.
+            StorageError: a range ends beyond the file.
         """
         parts: Sequence[Any]
         if not ranges:
@@ -205,18 +202,13 @@ class Location:
         return [memoryview(part) for part in parts]
 
     def open(self) -> BinaryIO:
-        """Open a file for reading and seeking.
-
-        Raises:
-            FileNotFoundError: it does not exist.
-            StorageError: the store failed.
-        """
+        """Open a file for reading and seeking."""
         if self.local is not None:
             return self.local.open("rb")
         return io.BufferedReader(_RemoteFile(self), _READ_BYTES)
 
     def chunks(self, num_bytes: int) -> Iterator[memoryview]:
-        """Yield the bytes of a file of known size, in order; raises as `read_ranges`.
+        """Yield the bytes of a file of known size, in order.
 
         At a store the next chunks are requested meanwhile.
         """
@@ -276,7 +268,8 @@ class Location:
         if self.local is None:
             call(self.url, lambda o: o.put(*self._object(), data))
             return
-        with partial_file(self.local, data) as partial:
+        with partial_file(self.local) as partial:
+            write_flushed(partial, data)
             partial.replace(self.local)
         sync_directory(self.local.parent)
 
@@ -337,12 +330,9 @@ class Location:
         Local files are renamed and not flushed to disk.
         """
         if self.local is not None:
-            partial = partial_path(self.local)
-            try:
+            with partial_file(self.local) as partial:
                 yield partial
                 partial.replace(self.local)
-            finally:
-                partial.unlink(missing_ok=True)
             return
         with tempfile.TemporaryDirectory(prefix="presage-") as folder:
             path = Path(folder) / self.name
@@ -378,21 +368,16 @@ class Location:
         """Copy a file here: on one local disk by a hard link, within one store by the store itself.
 
         Between stores it is copied through a temporary file, in parts if it is large.
-
-        Raises:
-            FileNotFoundError: it does not exist.
         """
         if self.local is not None and source.local is not None:
-            partial = partial_path(self.local)
             try:
-                os.link(source.local, partial)
-                partial.replace(self.local)
+                with partial_file(self.local) as partial:
+                    os.link(source.local, partial)
+                    partial.replace(self.local)
             except FileNotFoundError:
                 raise
             except OSError:  # another filesystem, or one without hard links
                 self.upload(source.local)
-            finally:
-                partial.unlink(missing_ok=True)
         elif self._bucket == source._bucket:
             store, target = self._object()
             call(self.url, lambda o: o.copy(store, source._object()[1], target))

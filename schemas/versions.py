@@ -30,12 +30,7 @@ _NAME = re.compile(rf"([0-9]{{{DIGITS}}})\.json")
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """One version of a manifest.
-
-    Attributes:
-        number: from 1.
-        data: content of the file.
-    """
+    """The number of a version, from 1, and the content of its file."""
 
     number: int
     data: bytes
