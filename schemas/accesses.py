@@ -9,7 +9,7 @@ shuffled blocks also per epoch, for others of 12 bytes while they are linked.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import count
@@ -175,6 +175,24 @@ def decoded_cache_for(order: Order, max_bytes: int) -> DecodedFileCache:
     return DecodedFileCache(0 if order.config.shuffle == "none" else max_bytes)
 
 
+class ListsOfSegments:
+    """Lists of segments, opened on demand; only the last one has a decoded file beside a cache."""
+
+    def __init__(self, open_lists: Callable[[int], ListFiles]) -> None:
+        self._open_lists = open_lists
+        self._opened: dict[int, ListFiles] = {}
+        self._last = 0
+
+    def of(self, segment: int) -> ListFiles:
+        """Return the lists of a segment, given by its index."""
+        if segment not in self._opened:
+            self._opened[segment] = self._open_lists(segment)
+        if segment != self._last and self._last in self._opened:
+            self._opened[self._last].release()
+        self._last = segment
+        return self._opened[segment]
+
+
 class TableAccesses:
     """Accesses of one table under one order. Not thread-safe.
 
@@ -199,14 +217,10 @@ class TableAccesses:
         self.rows = self.numbering.rows
         if cache is None:
             cache = decoded_cache_for(order, DECODED_CACHE_BYTES)
-        self._segments, self._table, self._order, self._cache = (
-            dataset.segments,
-            table,
-            order,
-            cache,
+        self._order = order
+        self._lists = ListsOfSegments(
+            lambda s: ListFiles(dataset.segments[s].access_files(table), _decode_narrow, cache)
         )
-        self._lists: dict[int, ListFiles] = {}  # by segment, opened on demand
-        self._segment = 0  # the only one with a decoded file besides those of the cache
 
     def numbers(self, train_step: int) -> NDArray[np.int64]:
         """Return the ascending numbers of a step's rows, its entries."""
@@ -233,21 +247,12 @@ class TableAccesses:
         step = self._order.step(train_step)
         if not self.numbering.is_used[step.segment]:
             return np.empty(0, np.int64), True
-        lists = self._lists_of(step.segment)
+        lists = self._lists.of(step.segment)
         own = union([lists[p] for p in np.sort(step.positions).tolist()])
         numbers = self.numbering.maps[step.segment]
         if numbers is None:
             return own.astype(np.int64), True
         return numbers[own].astype(np.int64), False
-
-    def _lists_of(self, segment: int) -> ListFiles:
-        if segment not in self._lists:
-            files = self._segments[segment].access_files(self._table)
-            self._lists[segment] = ListFiles(files, _decode_narrow, self._cache)
-        if segment != self._segment and self._segment in self._lists:
-            self._lists[self._segment].release()
-        self._segment = segment
-        return self._lists[segment]
 
     def steps(self) -> Iterator[NDArray[np.int64]]:
         """Yield the entries of each step of the run."""
@@ -283,8 +288,7 @@ class NextUses:
     ) -> None:
         """Link segments and epochs; distances within them are read on demand."""
         self._order, self._parts, self._table = index.order, index.parts, table
-        self._opened: dict[int, ListFiles] = {}  # by segment, on demand
-        self._segment = 0  # the only one with a decoded file
+        self._lists = ListsOfSegments(lambda segment: index.parts[segment].steps(table))
         # by segment and distinct epoch: the step of the next use after the last one, in the order
         # of last uses, and the first entry of each step
         self._later: dict[tuple[int, int], tuple[NDArray[np.int32], NDArray[np.int64]]] = {}
@@ -298,7 +302,7 @@ class NextUses:
     def __getitem__(self, train_step: int) -> NDArray[np.int32]:
         """Return the distances of a step's entries, in ascending order of the segment's numbers."""
         epoch, segment, step = self._order.locate(train_step)
-        lists = self._lists(segment)
+        lists = self._lists.of(segment)
         if not len(lists):
             return np.empty(0, np.int32)
         stored = min(epoch, self._order.distinct_epochs - 1)
@@ -312,14 +316,6 @@ class NextUses:
     def __iter__(self) -> Iterator[NDArray[np.int32]]:
         """Yield the distances of each step."""
         return map(self.__getitem__, range(len(self)))
-
-    def _lists(self, segment: int) -> ListFiles:
-        if segment not in self._opened:
-            self._opened[segment] = self._parts[segment].steps(self._table)
-        if segment != self._segment and self._segment in self._opened:
-            self._opened[self._segment].release()
-        self._segment = segment
-        return self._opened[segment]
 
     def _distances_beyond(
         self, train_step: int, epoch: int, segment: int, step: int

@@ -148,6 +148,7 @@ class CacheState:
     """Cached rows. Memory: 4 bytes per number, 24 to 64 bytes per slot.
 
     Attributes:
+        queue: rows that may be evicted, until their next use comes near.
         num_rows: cached rows, rows in flight included.
     """
 
@@ -159,7 +160,7 @@ class CacheState:
         self._free = np.empty(0, np.int64)  # a stack
         self._num_free = 0
         self._num_slots = 0
-        self._queue = NextUseQueue()
+        self.queue = NextUseQueue()
         self.num_rows = 0
 
     @classmethod
@@ -175,9 +176,7 @@ class CacheState:
         state.num_rows = len(keyframe.numbers)
         window_end = keyframe.train_step + prefetch_steps
         is_evictable = keyframe.next_use > window_end
-        state.add_evictable(
-            keyframe.slots[is_evictable], keyframe.next_use[is_evictable], window_end
-        )
+        state.queue.add(keyframe.next_use[is_evictable], keyframe.slots[is_evictable], window_end)
         return state
 
     def keyframe(self, train_step: int) -> Keyframe:
@@ -225,19 +224,6 @@ class CacheState:
     def unused(self) -> NDArray[np.bool_]:
         """Return for each slot whether its row was fetched but not used yet."""
         return self._resident_slots() & (self._last_use[: self._num_slots] == UNUSED)
-
-    def add_evictable(
-        self, slots: NDArray[np.int64], next_steps: NDArray[np.int64], now: int
-    ) -> None:
-        """Make rows evictable until their next use comes near."""
-        self._queue.add(next_steps, slots, now)
-
-    def take_farthest(self, count: int, after: int) -> NDArray[np.int64]:
-        """Return the slots of at most `count` evictable rows with the farthest next use.
-
-        Rows with a next use at or before step `after` are not returned.
-        """
-        return self._queue.take(count, after)
 
     def evict(self, slots: NDArray[np.int64]) -> EvictedRows:
         """Release slots and return their rows."""
@@ -442,9 +428,7 @@ class Plan(Iterator[PlanStep]):
         if self._cache.rows is not None:
             window_end = train_step + self._cache.prefetch_steps
             is_evictable = next_use > window_end  # the others are used in the window
-            self._state.add_evictable(
-                trained.slots[is_evictable], next_use[is_evictable], window_end
-            )
+            self._state.queue.add(next_use[is_evictable], trained.slots[is_evictable], window_end)
         return trained.slots[never]
 
     def _select_victims(self, slots: NDArray[np.int64], train_step: int) -> NDArray[np.int64]:
@@ -452,7 +436,7 @@ class Plan(Iterator[PlanStep]):
             return np.empty(0, np.int64)
         fetches = int((slots == ABSENT).sum())
         excess = self._state.num_rows + fetches - self._cache.rows
-        return self._state.take_farthest(max(0, excess), train_step)
+        return self._state.queue.take(max(0, excess), train_step)
 
     def _last_flush(self, train_step: int) -> int:
         """Return the step of the last flush: rows used since then have unwritten changes."""
