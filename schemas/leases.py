@@ -49,22 +49,26 @@ class Lease:
 
     def __init__(self, directory: Location, holder: str, expiry_sec: float = EXPIRY_SEC) -> None:
         """Hold nothing yet; a lease is valid for `expiry_sec` after its last renewal."""
-        file = directory / LEASES / f"{uuid.uuid4().hex}.json"
-        self._body = _Body(file, holder, expiry_sec)
+        self._file = directory / LEASES / f"{uuid.uuid4().hex}.json"
+        self._directories: tuple[str, ...] = ()
+        self._holder, self._expiry_sec = holder, expiry_sec
+        self._is_written = True  # at the last attempt
         self._thread: threading.Thread | None = None
-        self._finalizer = weakref.finalize(self, _release, self._body, os.getpid())
+        self._ended = threading.Event()
+        self._finalizer = weakref.finalize(self, _release, self._file, self._ended, os.getpid())
 
     @property
     def id(self) -> str:
         """Name of its file."""
-        return self._body.file.name
+        return self._file.name
 
     def hold(self, directories: Iterable[str]) -> None:
         """Name the directories that must not be removed, instead of those before."""
-        self._body.directories = tuple(sorted(set(directories)))
-        self._body.try_to_write()
+        self._directories = tuple(sorted(set(directories)))
+        self.renew()
         if self._thread is None:
-            self._thread = threading.Thread(target=self._body.renew, daemon=True)
+            renewal = weakref.ref(self), self._ended, self._expiry_sec / RENEWALS
+            self._thread = threading.Thread(target=_renew, args=renewal, daemon=True)
             self._thread.start()
 
     def release(self) -> None:
@@ -78,45 +82,37 @@ class Lease:
     def __exit__(self, *error: object) -> None:
         self.release()
 
-
-class _Body:
-    """The file of a lease; not the lease itself, which ends when nobody refers to it."""
-
-    def __init__(self, file: Location, holder: str, expiry_sec: float) -> None:
-        self.file = file
-        self.directories: tuple[str, ...] = ()
-        self.ended = threading.Event()
-        self._is_written = True  # at the last attempt
-        self._holder = holder
-        self._expiry_sec = expiry_sec
-
-    def write(self) -> None:
-        directories = self.directories
-        body = {"holder": self._holder, "directories": directories, "expiry_sec": self._expiry_sec}
-        self.file.write_bytes(json.dumps(body).encode())
-        if self.ended.is_set():  # it was released meanwhile
-            _remove(self.file)
-        elif self.directories != directories:  # named meanwhile, and perhaps written before
-            self.write()
-
-    def try_to_write(self) -> None:
+    def renew(self) -> None:
+        """Write the file again; the first of several errors is logged."""
         try:
-            self.write()
+            self._write()
             self._is_written = True
         except (StorageError, OSError) as error:
             if self._is_written:
-                logger.warning("lease cannot be written file=%s error=%s", self.file, error)
+                logger.warning("lease cannot be written file=%s error=%s", self._file, error)
             self._is_written = False
 
-    def renew(self) -> None:
-        while not self.ended.wait(self._expiry_sec / RENEWALS):
-            self.try_to_write()
+    def _write(self) -> None:
+        directories = self._directories
+        body = {"holder": self._holder, "directories": directories, "expiry_sec": self._expiry_sec}
+        self._file.write_bytes(json.dumps(body).encode())
+        if self._ended.is_set():  # it was released meanwhile
+            _remove(self._file)
+        elif self._directories != directories:  # named meanwhile, and perhaps written before
+            self._write()
 
 
-def _release(body: _Body, process_id: int) -> None:
-    body.ended.set()
+def _renew(lease: weakref.ref[Lease], ended: threading.Event, pause_sec: float) -> None:
+    while not ended.wait(pause_sec):
+        if (current := lease()) is not None:
+            current.renew()
+        del current  # a lease ends when nobody refers to it
+
+
+def _release(file: Location, ended: threading.Event, process_id: int) -> None:
+    ended.set()
     if process_id == os.getpid():  # not in a child that was forked
-        _remove(body.file)
+        _remove(file)
 
 
 def _remove(file: Location) -> None:

@@ -260,11 +260,9 @@ def matching_objects(file: BinaryIO, objects: Sequence[RunObject]) -> tuple[RunO
 
 def _copy_object(run: Location, each: RunObject, write: Callable[[memoryview], object]) -> None:
     source, digest = run / each.name, hashlib.sha256()
-    with ThreadPoolExecutor(1, thread_name_prefix="hash") as pool:
-        for data in source.chunks(each.num_bytes):
-            hashed = pool.submit(digest.update, data)
-            write(data)
-            hashed.result()
+    for data in source.chunks(each.num_bytes):
+        digest.update(data)
+        write(data)
     if digest.hexdigest() != each.sha256:
         raise SchemaError(
             f"object must have sha256 {each.sha256[:12]}, got {digest.hexdigest()[:12]}; {_REMEDY}",

@@ -141,5 +141,5 @@ def test_names_that_are_added_during_a_renewal_are_held_after_it(
             write(file, data)
 
         monkeypatch.setattr(Location, "write_bytes", added_before)
-        lease._body.try_to_write()
+        lease.renew()
         assert held(root) == [frozenset({"x", "y"})]
