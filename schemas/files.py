@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise, zip_longest
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -56,7 +57,7 @@ def replace_bytes(path: Path | Location, data: bytes) -> None:
     Location.parse(path).write_bytes(data)
 
 
-def encode_parquet(table: pa.Table, **options: bool) -> bytes:
+def encode_parquet(table: pa.Table, **options: Any) -> bytes:
     """Return a small table as the bytes of a Parquet file; options are those of `write_table`."""
     sink = pa.BufferOutputStream()
     pq.write_table(table, sink, compression="zstd", write_page_checksum=True, **options)
@@ -329,21 +330,9 @@ class CheckedFile:
         return self._open().metadata
 
     @property
-    def num_row_groups(self) -> int:
-        """Row groups of the file."""
-        return self._open().metadata.num_row_groups
-
-    @property
     def num_rows(self) -> int:
         """Rows of the file."""
         return self._open().metadata.num_rows
-
-    def num_values(self, column: str) -> int:
-        """Return the number of entries of a list column; an empty list counts as one."""
-        metadata = self._open().metadata
-        groups = [metadata.row_group(i) for i in range(metadata.num_row_groups)]
-        chunks = [group.column(i) for group in groups for i in range(group.num_columns)]
-        return sum(c.num_values for c in chunks if c.path_in_schema.split(".")[0] == column)
 
     def read_row_group(self, row_group: int, columns: Sequence[str] | None = None) -> pa.Table:
         """Read one row group, all columns or some.

@@ -224,7 +224,15 @@ class ModelFile:
 
     def stored_rows(self, table: str) -> tuple[NDArray[np.int64], Array]:
         """Return the trained rows of a table, ascending, and their values, memory-mapped."""
-        return self._mapped(rows_paths(table))
+        names = rows_paths(table)
+        rows, values = (_array(self.path, self._offsets[name]) for name in names)
+        if len(rows) != len(values) or values.shape[1:] != (self.manifest.dim,):
+            raise SchemaError(
+                f"{names[1]} must have {len(rows)} rows of {self.manifest.dim} numbers, got "
+                f"{values.shape}; {_ADVICE}",
+                file=str(self.path),
+            )
+        return rows, values
 
     def rows_of(self, table: str, rows: NDArray[np.int64]) -> Array:
         """Return (num_rows, dim) values of rows; untrained rows have their initial values."""
@@ -243,16 +251,6 @@ class ModelFile:
     def inputs(self, samples: pa.Table | pa.RecordBatch) -> dict[str, Array]:
         """Return the inputs of the program for samples; raises as `build_inputs`."""
         return build_inputs(self.manifest.inputs, samples, self.rows_of)
-
-    def _mapped(self, names: tuple[str, str]) -> tuple[NDArray[np.int64], Array]:
-        rows, values = (_array(self.path, self._offsets[name]) for name in names)
-        if len(rows) != len(values) or values.shape[1:] != (self.manifest.dim,):
-            raise SchemaError(
-                f"{names[1]} must have {len(rows)} rows of {self.manifest.dim} numbers, got "
-                f"{values.shape}; {_ADVICE}",
-                file=str(self.path),
-            )
-        return rows, values
 
 
 def open_model(source: Path | Location) -> ModelFile:

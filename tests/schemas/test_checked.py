@@ -130,7 +130,7 @@ def test_read_row_group_refuses_its_own_region_and_the_footer_only(root: Path) -
     name = "samples/00000.parquet"
     path, entry = root / SEGMENT / name, segment.files[name]
     good = path.read_bytes()
-    assert len(entry.region_crc32) == segment.file(name).num_row_groups + 1 == 3
+    assert len(entry.region_crc32) == segment.file(name).metadata.num_row_groups + 1 == 3
     for region in range(3):
         start, end = entry.region_offsets[region : region + 2]
         middle = (start + end) // 2

@@ -75,7 +75,7 @@ def test_column_that_does_not_exist_is_named(shop: Path) -> None:
 
 def chunks(file: CheckedFile, selected: set[str]) -> Iterator[tuple[int, int]]:
     """Yield the byte ranges of the column chunks of other columns than the selected ones."""
-    for group in (file.metadata.row_group(i) for i in range(file.num_row_groups)):
+    for group in (file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)):
         for column in (group.column(i) for i in range(group.num_columns)):
             if column.path_in_schema.split(".")[0] not in selected:
                 start = column.dictionary_page_offset or column.data_page_offset
