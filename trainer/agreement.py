@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+from schemas.decode import from_json
 from schemas.errors import SchemaError
-from schemas.manifest import from_json
 from schemas.run_log import LedgerEntry, StepMetric
 from trainer.checkpoint.format import Buffer
 from trainer.follow import DatasetExtent, common_extent

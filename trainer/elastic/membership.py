@@ -26,8 +26,8 @@ from typing import Any
 
 from torchft.coordination import LighthouseClient, LighthouseServer, Quorum, QuorumMember
 
+from schemas.decode import from_json
 from schemas.errors import SchemaError
-from schemas.manifest import from_json
 from trainer.agreement import Agreement, Member, ReplicaStatus
 from trainer.stores.remote.connection import Access
 from trainer.stores.remote.wire import Certificate, check_host

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from schemas.decode import from_json
 from schemas.errors import SchemaError
-from schemas.manifest import from_json
 from trainer.stores.api import SlotMapChangedError, StoreUnavailableError
 from trainer.stores.remote.members import StoreMembers
 from trainer.stores.remote.ownership import (

@@ -11,8 +11,8 @@ from dataclasses import asdict, replace
 
 import pyarrow as pa
 
+from schemas.decode import from_json
 from schemas.errors import SchemaError
-from schemas.manifest import from_json
 from trainer.stores.api import (
     RowsLostError,
     SlotMapChangedError,

@@ -15,8 +15,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from schemas.decode import from_json
 from schemas.errors import SchemaError
-from schemas.manifest import from_json
 from trainer.runtime import close_pipes, end_children, is_readable, start_child
 from trainer.stores.api import StoreUnavailableError
 from trainer.stores.remote.connection import Access, StoreConnection, unreachable_error

@@ -24,9 +24,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schemas.arrays import Array
+from schemas.decode import from_json
 from schemas.errors import SchemaError
 from schemas.local_files import sync_directory
-from schemas.manifest import from_json
 from trainer.stores.api import TableLayout
 from trainer.stores.remote.ownership import ShardControl
 from trainer.stores.remote.wire import record_width
