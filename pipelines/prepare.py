@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pyarrow as pa
 
-from pipelines.context import (
-    BuildContext,
-    BuildRequest,
-    LocalOptions,
-)
+from pipelines.context import BuildContext, BuildRequest, LocalOptions
 from pipelines.samples.event_join import join_events
 from pipelines.samples.lookups import broadcast_sides, key_type, key_types
 from pipelines.samples.sql import Connection, SqlError
@@ -34,6 +31,7 @@ from schemas.config.job import Job
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet
 from schemas.machine import machine_budget
+from schemas.manifest import InputFile
 from schemas.storage import Location
 
 PART_INPUT_BYTES = 28 << 20
@@ -55,25 +53,33 @@ def prepare(request: BuildRequest, job: Job, features: FeatureSet) -> BuildConte
     Raises:
         SchemaError: the input, the job or the schema is invalid.
     """
+    folder, data = _input_folder(request), job.data
+    listing = request.listing or list_inputs(folder, data.inputs)
+    context = context_of(job, request.job_path, features, folder, listing)
+    for name, config in data.inputs.items() if request.listing is None else ():
+        columns = context.empty_rows[name].column_names
+        paths = [f.path for f in listing if f.source == name]
+        note = undeclared_partitions(name, paths, config.partitions, columns)
+        if note is not None:
+            request.progress(note)
+    return replace(context, fitted=fitted_files(request.dataset))
+
+
+def context_of(
+    job: Job,
+    job_path: Path | Location,
+    features: FeatureSet,
+    folder: Folder,
+    listing: tuple[InputFile, ...],
+) -> BuildContext:
+    """Return the context of some files, without `segment_root`; raises as `prepare`."""
     data = job.data
     if data.split.evaluation_last is not None and data.split.evaluation_from is None:
         raise SchemaError(
             "data.split.evaluation_last needs the day of the segment; use --day",
-            file=str(request.job_path),
+            file=str(job_path),
         )
-    folder = _input_folder(request)
-    listing = request.listing or list_inputs(folder, data.inputs)
     try:
-        empty: dict[str, pa.Table] = {}
-        for name, config in data.inputs.items():
-            paths = [f.path for f in listing if f.source == name]
-            empty[name] = empty_rows(folder, name, config, paths)
-            if request.listing is None:
-                columns = empty[name].column_names
-                note = undeclared_partitions(name, paths, config.partitions, columns)
-                if note is not None:
-                    request.progress(note)
-        size = sum(f.num_bytes for f in listing if f.source in data.sources)
         context = BuildContext(
             folder=folder,
             segment_root=Location.parse("."),
@@ -81,16 +87,20 @@ def prepare(request: BuildRequest, job: Job, features: FeatureSet) -> BuildConte
             data=data,
             features=features,
             steps=job_steps(data),
-            num_parts=count_parts(size),
-            empty_rows=empty,
-            fitted=fitted_files(request.dataset),
+            num_parts=count_parts(sum(f.num_bytes for f in listing if f.source in data.sources)),
+            empty_rows={
+                name: empty_rows(
+                    folder, name, config, [f.path for f in listing if f.source == name]
+                )
+                for name, config in data.inputs.items()
+            },
         )
         return _compile_sql(context)
     except SqlError as error:
-        raise error.in_file(request.job_path) from error
+        raise error.in_file(job_path) from error
     except SchemaError as error:
         if error.file is None:
-            raise SchemaError(error.message, file=str(request.job_path)) from error
+            raise SchemaError(error.message, file=str(job_path)) from error
         raise
 
 

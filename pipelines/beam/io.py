@@ -35,12 +35,12 @@ from pipelines.beam.transforms import MakeSamples as _SamplesBySql
 from pipelines.build import finish_segment_files, segment_hashes
 from pipelines.clustering.writer import LOOKUPS
 from pipelines.context import BuildContext, BuildRequest
-from pipelines.prepare import prepare
+from pipelines.prepare import context_of, prepare
 from pipelines.samples.statements import job_steps
 from pipelines.samples.tuples import Tuples
 from pipelines.shuffle import SHUFFLE, SourceRows
 from pipelines.sources.formats import empty_rows
-from pipelines.sources.listing import folder_of, list_inputs
+from pipelines.sources.listing import Folder, folder_of, list_inputs
 from pipelines.sources.rejects import BUILD_REJECTS_SCHEMA, Reject
 from pipelines.sources.rows import ORIGIN, InputSplit, typed_chunks
 from pipelines.stages import REJECTS, SAMPLES
@@ -61,8 +61,6 @@ from schemas.storage import Location
 
 SEGMENT = "segment"
 ROWS = "rows"
-_NOWHERE = Location("/.presage-nowhere")
-"""Folder of inputs and outputs that a request must name but does not use."""
 
 
 class BuildDataset(beam.PTransform):
@@ -135,8 +133,7 @@ class WriteDataset(beam.PTransform):
         request, self._job, features = _segment_request(job, dataset, append, allow_outside)
         listing = (_unread_file(self._job, request.job_path, name),)
         self._request = replace(request, listing=listing)
-        context = prepare(self._request, self._job, features)
-        self._context = replace(context, num_parts=num_parts, has_files=False)
+        self._context = _context_of_rows(self._job, request.job_path, features, listing, num_parts)
 
     def expand(self, input_or_inputs: Any) -> dict[str, Any]:
         """Convert the rows, build the parts, commit the segment."""
@@ -249,7 +246,7 @@ class ReadSource(beam.PTransform):
         listing = self._listing()
         context = BuildContext(
             folder=self._folder,
-            segment_root=_NOWHERE,  # reading writes nothing
+            segment_root=Location.parse("."),  # reading writes nothing
             listing=listing,
             data=self._data,
             features=self._features,
@@ -295,22 +292,8 @@ class MakeSamples(beam.PTransform):
         super().__init__()
         _check_num_parts(num_parts)
         path, parsed, features = _load_job(job, allow_outside)
-        request = BuildRequest(
-            job_path=path,
-            input_root=str(_NOWHERE / "input"),
-            dataset=_NOWHERE / "dataset",
-            beam_args=[],
-            attempt="",
-            listing=(_unread_file(parsed, path, name),),
-        )
-        context = prepare(request, parsed, features)
-        self._context = replace(
-            context,
-            segment_root=_NOWHERE,
-            num_parts=num_parts,
-            owns_workers=False,
-            has_files=False,
-        )
+        listing = (_unread_file(parsed, path, name),)
+        self._context = _context_of_rows(parsed, path, features, listing, num_parts)
 
     def expand(self, input_or_inputs: Any) -> dict[str, Any]:
         """Convert the rows, run the SQL, join the columns of samples."""
@@ -331,6 +314,18 @@ def _load_job(job: str | Path, allow_outside: bool) -> tuple[Path | Location, Jo
     return path, parsed, load_features(schema)
 
 
+def _context_of_rows(
+    job: Job,
+    path: Path | Location,
+    features: FeatureSet,
+    listing: tuple[InputFile, ...],
+    num_parts: int,
+) -> BuildContext:
+    """Return the context of rows of a user's pipeline."""
+    context = context_of(job, path, features, Folder(""), listing)
+    return replace(context, num_parts=num_parts, owns_workers=False, has_files=False)
+
+
 def _segment_request(
     job: str | Path, dataset: str | Path, append: bool, allow_outside: bool
 ) -> tuple[BuildRequest, Job, FeatureSet]:
@@ -339,7 +334,7 @@ def _segment_request(
     target = Location.parse(dataset)
     request = BuildRequest(
         job_path=path,
-        input_root=str(_NOWHERE / "input"),
+        input_root="",
         dataset=target,
         beam_args=["--direct_num_workers=1"],  # of the index, which the last worker builds
         attempt=uuid.uuid4().hex[:12],
