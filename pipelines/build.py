@@ -22,7 +22,7 @@ from pipelines.autogroup.job import with_groups
 from pipelines.clustering.part import PartResult
 from pipelines.context import BuildContext, BuildRequest, beam_build, local_options
 from pipelines.prepare import check_map, holds_in_memory, prepare
-from pipelines.progress import counted_rows, is_stopped, report_progress
+from pipelines.progress import Progress
 from pipelines.quality.gate import GateError, keep_rejects
 from pipelines.quality.segment_statistics import segment_statistics
 from pipelines.samples.event_join import read_counts, write_counts
@@ -56,7 +56,7 @@ from pipelines.table.segment import (
 )
 from pipelines.transforms.fit import publish_fitted, returned_files, stage_fitted
 from pipelines.workers import num_processes
-from schemas.config.job import DataConfig, Job, SplitConfig, load_job
+from schemas.config.job import DataConfig, GateConfig, Job, SplitConfig, load_job
 from schemas.dataset import Dataset, Segment, open_dataset, select_segments
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet, load_features
@@ -218,23 +218,17 @@ def _write_segment(
 def _run_pipeline(
     request: BuildRequest, context: BuildContext, key: str
 ) -> Mapping[str, list[Any]]:
-    building = context.segment_root
-    with (
-        report_progress(
-            building,
-            context.num_parts,
-            sum(file.num_bytes for file in context.listing),
-            request.progress,
-        ),
-        _job_file_in_errors(request),
-    ):
-        options = local_options(request.beam_args)
-        if options is not None:
-            values = executor.run_segment(context, options, request.progress)
-        else:
-            values = beam_build().run_segment(context, request.beam_args)
-        if is_stopped(building):
-            raise _stopped_error(request, context, key, merge_counts(values["rejects"]))
+    options = local_options(request.beam_args)
+    gate = context.data.gate or GateConfig()
+    size = sum(file.num_bytes for file in context.listing)
+    progress = Progress(request.progress, context.num_parts, size, gate.max_reject_fraction)
+    with _job_file_in_errors(request):
+        if options is None:
+            return beam_build().run_segment(context, request.beam_args)
+        values = executor.run_segment(context, options, progress)
+        if progress.stopped:
+            opened = f"{progress.counts.num_bytes:,} of {size:,} bytes"
+            raise _stopped_error(request, context, key, merge_counts(values["rejects"]), opened)
     return values
 
 
@@ -250,18 +244,16 @@ def _job_file_in_errors(request: BuildRequest) -> Iterator[None]:
 
 
 def _stopped_error(
-    request: BuildRequest, context: BuildContext, key: str, rejects: RejectCounts
+    request: BuildRequest, context: BuildContext, key: str, rejects: RejectCounts, opened: str
 ) -> GateError:
     """Keep the rejects of a build that stopped early; return the error to raise."""
-    started_bytes = counted_rows(context.segment_root).num_bytes
-    size = sum(file.num_bytes for file in context.listing)
     refused = refused_path(request.dataset, key)
     number_reject_files(context.segment_root)
     keep_rejects(context.segment_root, refused)
     lines = "\n".join(summary_lines(rejects, 0, f"{refused}/rejects"))
     return GateError(
         f"every one of the first {rejects.num_rejects:,} rows was rejected; the build stopped "
-        f"after it had opened {started_bytes:,} of {size:,} bytes. Correct the job or the rows, or "
+        f"after it had opened {opened}. Correct the job or the rows, or "
         f"set data.gate.max_reject_fraction: 1 to read all rows\n{lines}"
     )
 

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from pipelines.progress import Counts, Progress
 from pipelines.shuffle import Element, from_ipc, to_ipc
 from pipelines.workers import Worker, Workers
 
@@ -41,10 +42,12 @@ class TaskResult:
 
     Attributes:
         value: for the launcher; small.
+        counts: of the task, for the progress of the build.
         sent: elements by stream and partition.
     """
 
     value: Any = None
+    counts: Counts = field(default_factory=Counts)
     sent: defaultdict[str, defaultdict[int, list[Sent]]] = field(
         default_factory=lambda: defaultdict(_lists)
     )
@@ -72,13 +75,17 @@ class Received:
 class Exchange:
     """Runs the stages of a build, and holds what their tasks have sent."""
 
-    def __init__(self, workers: Workers, scratch: Path | None) -> None:
+    def __init__(
+        self, workers: Workers, scratch: Path | None, progress: Progress | None = None
+    ) -> None:
         """Begin an exchange.
 
         Args:
             workers: run the tasks.
             scratch: new directory for the files; None keeps elements in memory.
+            progress: receives the counts of the tasks.
         """
+        self.progress = progress or Progress()
         self._workers = workers
         self._scratch = scratch
         self._streams: defaultdict[str, defaultdict[int, list[Sent]]] = defaultdict(_lists)
@@ -93,7 +100,7 @@ class Exchange:
     def run(
         self, stage: str, function: Callable[..., TaskResult], tasks: Iterable[Any], *arguments: Any
     ) -> list[Any]:
-        """Run the tasks of a stage; return their values in order.
+        """Run the tasks of a stage, until the build is stopped; return their values in order.
 
         Args:
             stage: name, unique in the build.
@@ -108,6 +115,8 @@ class Exchange:
             for stream, partitions in result.sent.items():
                 for partition, sent in partitions.items():
                     self._streams[stream][partition] += sent
+            if self.progress.add(result.counts):
+                break
         return values
 
     def take(self, stream: str) -> dict[int, list[Sent]]:

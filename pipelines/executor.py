@@ -13,7 +13,6 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +20,25 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from pipelines.clustering.part import PartResult
-from pipelines.clustering.writer import SegmentLayout
+from pipelines.clustering.part import PartResult, build_part
+from pipelines.clustering.writer import SegmentLayout, choose_segment_layout
 from pipelines.context import BuildContext, LocalOptions
 from pipelines.exchange import Exchange, Received, Sent, TaskResult
 from pipelines.oracle.numbering import NumberedTable, number_table, training_blocks
 from pipelines.prepare import holds_in_memory
+from pipelines.progress import Counts, Progress
 from pipelines.samples.event_join import add_counts
 from pipelines.samples.tuples import Tuples, batches_by_size, concat_tuples
-from pipelines.shuffle import SHUFFLE, SourceRows, group_rows
+from pipelines.shuffle import SHUFFLE, Element, group_rows
 from pipelines.sources.rejects import range_keys, write_rejects
 from pipelines.sources.rows import InputSplit
 from pipelines.stages import (
     REJECTS,
     SAMPLES,
-    Output,
+    Outputs,
     Sides,
     good_side_rows,
     keyed_rows,
-    layout_of,
     look_up_broadcast,
     look_up_partition,
     num_lookup_partitions,
@@ -49,7 +48,6 @@ from pipelines.stages import (
     read_rows,
     sides_in_memory,
     split_file,
-    write_part,
     write_side,
 )
 from pipelines.transforms.apply import fit_inputs
@@ -77,14 +75,9 @@ FILES_PER_TASK = 64
 
 
 def run_segment(
-    context: BuildContext, options: LocalOptions, progress: Callable[[str], None] = lambda _: None
+    context: BuildContext, options: LocalOptions, progress: Progress
 ) -> dict[str, list[Any]]:
     """Build a segment.
-
-    Args:
-        context: of the build.
-        options: of the command.
-        progress: called with a line about the disk.
 
     Returns:
         The values of each output: `parts, tables, rejects, events`, and `fitted` if the job has
@@ -93,11 +86,11 @@ def run_segment(
     num_bytes = sum(f.num_bytes for f in context.listing)
     in_memory = holds_in_memory(options, num_bytes)
     if not in_memory:
-        progress(disk_line(context.local_root, num_bytes))
-    with open_exchange(context, options.num_workers, in_memory) as exchange:
+        progress.report(disk_line(context.local_root, num_bytes))
+    with open_exchange(context, options.num_workers, in_memory, progress) as exchange:
         sources, sides = split_inputs(context, exchange)
-        made = make_samples(context, exchange, sources, sides)
-        fitted = fit_transforms(context, made.partials)
+        partials, events = make_samples(context, exchange, sources, sides)
+        fitted = fit_transforms(context, partials)
         parts = write_parts(context, exchange, exchange.take(SAMPLES), fitted or {})
         rejects = exchange.run("rejects", write_reject_range, exchange.take(REJECTS).items())
         numbers = number_tables(context, exchange, parts)
@@ -106,7 +99,7 @@ def run_segment(
         "parts": parts,
         "tables": numbers,
         "rejects": rejects,
-        "events": [add_counts(made.events)],
+        "events": [add_counts(events)],
     }
 
 
@@ -118,19 +111,15 @@ def disk_line(directory: Path, num_bytes: int) -> str:
 
 
 @contextmanager
-def open_exchange(context: BuildContext, num_workers: int, in_memory: bool) -> Iterator[Exchange]:
-    """Yield the exchange of a build, with its workers.
-
-    Args:
-        context: of the build.
-        num_workers: maximum number of workers; 0 for all that fit the machine.
-        in_memory: whether the samples fit the memory of this process.
-    """
+def open_exchange(
+    context: BuildContext, num_workers: int, in_memory: bool, progress: Progress | None = None
+) -> Iterator[Exchange]:
+    """Yield the exchange of a build, with at most `num_workers`; 0 for all that fit the machine."""
     keep_freed_memory()
     num_workers = num_workers or (num_threads() if in_memory else num_processes())
     scratch = None if in_memory else context.local_root / SHUFFLE
     with Workers(context, num_workers, use_processes=not in_memory) as workers:
-        yield Exchange(workers, scratch)
+        yield Exchange(workers, scratch, progress)
 
 
 # Divide the input into bundles of splits.
@@ -162,56 +151,41 @@ def bundles_of(splits: Iterable[tuple[InputSplit, int]], exchange: Exchange) -> 
 
 def split_files(worker: Worker, files: Sequence[InputSplit]) -> TaskResult:
     """Return the (split, bytes) of some files."""
-    outputs, sizes = Outputs(worker), list[tuple[InputSplit, int]]()
+    outputs, sizes = TaskOutputs(worker), list[tuple[InputSplit, int]]()
     for file in files:
-        splits = list(outputs.main(split_file(worker.context, file)))
+        splits = split_file(outputs, file)
         sizes += [(split, (file.num_bytes or 0) // len(splits)) for split in splits]
     return outputs.result(sizes)
 
 
-class Outputs:
-    """Sends the outputs of stages, and collects those for the launcher."""
+class TaskOutputs(Outputs):
+    """Outputs of a task, and what it sends to later ones."""
 
     def __init__(self, worker: Worker) -> None:
         """Begin a task."""
-        self._context = worker.context
+        super().__init__(worker.context)
         self._worker = worker
         self._result = TaskResult()
-        self._made = Made()
         self._samples: list[Tuples] = []
         self._num_bytes = 0
 
-    def main(self, outputs: Iterable[Output]) -> Iterator[Any]:
-        """Yield the main output of a stage; send or collect the others."""
-        for name, value in outputs:
-            if name == SAMPLES:
-                yield value
-            elif name == REJECTS:
-                for key, rows in group_rows(value, range_keys(value, self._context.listing)):
-                    self._result.send(REJECTS, key, ("", rows))
-            elif name == FITTED:
-                self._made.add_partial(*value)
-            else:
-                self._made.events.append(value)
-
-    def send(self, stream: str, partition: int, rows: SourceRows) -> None:
-        """Send rows."""
-        self._result.send(stream, partition, rows)
+    def send(self, stream: str, partition: int, element: Element) -> None:
+        """Send samples or rows."""
+        self._result.send(stream, partition, element)
 
     def add_rows(self, source: str, table: pa.Table, sides: Sides) -> None:
         """Send the samples of raw rows, or the rows to the SQL per key."""
-        context = self._context
-        if context.shard is None:
+        if self.context.shard is None:
             stage = self._worker.sample_stage(sides)
-            self.add_samples(stage.from_rows(source, table), sides)
+            self.add_samples(stage.from_rows(self, source, table), sides)
             return
-        for partition_of_row, good in self.main(keyed_rows(context, source, table)):
-            for partition, rows in group_rows(good, partition_of_row):
-                self.send(_KEYED, partition, (source, rows))
+        partition_of_row, good = keyed_rows(self, source, table)
+        for partition, rows in group_rows(good, partition_of_row):
+            self.send(_KEYED, partition, (source, rows))
 
-    def add_samples(self, outputs: Iterable[Output], sides: Sides) -> None:
-        """Send the samples of a stage: to their part, or to the next look-up by key."""
-        for samples in self.main(outputs):
+    def add_samples(self, made: Iterable[Tuples | pa.Table], sides: Sides) -> None:
+        """Send samples to their part, or to the next look-up by key."""
+        for samples in made:
             if isinstance(samples, Tuples):
                 self.add_tuples(samples)
             else:
@@ -219,17 +193,16 @@ class Outputs:
 
     def look_up(self, samples: pa.Table, sides: Sides, first_join: int = 0) -> None:
         """Look up in small side tables, until a large one follows."""
-        context = self._context
+        context = self.context
         for index, join in enumerate(context.data.samples.joins[first_join:], first_join):
             if join.side in context.broadcast:
                 samples = look_up_broadcast(samples, sides, context, index)
                 continue
             count = num_lookup_partitions(context, join.side)
             for partition, rows in partition_samples(context, index, count, samples):
-                self.send(_samples_of(index), partition, ("", rows))
+                self.send(_samples_of(index), partition, rows)
             return
-        for good in self.main(self._worker.sample_stage(sides).finish(samples)):
-            self.add_tuples(good)
+        self.add_samples(self._worker.sample_stage(sides).finish(self, samples), sides)
 
     def add_tuples(self, samples: Tuples) -> None:
         """Send finished samples to their parts."""
@@ -242,41 +215,22 @@ class Outputs:
         """Send the samples, those of each part together."""
         if not self._samples:
             return
-        samples = concat_tuples(self._samples) if len(self._samples) > 1 else self._samples[0]
-        for part, rows in enumerate(partition_by_session(self._context, samples)):
+        for part, rows in enumerate(
+            partition_by_session(self.context, concat_tuples(self._samples))
+        ):
             if rows is not None:
-                self._result.send(SAMPLES, part, rows)
+                self.send(SAMPLES, part, rows)
         self._samples, self._num_bytes = [], 0
 
     def result(self, value: Any = None) -> TaskResult:
-        """Return the result of the task; what has been collected is its value by default."""
+        """Return the result of the task; its value is `partials` and `events` by default."""
         self._send_samples()
-        self._result.value = self._made if value is None else value
+        for table in self.rejects:
+            for key, rows in group_rows(table, range_keys(table, self.context.listing)):
+                self.send(REJECTS, key, rows)
+        self._result.value = (self.partials, self.events) if value is None else value
+        self._result.counts = self.counts
         return self._result
-
-
-@dataclass(slots=True)
-class Made:
-    """What tasks that make samples return to the launcher.
-
-    Attributes:
-        events: counts of joined events.
-        partials: partial aggregates of transforms to fit.
-    """
-
-    events: list[Any] = field(default_factory=list)
-    partials: dict[str, list[Partial]] = field(default_factory=dict)
-
-    def add_partial(self, key: str, partial: Partial) -> None:
-        """Add a partial aggregate."""
-        self.partials[key] = add_partial(self.partials.get(key, []), partial)
-
-    def add(self, other: Made) -> None:
-        """Add those of another task."""
-        self.events += other.events
-        for key, partials in other.partials.items():
-            for each in partials:
-                self.add_partial(key, each)
 
 
 # Make samples.
@@ -301,7 +255,7 @@ def read_sides(context: BuildContext, exchange: Exchange, bundles: Sequence[Bund
     exchange.run("sides", read_side_rows, bundles)
     small = exchange.take(SIDES)
     names = list(context.data.sides)
-    rows = {names[number]: [rows for _, rows in Received(sent)] for number, sent in small.items()}
+    rows = {names[number]: list(Received(sent)) for number, sent in small.items()}
     if exchange.in_memory:
         return sides_in_memory(context, rows)
     return {name: str(write_side(context, name, tables)) for name, tables in rows.items()}
@@ -312,20 +266,20 @@ SIDES = "sides"
 
 def read_side_rows(worker: Worker, bundle: Bundle) -> TaskResult:
     """Read rows of side tables; send those of a large one to the partitions of its look-ups."""
-    context, outputs = worker.context, Outputs(worker)
+    context, outputs = worker.context, TaskOutputs(worker)
     numbers = {name: number for number, name in enumerate(context.data.sides)}
     for split in bundle:
         name = split.source
-        for table in outputs.main(read_rows(context, split)):
-            for rows in outputs.main(good_side_rows(context, name, table)):
-                if name in context.broadcast:
-                    outputs.send(SIDES, numbers[name], (name, rows))
-                    continue
-                for index, join in enumerate(context.data.samples.joins):
-                    if join.side == name:
-                        count = num_lookup_partitions(context, name)
-                        for partition, part in partition_side(context, name, count, rows):
-                            outputs.send(_side_of(index), partition, (name, part))
+        for table in read_rows(outputs, split):
+            rows = good_side_rows(outputs, name, table)
+            if name in context.broadcast:
+                outputs.send(SIDES, numbers[name], rows)
+                continue
+            for index, join in enumerate(context.data.samples.joins):
+                if join.side == name:
+                    count = num_lookup_partitions(context, name)
+                    for partition, part in partition_side(context, name, count, rows):
+                        outputs.send(_side_of(index), partition, part)
     return outputs.result()
 
 
@@ -336,9 +290,9 @@ def loaded(worker: Worker, sides: SideTables) -> Sides:
 
 def map_rows(worker: Worker, bundle: Bundle, side_tables: SideTables) -> TaskResult:
     """Send the samples of the raw rows of some splits."""
-    outputs, sides = Outputs(worker), loaded(worker, side_tables)
+    outputs, sides = TaskOutputs(worker), loaded(worker, side_tables)
     for split in bundle:
-        for table in outputs.main(read_rows(worker.context, split)):
+        for table in read_rows(outputs, split):
             outputs.add_rows(split.source, table, sides)
     return outputs.result()
 
@@ -347,12 +301,12 @@ def map_keys(
     worker: Worker, keyed: tuple[int, Sequence[Sent]], side_tables: SideTables
 ) -> TaskResult:
     """Send the samples of all rows of some keys."""
-    outputs, sides = Outputs(worker), loaded(worker, side_tables)
+    outputs, sides = TaskOutputs(worker), loaded(worker, side_tables)
     partition, sent = keyed
     rows: dict[str, list[pa.Table]] = {}
     for source, table in Received(sent):
         rows.setdefault(source, []).append(table)
-    outputs.add_samples(worker.sample_stage(sides).from_keys(partition, rows), sides)
+    outputs.add_samples(worker.sample_stage(sides).from_keys(outputs, partition, rows), sides)
     return outputs.result()
 
 
@@ -360,11 +314,10 @@ def look_up_by_key(
     worker: Worker, task: tuple[int, Sequence[Sent], Sequence[Sent]], side_tables: SideTables
 ) -> TaskResult:
     """Send the samples of some keys after a look-up in a large side table."""
-    outputs, sides = Outputs(worker), loaded(worker, side_tables)
+    outputs, sides = TaskOutputs(worker), loaded(worker, side_tables)
     index, samples, side = task
-    tables = [rows for _, rows in Received(samples)]
-    found = look_up_partition(worker.context, index, tables, [rows for _, rows in Received(side)])
-    for table in found:
+    tables, rows = list(Received(samples)), Received(side)
+    for table in look_up_partition(worker.context, index, tables, rows):
         outputs.look_up(table, sides, index + 1)
     return outputs.result()
 
@@ -375,17 +328,13 @@ def make_samples(
     tasks: Iterable[Any],
     side_bundles: Sequence[Bundle],
     map_task: Callable[..., TaskResult] = map_rows,
-) -> Made:
-    """Send the samples of all rows to their parts.
+) -> tuple[dict[str, list[Partial]], list[Mapping[str, int]]]:
+    """Send the samples of all rows to their parts; `tasks` are those of `map_task`.
 
-    Args:
-        context: of the build.
-        exchange: runs the tasks.
-        tasks: of `map_task`; bundles for `map_rows`.
-        side_bundles: of the side tables.
-        map_task: sends the samples of a task.
+    Returns:
+        The partial aggregates of transforms to fit, by key, and the counts of joined events.
     """
-    made, sides = Made(), read_sides(context, exchange, side_bundles)
+    sides = read_sides(context, exchange, side_bundles)
     values = exchange.run("map", map_task, tasks, sides)
     values += exchange.run("keys", map_keys, exchange.take(_KEYED).items(), sides)
     for index, join in enumerate(context.data.samples.joins):
@@ -393,9 +342,12 @@ def make_samples(
             samples, side = exchange.take(_samples_of(index)), exchange.take(_side_of(index))
             tasks = ((index, sent, side.get(number, [])) for number, sent in samples.items())
             values += exchange.run(f"join-{index}", look_up_by_key, tasks, sides)
-    for value in values:
-        made.add(value)
-    return made
+    partials: dict[str, list[Partial]] = {}
+    for more, _ in values:
+        for key, several in more.items():
+            for partial in several:
+                partials[key] = add_partial(partials.get(key, []), partial)
+    return partials, [counts for _, events in values for counts in events]
 
 
 # Fit transforms, write parts and rejects, number accesses.
@@ -418,13 +370,9 @@ def write_parts(
     samples: dict[int, list[Sent]],
     files: Mapping[str, str],
 ) -> list[PartResult]:
-    """Write all parts of the segment.
+    """Write all parts of the segment from their samples, which are emptied.
 
-    Args:
-        context: of the build.
-        exchange: runs the tasks.
-        samples: by part, ascending; emptied.
-        files: from `fit_transforms`.
+    `files` are from `fit_transforms`.
     """
     if not samples:
         return []
@@ -432,29 +380,38 @@ def write_parts(
     first = Received(samples[min(samples)])
     tasks = ((part, samples.pop(part)) for part in list(samples))  # frees memory part by part
     with ThreadPoolExecutor(1) as chooser:
-        layout = chooser.submit(layout_of, context, first, fitted)
+        layout = chooser.submit(
+            choose_segment_layout, first, context.data, fitted, context.num_parts
+        )
         del first
         ready = layout if exchange.in_memory else layout.result()  # processes receive no future
-        return exchange.run("part", build_part, tasks, ready, files)
+        return exchange.run("part", write_part, tasks, ready, files)
 
 
-def build_part(
+def write_part(
     worker: Worker,
     samples: tuple[int, Sequence[Sent]],
     layout: SegmentLayout | Future[SegmentLayout],
     files: Mapping[str, str],
 ) -> TaskResult:
     """Write a part."""
-    part, sent = samples
-    fitted = worker.fitted(files)
-    return TaskResult(write_part(worker.context, part, Received(sent), layout, fitted))
+    (part, sent), context = samples, worker.context
+    result = build_part(
+        context.segment_root,
+        part,
+        Received(sent),
+        context.data,
+        layout,
+        context.features,
+        worker.fitted(files),
+    )
+    return TaskResult(result, Counts(parts=1))
 
 
 def write_reject_range(worker: Worker, rejects: tuple[int, Sequence[Sent]]) -> TaskResult:
     """Write the rejects of a range of the input; return their counts."""
     key, sent = rejects
-    tables = (rows for _, rows in Received(sent))
-    return TaskResult(write_rejects(worker.context.segment_root, key, tables))
+    return TaskResult(write_rejects(worker.context.segment_root, key, Received(sent)))
 
 
 def number_tables(

@@ -31,7 +31,7 @@ from pipelines.autogroup.job import with_groups
 from pipelines.build import check_usable, group_warnings, label_warnings, load_request
 from pipelines.clustering.part import PartResult
 from pipelines.context import IN_PROCESS, BuildContext, BuildRequest
-from pipelines.exchange import Received, TaskResult
+from pipelines.exchange import Received
 from pipelines.prepare import prepare
 from pipelines.quality.gate import reject_findings
 from pipelines.samples.lookups import broadcast_sides, key_column, key_type
@@ -46,11 +46,10 @@ from pipelines.sources.listing import (
 )
 from pipelines.sources.rejects import RejectCounts, count_rejects, python_rows, sorted_rejects
 from pipelines.sources.rows import ORIGIN, type_text
-from pipelines.stages import REJECTS, SAMPLES, read_rows
+from pipelines.stages import REJECTS, SAMPLES, Outputs, read_rows, split_file
 from pipelines.table.segment import group_counts
 from pipelines.transforms.apply import apply_transforms
 from pipelines.transforms.fit import load_staged
-from pipelines.workers import Worker
 from schemas.arrays import is_list, one_chunk
 from schemas.config.job import GateConfig
 from schemas.errors import SchemaError
@@ -137,16 +136,16 @@ def _run_stages(context: BuildContext, copies: Mapping[str, Excerpt]) -> dict[st
     raw_rows, num_read = _read_rows(context)
     with executor.open_exchange(context, 1, in_memory=True) as exchange:
         sources, sides = executor.split_inputs(context, exchange)
-        made = executor.make_samples(context, exchange, sources, sides)
+        partials, _ = executor.make_samples(context, exchange, sources, sides)
         sent = exchange.take(SAMPLES)
         samples = SampleTable.of(
             [each for part in sent.values() for each in Received(part)], context
         )
-        files = (executor.fit_transforms(context, made.partials) if sent else None) or {}
+        files = (executor.fit_transforms(context, partials) if sent else None) or {}
         partitions = executor.write_parts(context, exchange, sent, files)
         numbered = executor.number_tables(context, exchange, partitions)
         distinct = {table: each.num_rows for table, each in numbered}
-        tables = [rows for part in exchange.take(REJECTS).values() for _, rows in Received(part)]
+        tables = [rows for part in exchange.take(REJECTS).values() for rows in Received(part)]
     rejected = sorted_rejects(tables)
     reject_counts = count_rejects(rejected)
     num_rows = sum(p.num_rows for p in partitions)
@@ -176,27 +175,14 @@ def _run_stages(context: BuildContext, copies: Mapping[str, Excerpt]) -> dict[st
 def _read_rows(context: BuildContext) -> tuple[dict[str, list[pa.Table]], Counter[str]]:
     """Return the raw rows of each source, and how many were read or rejected by a reader."""
     num_read, raw_rows = Counter[str](), dict[str, list[pa.Table]]()
-    source_of = {file.path: file.source for file in context.listing}
-    with executor.open_exchange(context, 1, in_memory=True) as exchange:
-        sources, sides = executor.split_inputs(context, exchange)
-        exchange.run("read", _send_rows, [*sides, *sources])
-        for sent in exchange.take(SAMPLES).values():
-            for source, table in Received(sent):
-                num_read[source] += table.num_rows
-                raw_rows.setdefault(source, []).append(table)
-        for sent in exchange.take(REJECTS).values():
-            for _, rejects in Received(sent):
-                positions = rejects.filter(rejects["position"].is_valid())
-                num_read.update(source_of[file] for file in positions["file"].to_pylist())
+    for file in context.files():
+        outputs = Outputs(context)
+        tables = [t for split in split_file(outputs, file) for t in read_rows(outputs, split)]
+        raw_rows.setdefault(file.source, []).extend(tables)
+        positions = [rejects["position"] for rejects in outputs.rejects]
+        num_read[file.source] += sum(table.num_rows for table in tables)
+        num_read[file.source] += sum(len(rows) - rows.null_count for rows in positions)
     return raw_rows, num_read
-
-
-def _send_rows(worker: Worker, bundle: executor.Bundle) -> TaskResult:
-    outputs = executor.Outputs(worker)
-    for split in bundle:
-        for table in outputs.main(read_rows(worker.context, split)):
-            outputs.send(SAMPLES, 0, (split.source, table))
-    return outputs.result()
 
 
 def _with_transforms(context: BuildContext, rows: pa.Table, files: Mapping[str, str]) -> pa.Table:

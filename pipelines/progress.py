@@ -1,40 +1,29 @@
-"""Progress of a running build: counts of rows over all workers, and the early stop.
+"""Progress of a local build: counts of rows from the results of its tasks, and the early stop.
 
-Each worker process writes its counts to a file below the segment being built; the launcher adds
-them up. A build that rejects every row stops early, see `stop_if_all_rejected`. Workers that build
-a segment at an object store count nothing: the runner's own counters show their progress.
+On a runner of Beam nothing is counted: its own counters show the progress.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import shutil
-import threading
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 
 from pipelines.sources.rows import SPLIT_BYTES
-from schemas.storage import Location
 
 STOP_AFTER_REJECTS = 50_000
 """A build stops after so many rejected rows without one good row."""
 
 _INTERVAL_SEC = 2.0
-_DIRECTORY = ".progress"
-_STOPPED = "stopped"
-_LOCK = threading.Lock()
-_COUNTS: defaultdict[Path, Counts] = defaultdict(lambda: Counts())
-"""Counts of this process, by directory of the segment being built."""
+_READING, _WRITING = 0.4, 0.5
+"""Shares of reading and of writing parts in the time of a build; the rest is the oracle."""
+_SOME_SEC = 10.0
+"""Time after which the rate and the remaining time are reported."""
 
 
 @dataclass(slots=True)
 class Counts:
-    """Rows that were read and rejected, and samples.
+    """Rows that were read and rejected, samples, and parts.
 
     Attributes:
         read: rows read, including rejected ones.
@@ -44,6 +33,7 @@ class Counts:
         unread: rows of the sample source that could not be read.
         unused: rows of the sample source that were read and rejected later.
         samples: samples made.
+        parts: parts written.
         num_bytes: bytes of the files, or parts of files, that were opened.
     """
 
@@ -54,20 +44,15 @@ class Counts:
     unread: int = 0
     unused: int = 0
     samples: int = 0
+    parts: int = 0
     num_bytes: int = 0
 
-    def __add__(self, other: Counts) -> Counts:
-        """Return the sum; the example is the first."""
-        return Counts(
-            self.read + other.read,
-            self.rejected + other.rejected,
-            self.example or other.example,
-            self.good + other.good,
-            self.unread + other.unread,
-            self.unused + other.unused,
-            self.samples + other.samples,
-            self.num_bytes + other.num_bytes,
-        )
+    def add(self, more: Counts) -> None:
+        """Add other counts; the example stays the first."""
+        example = self.example or more.example
+        for field in fields(self):
+            setattr(self, field.name, getattr(self, field.name) + getattr(more, field.name))
+        self.example = example
 
     def __str__(self) -> str:
         """Return the counts as one line."""
@@ -75,152 +60,72 @@ class Counts:
         example = f" ({share:.2%}), such as {self.example}" if self.rejected else ""
         return f"rows read: {self.read:,}, rejected: {self.rejected:,}{example}"
 
+    @property
+    def is_all_rejected(self) -> bool:
+        """Whether a stage, reading or making samples, has rejected all of its rows.
 
-def count_rows(building: Location | Path, more: Counts) -> Counts | None:
-    """Add to the counts of this process; do nothing outside `counting`.
+        Rows that were read but not yet made into samples do not count.
+        """
+        read_none = self.unread >= STOP_AFTER_REJECTS and not self.good
+        used_none = self.unused >= STOP_AFTER_REJECTS and not self.samples
+        return read_none or used_none
 
-    A bundle that is retried counts twice: the counts do not affect the dataset.
 
-    Args:
-        building: directory of the segment being built, which workers share.
-        more: counts to add.
+class Progress:
+    """Adds up the counts of a build's tasks, reports them, and determines when to stop.
 
-    Returns:
-        The counts of this process, None outside `counting`.
+    Attributes:
+        report: called with each line.
+        counts: of the tasks that have ended.
+        stopped: whether the quality gate would refuse the segment anyway: `STOP_AFTER_REJECTS` rows
+            were rejected and none is good, and the files opened so far hold the allowed share of
+            the input's bytes, or 32 MiB.
     """
-    directory = _directory(building)
-    if directory is None or not directory.is_dir():
-        return None
-    with _LOCK:
-        counts = _COUNTS[directory] = _COUNTS[directory] + more
-        with Location.parse(directory / f"{os.getpid()}.json").new_file() as partial:
-            partial.write_text(json.dumps(asdict(counts)), encoding="utf-8")
-    return counts
 
+    def __init__(
+        self,
+        report: Callable[[str], None] = lambda _: None,
+        num_parts: int = 1,
+        num_bytes: int = 0,
+        max_reject_fraction: float | None = None,
+    ) -> None:
+        """Start the clock.
 
-def _directory(building: Location | Path) -> Path | None:
-    """Return the directory of the counts; None at an object store."""
-    local = Location.parse(building).local
-    return None if local is None else local / _DIRECTORY
+        Args:
+            report: called with each line.
+            num_parts: parts of the segment; some may stay empty.
+            num_bytes: bytes of the input.
+            max_reject_fraction: share of rows that may be rejected; never stop if it is None or 1.
+        """
+        self.report, self.counts, self.stopped = report, Counts(), False
+        self._num_parts, self._num_bytes = num_parts, num_bytes
+        self._max_reject_fraction = max_reject_fraction
+        self._started_sec = self._reported_sec = time.perf_counter()
 
+    def add(self, more: Counts) -> bool:
+        """Add the counts of a task; report them, if the last line is some seconds old.
 
-def counted_rows(building: Location | Path) -> Counts:
-    """Return the counts of all workers; zeros at an object store."""
-    total, directory = Counts(), _directory(building)
-    paths = [] if directory is None else directory.glob("[0-9]*.json")
-    for path in sorted(paths):
-        total += Counts(**json.loads(path.read_text(encoding="utf-8")))
-    return total
+        Returns:
+            Whether the build has to stop because of them.
+        """
+        self.counts.add(more)
+        limit, stops = self._max_reject_fraction, False
+        if limit is not None and limit < 1 and self.counts.is_all_rejected and not self.stopped:
+            stops = self.counts.num_bytes >= min(SPLIT_BYTES, limit * self._num_bytes)
+            self.stopped = stops
+        now_sec = time.perf_counter()
+        if now_sec - self._reported_sec >= _INTERVAL_SEC:
+            self._reported_sec = now_sec
+            rate = self._rate(now_sec - self._started_sec)
+            written = f"parts written: {self.counts.parts} of {self._num_parts}"
+            self.report(f"{self.counts}; {written}{rate}")
+        return stops
 
-
-def stop_if_all_rejected(
-    building: Location | Path, max_reject_fraction: float | None, input_bytes: int
-) -> None:
-    """Make all workers stop reading if the quality gate would refuse the segment anyway.
-
-    That is: `STOP_AFTER_REJECTS` rows were rejected and no worker has a good one, and the files
-    opened so far hold the allowed share of the input's bytes, or 32 MiB.
-
-    Args:
-        building: directory of the segment being built, which workers share.
-        max_reject_fraction: share of rows that may be rejected; never stop if it is None or 1.
-        input_bytes: bytes of all files.
-    """
-    if max_reject_fraction is None or max_reject_fraction >= 1:
-        return
-    total = counted_rows(building)
-    allowed_bytes = min(SPLIT_BYTES, max_reject_fraction * input_bytes)
-    directory = _directory(building)
-    if directory is not None and _all_rejected(total) and total.num_bytes >= allowed_bytes:
-        (directory / _STOPPED).touch()
-
-
-def is_stopped(building: Location | Path) -> bool:
-    """Tell whether workers have stopped reading; False at an object store."""
-    directory = _directory(building)
-    return directory is not None and (directory / _STOPPED).exists()
-
-
-def _all_rejected(counts: Counts) -> bool:
-    """Tell whether a stage, reading or making samples, has rejected all of its rows.
-
-    Rows that were read but not yet made into samples do not count.
-    """
-    read_none = counts.unread >= STOP_AFTER_REJECTS and not counts.good
-    used_none = counts.unused >= STOP_AFTER_REJECTS and not counts.samples
-    return read_none or used_none
-
-
-@contextmanager
-def counting(building: Location | Path) -> Iterator[None]:
-    """Enable `count_rows` while the body runs; do nothing at an object store."""
-    directory = _directory(building)
-    if directory is None:
-        yield
-        return
-    directory.mkdir(exist_ok=True)
-    try:
-        yield
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
-        _COUNTS.pop(directory, None)
-
-
-_READING, _WRITING = 0.4, 0.5
-"""Shares of reading and of writing parts in the time of a build; the rest is the oracle."""
-_SOME_SEC = 10.0
-"""Time after which the rate and the remaining time are reported."""
-
-
-def _rate(num_rows: int, share: float, elapsed_sec: float) -> str:
-    """Return the text for rows read and the share of the work that is done."""
-    if elapsed_sec < _SOME_SEC or not share:
-        return ""
-    remaining_sec = elapsed_sec * max(0.0, 1 - share) / share
-    left = f"{remaining_sec:.0f} s" if remaining_sec < 120 else f"{remaining_sec / 60:.0f} min"
-    return f"; {num_rows / elapsed_sec:,.0f} rows/s, about {left} left"
-
-
-@contextmanager
-def report_progress(
-    building: Location | Path, num_parts: int, num_bytes: int, progress: Callable[[str], None]
-) -> Iterator[None]:
-    """Report rows, parts, rate and remaining time at intervals while the body runs.
-
-    Nothing is reported of a segment that is built at an object store.
-
-    Args:
-        building: directory of the segment being built, which workers share.
-        num_parts: parts of the segment; some may stay empty.
-        num_bytes: bytes of the input.
-        progress: called with each line.
-    """
-    local = Location.parse(building).local
-    if local is None:
-        yield
-        return
-    done = threading.Event()
-    started_sec = time.perf_counter()
-
-    def watch() -> None:
-        last_line = ""
-        while not done.wait(_INTERVAL_SEC):
-            written, counts = (
-                len(list((local / "samples").glob("*.parquet"))),
-                counted_rows(building),
-            )
-            share = _READING * counts.num_bytes / max(1, num_bytes) + _WRITING * written / num_parts
-            rate = _rate(counts.read, share, time.perf_counter() - started_sec)
-            line = f"{counts}; parts written: {written} of {num_parts}{rate}"
-            if line != last_line:
-                progress(line)
-                last_line = line
-
-    watcher = threading.Thread(target=watch, name="progress", daemon=True)
-    with counting(building):
-        watcher.start()
-        try:
-            yield
-        finally:
-            done.set()
-            watcher.join()
+    def _rate(self, elapsed_sec: float) -> str:
+        share = _READING * self.counts.num_bytes / max(1, self._num_bytes)
+        share += _WRITING * self.counts.parts / self._num_parts
+        if elapsed_sec < _SOME_SEC or not share:
+            return ""
+        remaining_sec = elapsed_sec * max(0.0, 1 - share) / share
+        left = f"{remaining_sec:.0f} s" if remaining_sec < 120 else f"{remaining_sec / 60:.0f} min"
+        return f"; {self.counts.read / elapsed_sec:,.0f} rows/s, about {left} left"

@@ -1,22 +1,21 @@
-"""Stages of a build, independent of the runner: files to rows, samples and written parts.
+"""Stages of a build, independent of the runner: files to rows, and rows to samples.
 
-Each stage is a generator of (output, value) pairs. `beam/transforms.py` runs them on
-workers, `executor.py` in one process, to the same bytes. Nothing here imports Beam.
+A stage returns its main result, and adds all else to `Outputs`. `beam/transforms.py` runs stages on
+workers of Beam, `executor.py` on those of this machine, to the same bytes. Nothing here imports
+Beam.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
-from pipelines.clustering.part import PartResult, build_part
-from pipelines.clustering.writer import SegmentLayout, choose_segment_layout
 from pipelines.context import BuildContext
-from pipelines.progress import Counts, count_rows, is_stopped, stop_if_all_rejected
+from pipelines.progress import Counts
 from pipelines.samples.event_join import join_events, write_late
 from pipelines.samples.lookups import (
     HIDDEN,
@@ -51,69 +50,65 @@ from pipelines.sources.formats import input_splits, read_split
 from pipelines.sources.rejects import rejects_from_table, rejects_table
 from pipelines.sources.rows import CHUNK_ROWS, ORIGIN, InputSplit
 from pipelines.transforms.apply import fit_inputs
-from pipelines.transforms.fit import FITTED, partial_fits
+from pipelines.transforms.fit import Partial, add_partial, partial_fits
 from schemas.arrays import one_chunk
-from schemas.config.job import GateConfig
-from schemas.fitted import FittedValues
 
 REJECTS = "rejects"
 SAMPLES = "samples"
-"""Name of the main output of every stage, also where it is not samples."""
-EVENTS = "events"
-BLOCKS = "blocks"
-
-Output = tuple[str, Any]
-"""Name of an output, and one of its values."""
 
 
-def rejected(context: BuildContext, source: str, table: pa.Table, *, by_reader: bool) -> Output:
-    """Return rejects as an output, and add them to the progress counts.
+class Outputs:
+    """What stages produce beside their main results.
 
-    Args:
+    Attributes:
         context: of the build.
-        source: of the rows.
-        table: rejects.
-        by_reader: whether the reader rejected the rows.
+        rejects: as tables.
+        partials: partial aggregates of transforms to fit, by key.
+        events: counts of joined events.
+        counts: of rows and samples, for the progress.
     """
-    for first in rejects_from_table(table.slice(0, 1)):
-        num = table.num_rows - pc.sum(table["rows_unknown"].cast(pa.int64())).as_py()
-        more = Counts(read=num if by_reader else 0, rejected=num, example=str(first))
-        if source == context.data.sample_source:
-            more += Counts(unread=num) if by_reader else Counts(unused=num)
-        counts = count_rows(context.segment_root, more)
-        if counts is not None and not counts.samples:
-            max_fraction = (context.data.gate or GateConfig()).max_reject_fraction
-            size = sum(file.num_bytes for file in context.listing)
-            stop_if_all_rejected(context.segment_root, max_fraction, size)
-    return REJECTS, table
 
+    def __init__(self, context: BuildContext) -> None:
+        """Begin without any."""
+        self.context = context
+        self.rejects: list[pa.Table] = []
+        self.partials: dict[str, list[Partial]] = {}
+        self.events: list[Mapping[str, int]] = []
+        self.counts = Counts()
 
-def split_file(context: BuildContext, file: InputSplit) -> Iterator[Output]:
-    """Yield the splits of a file, which workers can read independently, and rejects."""
-    splits, rejects = input_splits(context.folder, file, context.data.inputs[file.source])
-    if rejects:
-        yield rejected(context, file.source, rejects_table(rejects), by_reader=True)
-    for input_split in splits:
-        yield SAMPLES, input_split
-
-
-def read_rows(context: BuildContext, input_split: InputSplit) -> Iterator[Output]:
-    """Yield the raw rows of a split as tables, and rejects."""
-    config = context.data.inputs[input_split.source]
-    schema = context.empty_rows[input_split.source].schema
-    if is_stopped(context.segment_root):
-        return
-    count_rows(context.segment_root, Counts(num_bytes=_num_bytes(context, input_split)))
-    for rows in read_split(context.folder, input_split, config, schema):
-        if is_stopped(context.segment_root):
+    def reject(self, source: str, rejects: pa.Table, *, by_reader: bool = False) -> None:
+        """Add rejects of a source; `by_reader` if it could not read the rows."""
+        if not rejects.num_rows:
             return
+        num = rejects.num_rows - pc.sum(rejects["rows_unknown"].cast(pa.int64())).as_py()
+        example = str(next(rejects_from_table(rejects.slice(0, 1))))
+        more = Counts(read=num if by_reader else 0, rejected=num, example=example)
+        if source == self.context.data.sample_source:
+            more.unread, more.unused = (num, 0) if by_reader else (0, num)
+        self.counts.add(more)
+        self.rejects.append(rejects)
+
+
+def split_file(outputs: Outputs, file: InputSplit) -> list[InputSplit]:
+    """Return the splits of a file, which workers can read independently."""
+    context = outputs.context
+    splits, rejects = input_splits(context.folder, file, context.data.inputs[file.source])
+    outputs.reject(file.source, rejects_table(rejects), by_reader=True)
+    return splits
+
+
+def read_rows(outputs: Outputs, split: InputSplit) -> Iterator[pa.Table]:
+    """Yield the raw rows of a split."""
+    context, source = outputs.context, split.source
+    config, schema = context.data.inputs[source], context.empty_rows[source].schema
+    outputs.counts.num_bytes += _num_bytes(context, split)
+    for rows in read_split(context.folder, split, config, schema):
         for rejects in rows.all_rejects():
-            yield rejected(context, input_split.source, rejects, by_reader=True)
+            outputs.reject(source, rejects, by_reader=True)
         if rows.table is not None and rows.table.num_rows:
             num = rows.table.num_rows
-            good = num if input_split.source == context.data.sample_source else 0
-            count_rows(context.segment_root, Counts(read=num, good=good))
-            yield SAMPLES, rows.table
+            outputs.counts.add(Counts(read=num, good=num * (source == context.data.sample_source)))
+            yield rows.table
 
 
 def _num_bytes(context: BuildContext, input_split: InputSplit) -> int:
@@ -124,44 +119,43 @@ def _num_bytes(context: BuildContext, input_split: InputSplit) -> int:
     return size - input_split.offset if input_split.num_bytes is None else input_split.num_bytes
 
 
-def keyed_rows(context: BuildContext, source: str, table: pa.Table) -> Iterator[Output]:
-    """Yield (partition of each row, rows) of a build that groups raw rows; reject null keys."""
-    data, key = context.data, context.shard
+def keyed_rows(
+    outputs: Outputs, source: str, table: pa.Table
+) -> tuple[NDArray[np.int64], pa.Table]:
+    """Return the partition of each row by its key, and the rows; rows with a null key are rejected.
+
+    Only for jobs that group raw rows.
+    """
+    context, data, key = outputs.context, outputs.context.data, outputs.context.shard
     assert key is not None, "only jobs with samples.per or samples.events group raw rows"
     events = data.samples.events
     required = {key: "key"}
     if events is not None and source == events.source:
         required |= dict.fromkeys(events.key, "key")
         required[events.event_time or events.time] = "event time"
-    table = yield from _without_nulls(context, source, table, required)
+    table = _without_nulls(outputs, source, table, required)
     common_type = key_type({n: context.empty_rows[n] for n in data.sources}, key)
     hashes = key_hashes(key_column(table, key, common_type))
-    yield SAMPLES, (partition_of_key(hashes, context.num_key_partitions), table)
+    return partition_of_key(hashes, context.num_key_partitions), table
 
 
-def good_side_rows(context: BuildContext, name: str, table: pa.Table) -> Iterator[Output]:
-    """Yield the rows of a side table with key and time; reject the others."""
-    config = context.data.sides[name]
+def good_side_rows(outputs: Outputs, name: str, table: pa.Table) -> pa.Table:
+    """Return the rows of a side table with key and time; the others are rejected."""
+    config = outputs.context.data.sides[name]
     required = {config.key: "key"} | ({} if config.time is None else {config.time: "time"})
-    good = yield from _without_nulls(context, name, table, required, f" of side {name!r}")
-    if good.num_rows:
-        yield SAMPLES, good
+    return _without_nulls(outputs, name, table, required, f" of side {name!r}")
 
 
 def _without_nulls(
-    context: BuildContext,
-    source: str,
-    table: pa.Table,
-    columns: Mapping[str, str],
-    suffix: str = "",
-) -> Generator[Output, None, pa.Table]:
+    outputs: Outputs, source: str, table: pa.Table, columns: Mapping[str, str], suffix: str = ""
+) -> pa.Table:
     """Reject rows with a null in one of the columns (name to role); return the other rows."""
     for name, role in columns.items():
         if table[name].null_count:
             valid = table[name].is_valid()
             reason = f"{role} {name!r}{suffix} must not be null"
             bad = bad_rows(table.filter(pc.invert(valid)), reason)
-            yield rejected(context, source, context.rejects(bad), by_reader=False)
+            outputs.reject(source, outputs.context.rejects(bad))
             table = table.filter(valid)
     return table
 
@@ -169,16 +163,9 @@ def _without_nulls(
 class SampleStage:
     """Makes samples from raw rows: SQL, look-ups, checks, sampling, separation of tuples."""
 
-    def __init__(
-        self, context: BuildContext, on_output: Callable[[pa.Table], None] = lambda _: None
-    ) -> None:
-        """Open a DuckDB connection.
-
-        Args:
-            context: of the build.
-            on_output: called with each table of samples.
-        """
-        self.context, self.on_output = context, on_output
+    def __init__(self, context: BuildContext) -> None:
+        """Open a DuckDB connection."""
+        self.context = context
         self.connection = Connection(context.data.samples.limits)
         self.inputs, self.source = fit_inputs(context.data), context.data.sample_source
         self.sides = Sides()
@@ -189,17 +176,20 @@ class SampleStage:
         for name, side in sides.items():
             self.connection.register(name, visible_columns(side))
 
-    def from_rows(self, source: str, table: pa.Table) -> Iterator[Output]:
-        """Yield the outputs of row-local SQL over raw rows."""
-        if is_stopped(self.context.segment_root):
-            return
+    def from_rows(
+        self, outputs: Outputs, source: str, table: pa.Table
+    ) -> Iterator[Tuples | pa.Table]:
+        """Yield the samples of row-local SQL over raw rows; tables if look-ups by key follow."""
         for result in map_chunks(self.connection, self.context.steps, source, SqlResult(table)):
-            yield from self._look_up(result)
+            yield from self._look_up(outputs, result)
 
-    def from_keys(self, partition: int, rows: Mapping[str, Iterable[pa.Table]]) -> Iterator[Output]:
-        """Yield the outputs of all rows of some keys: event join, SQL per key, SQL per row.
+    def from_keys(
+        self, outputs: Outputs, partition: int, rows: Mapping[str, Iterable[pa.Table]]
+    ) -> Iterator[Tuples | pa.Table]:
+        """Yield the samples of all rows of some keys: event join, SQL per key, SQL per row.
 
         Args:
+            outputs: receives rejects and counts.
             partition: number of the partition of keys.
             rows: its rows by source, in any order.
         """
@@ -210,7 +200,7 @@ class SampleStage:
         if data.samples.events is not None:
             joined = join_events(tables, data, context.listing)
             write_late(context.segment_root, partition, joined.unused_events)
-            yield EVENTS, joined.counts
+            outputs.events.append(joined.counts)
             tables = joined.tables
         source, steps = data.sample_source, context.steps
         if data.samples.per is None:
@@ -222,38 +212,32 @@ class SampleStage:
             per_key = run_keys(self.connection, per, tables, location_text)
             results = (r for keys in per_key for r in map_chunks(self.connection, steps, PER, keys))
         for result in results:
-            if is_stopped(context.segment_root):
-                return
-            yield from self._look_up(result)
+            yield from self._look_up(outputs, result)
 
-    def _look_up(self, result: SqlResult) -> Iterator[Output]:
-        if result.bad_rows.num_rows:
-            rejects = self.context.rejects(result.bad_rows)
-            yield rejected(self.context, self.source, rejects, by_reader=False)
+    def _look_up(self, outputs: Outputs, result: SqlResult) -> Iterator[Tuples | pa.Table]:
+        outputs.reject(self.source, self.context.rejects(result.bad_rows))
         if result.samples is None:
             return
         samples = with_list_index(result.samples)
         if not self.context.lookups_are_broadcast:
-            yield SAMPLES, samples  # a table: look-ups by key and `finish` follow
+            yield samples
             return
         for index in range(len(self.context.data.samples.joins)):
             samples = look_up_broadcast(samples, self.sides, self.context, index)
-        yield from self.finish(samples)
+        yield from self.finish(outputs, samples)
 
-    def finish(self, samples: pa.Table) -> Iterator[Output]:
-        """Check and sample rows after all look-ups; yield them as `Tuples`."""
+    def finish(self, outputs: Outputs, samples: pa.Table) -> Iterator[Tuples]:
+        """Check and sample rows after all look-ups; yield them, if any is left."""
         context, data, features = self.context, self.context.data, self.context.features
         separated = separate_tuples(samples, data.groups)
         good, unusable = usable_samples(separated, features, data)
         good = sample_negatives(good, features, data)
         for key, partial in partial_fits(good, self.inputs, data):
-            yield FITTED, (key, partial)
+            outputs.partials[key] = add_partial(outputs.partials.get(key, []), partial)
+        outputs.counts.samples += good.num_samples
+        outputs.reject(self.source, context.rejects(unusable))
         if good.num_samples:
-            count_rows(context.segment_root, Counts(samples=good.num_samples))
-            self.on_output(good.samples)
-            yield SAMPLES, good
-        if unusable.num_rows:
-            yield rejected(context, self.source, context.rejects(unusable), by_reader=False)
+            yield good
 
 
 def partition_by_session(context: BuildContext, samples: Tuples) -> list[Tuples | None]:
@@ -261,35 +245,6 @@ def partition_by_session(context: BuildContext, samples: Tuples) -> list[Tuples 
     hashes = hash_session_keys(samples.column(context.data.session.key))
     partition = partition_of_key(hashes, context.num_parts)
     return partition_tuples(samples, partition, context.num_parts)
-
-
-# Write parts: a partition of session keys becomes the files of one number, a part of the segment.
-
-
-def layout_of(
-    context: BuildContext, samples: Iterable[Tuples], fitted: FittedValues
-) -> SegmentLayout:
-    """Return the layout that the samples of the first part determine for all parts.
-
-    Args:
-        context: of the build.
-        samples: of the first part.
-        fitted: fitted values of transforms.
-    """
-    return choose_segment_layout(samples, context.data, fitted, context.num_parts)
-
-
-def write_part(
-    context: BuildContext,
-    part: int,
-    samples: Iterable[Tuples],
-    layout: SegmentLayout | Future[SegmentLayout],
-    fitted: FittedValues,
-) -> PartResult:
-    """Write one part of the segment from its samples."""
-    return build_part(
-        context.segment_root, part, samples, context.data, layout, context.features, fitted
-    )
 
 
 # Look up in side tables. A small one is sorted once and broadcast. The rows of a large one and the

@@ -21,7 +21,6 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
@@ -37,7 +36,7 @@ from pipelines.clustering.star import cluster
 from pipelines.context import BuildContext, BuildRequest, LocalOptions
 from pipelines.exchange import Received, TaskResult
 from pipelines.prepare import count_parts, holds_in_memory, prepare
-from pipelines.progress import counted_rows, counting
+from pipelines.progress import Counts
 from pipelines.samples.lookups import key_column, key_hashes, key_type
 from pipelines.samples.tuples import hash_session_keys, separate_tuples
 from pipelines.sources.formats import format_of, read_split
@@ -91,9 +90,8 @@ def with_groups(request: BuildRequest, job: Job, features: FeatureSet) -> tuple[
         return replace(request, job_bytes=job_bytes), named
     ungrouped = replace(job, data=replace(job.data, groups={}))
     context = prepare(request, ungrouped, features)
-    with TemporaryDirectory(prefix="presage-") as scratch, counting(Path(scratch)):
-        sample = sample_sessions(replace(context, segment_root=Location.parse(scratch)))
-        counts = counted_rows(Path(scratch))
+    with TemporaryDirectory(prefix="presage-") as scratch:
+        sample, counts = sample_sessions(replace(context, segment_root=Location.parse(scratch)))
     if sample is None:
         advice = "name the groups, or check split.evaluation_from and the rows"
         if counts.rejected:
@@ -177,11 +175,10 @@ class SessionSample:
     share: float
 
 
-def sample_sessions(context: BuildContext) -> SessionSample | None:
-    """Return samples of whole sessions of the training range, or None without such samples.
+def sample_sessions(context: BuildContext) -> tuple[SessionSample | None, Counts]:
+    """Return samples of whole sessions of the training range, None without any, and counts.
 
-    Args:
-        context: of a build without groups.
+    `context` is that of a build without groups.
     """
     data = context.data
     num_parts = min(context.num_parts, count_parts(INPUT_BYTES))
@@ -199,7 +196,7 @@ def sample_sessions(context: BuildContext) -> SessionSample | None:
         choose = _first_splits if data.samples.per is None else _splits_of_keys
         executor.make_samples(context, exchange, choose(context, sources), sides, map_chosen_rows)
         for sent in exchange.take(_EDGE_ROWS).values():
-            edge += [table[ORIGIN].to_numpy() for _, table in Received(sent)]
+            edge += [table[ORIGIN].to_numpy() for table in Received(sent)]
         for sent in exchange.take(stages.SAMPLES).values():
             for tuples in Received(sent):
                 good = tuples.samples.filter(pa.array(_in_training(tuples.samples, data)))
@@ -208,13 +205,14 @@ def sample_sessions(context: BuildContext) -> SessionSample | None:
                     is_edge = np.isin(good[ORIGIN].to_numpy(), np.concatenate(edge))
                     edge_keys.append(np.unique(hashes[is_edge]))
                     kept.add(good, hashes)
+    counts = exchange.progress.counts
     if kept.table is None:
-        return None
+        return None, counts
     share = min(1.0, INPUT_BYTES / max(1, total)) * (kept.bound + 1) / 2**64
     may_continue = np.isin(kept.hashes, np.concatenate(edge_keys))
     if not may_continue.any() or may_continue.mean() > 0.5:
-        return SessionSample(kept.table, share)
-    return SessionSample(kept.table.filter(pa.array(~may_continue)), share)
+        return SessionSample(kept.table, share), counts
+    return SessionSample(kept.table.filter(pa.array(~may_continue)), share), counts
 
 
 def _in_training(samples: pa.Table, data: DataConfig) -> NDArray[np.bool_]:
@@ -251,11 +249,11 @@ def map_chosen_rows(
     worker: Worker, chosen: ChosenRows, side_tables: executor.SideTables
 ) -> TaskResult:
     """Send the samples of chosen rows."""
-    outputs, sides = executor.Outputs(worker), executor.loaded(worker, side_tables)
+    outputs, sides = executor.TaskOutputs(worker), executor.loaded(worker, side_tables)
     context, source = worker.context, chosen.split.source
-    for table in outputs.main(stages.read_rows(context, chosen.split)):
+    for table in stages.read_rows(outputs, chosen.split):
         if chosen.is_edge:
-            outputs.send(_EDGE_ROWS, 0, (source, table.select([ORIGIN])))
+            outputs.send(_EDGE_ROWS, 0, table.select([ORIGIN]))
         if chosen.keys is not None:
             is_chosen = np.isin(_hashed_keys(context, table), chosen.keys)
             table = table.filter(pa.array(is_chosen))

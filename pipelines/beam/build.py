@@ -15,6 +15,8 @@ import pyarrow as pa
 from pipelines.beam.runner import run_pipeline
 from pipelines.beam.shuffle import SendSamples
 from pipelines.beam.transforms import (
+    BLOCKS,
+    EVENTS,
     REJECTED,
     BuildParts,
     FitTransforms,
@@ -34,7 +36,7 @@ from pipelines.rewrite.command import FlatPart, FlatStage
 from pipelines.samples.event_join import add_counts
 from pipelines.samples.tuples import Tuples
 from pipelines.shuffle import ReceivedPackets, from_ipc
-from pipelines.stages import BLOCKS, EVENTS, REJECTS, SAMPLES
+from pipelines.stages import REJECTS, SAMPLES
 from pipelines.table.compact import StoredPart
 from pipelines.transforms.apply import fit_inputs
 from pipelines.transforms.fit import FITTED

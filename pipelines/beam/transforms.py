@@ -18,8 +18,8 @@ from apache_beam.metrics import Metrics
 from apache_beam.utils.shared import Shared
 
 from pipelines.beam.shuffle import SendSamples
-from pipelines.clustering.part import PartResult
-from pipelines.clustering.writer import SegmentLayout
+from pipelines.clustering.part import PartResult, build_part
+from pipelines.clustering.writer import SegmentLayout, choose_segment_layout
 from pipelines.context import BuildContext
 from pipelines.quality.segment_statistics import PARTS_PER_SUM, SliceStatistics, sum_by_split
 from pipelines.samples.tuples import Tuples
@@ -40,16 +40,13 @@ from pipelines.sources.rejects import (
 )
 from pipelines.sources.rows import InputSplit
 from pipelines.stages import (
-    BLOCKS,
-    EVENTS,
     REJECTS,
     SAMPLES,
-    Output,
+    Outputs,
     SampleStage,
     Sides,
     good_side_rows,
     keyed_rows,
-    layout_of,
     load_sides,
     look_up_broadcast,
     look_up_partition,
@@ -58,7 +55,6 @@ from pipelines.stages import (
     partition_side,
     read_rows,
     split_file,
-    write_part,
     write_side,
 )
 from pipelines.transforms.fit import (
@@ -77,6 +73,8 @@ from schemas.fitted import FittedValues
 from schemas.layout import BLOCK
 from schemas.storage import Location
 
+EVENTS = "events"
+BLOCKS = "blocks"
 REJECTED = "rejected"
 """Output of a segment's pipeline with the rejects themselves; they are not sent to the launcher."""
 
@@ -84,10 +82,16 @@ _KEYED = tuple[int, tuple[str, bytes]]
 """Type hint of keyed bytes: with it every runner encodes the key as an int, not as a pickle."""
 
 
-def _tagged(outputs: Iterable[Output]) -> Iterator[Any]:
-    """Yield the outputs of a stage as Beam expects them: main output plain, others tagged."""
-    for tag, value in outputs:
-        yield value if tag == SAMPLES else pvalue.TaggedOutput(tag, value)
+def _tagged(outputs: Outputs) -> Iterator[pvalue.TaggedOutput]:
+    """Yield what stages have produced beside their main results."""
+    partials = [(key, each) for key, several in outputs.partials.items() for each in several]
+    for tag, values in (
+        (REJECTS, outputs.rejects),
+        (FITTED, partials),
+        (EVENTS, outputs.events),
+    ):
+        for value in values:
+            yield pvalue.TaggedOutput(tag, value)
 
 
 class _Counted(beam.DoFn):
@@ -127,17 +131,18 @@ class _Counted(beam.DoFn):
 
 
 def _split_file(file: InputSplit, context: BuildContext) -> Iterator[Any]:
-    return _tagged(split_file(context, file))
+    outputs = Outputs(context)
+    yield from split_file(outputs, file)
+    yield from _tagged(outputs)
 
 
 class _ReadSplit(_Counted):
     def process(self, split: InputSplit) -> Iterator[Any]:
-        for tag, value in read_rows(self.context, split):
-            if tag == SAMPLES:
-                self.count_output(value)
-                yield split.source, value
-            else:
-                yield pvalue.TaggedOutput(tag, value)
+        outputs = Outputs(self.context)
+        for table in read_rows(outputs, split):
+            self.count_output(table)
+            yield split.source, table
+        yield from _tagged(outputs)
 
 
 @dataclass  # not frozen: Beam assigns to its transforms
@@ -170,9 +175,9 @@ class ReadRows(beam.PTransform):
 
 
 def _good_side_rows(rows: tuple[str, pa.Table], context: BuildContext) -> Iterator[Any]:
-    name, table = rows
-    for tag, value in good_side_rows(context, name, table):
-        yield pvalue.TaggedOutput(REJECTS, value) if tag == REJECTS else (name, value)
+    (name, table), outputs = rows, Outputs(context)
+    yield name, good_side_rows(outputs, name, table)
+    yield from _tagged(outputs)
 
 
 def _write_side(side: tuple[str, Iterable[bytes]], context: BuildContext) -> tuple[str, str]:
@@ -344,11 +349,18 @@ class _SampleFn(_Counted):
 
     def setup(self) -> None:
         super().setup()
-        self.stage = SampleStage(self.context, self.count_output)
+        self.stage = SampleStage(self.context)
 
     def load_sides(self, paths: Mapping[str, str] | None) -> None:
         if paths is not None and not self.stage.sides:
             self.stage.use_sides(self.shared.get(paths, self.context))
+
+    def emit(self, outputs: Outputs, made: Iterable[Tuples | pa.Table]) -> Iterator[Any]:
+        for samples in made:
+            if isinstance(samples, Tuples):
+                self.count_output(samples.samples)
+            yield samples
+        yield from _tagged(outputs)
 
 
 class _MapRows(_SampleFn):
@@ -358,26 +370,25 @@ class _MapRows(_SampleFn):
         source, table = rows
         self.load_sides(paths)
         self.count_input(table)
-        yield from _tagged(self.stage.from_rows(source, table))
+        outputs = Outputs(self.context)
+        yield from self.emit(outputs, self.stage.from_rows(outputs, source, table))
 
 
 class _Finish(_SampleFn):
     def process(self, samples: pa.Table) -> Iterator[Any]:
-        return _tagged(self.stage.finish(samples))
+        outputs = Outputs(self.context)
+        return self.emit(outputs, self.stage.finish(outputs, samples))
 
 
 class _SpreadByKey(_Counted):
     def process(self, rows: tuple[str, pa.Table]) -> Iterator[Any]:
-        source, table = rows
+        (source, table), outputs = rows, Outputs(self.context)
         self.count_input(table)
-        for tag, value in keyed_rows(self.context, source, table):
-            if tag != SAMPLES:
-                yield pvalue.TaggedOutput(tag, value)
-                continue
-            partition_of_row, good = value
-            for partition, content in encode_by_target(good, partition_of_row):
-                self.counters["out-bytes"].inc(len(content))
-                yield partition, (source, content)
+        partition_of_row, good = keyed_rows(outputs, source, table)
+        for partition, content in encode_by_target(good, partition_of_row):
+            self.counters["out-bytes"].inc(len(content))
+            yield partition, (source, content)
+        yield from _tagged(outputs)
 
 
 class _SqlPerKey(_SampleFn):
@@ -390,7 +401,8 @@ class _SqlPerKey(_SampleFn):
         rows: dict[str, list[pa.Table]] = {}
         for source, data in grouped[1]:
             rows.setdefault(source, []).append(from_ipc(data))
-        yield from _tagged(self.stage.from_keys(grouped[0], rows))
+        outputs = Outputs(self.context)
+        yield from self.emit(outputs, self.stage.from_keys(outputs, grouped[0], rows))
 
 
 @dataclass  # not frozen: Beam assigns to its transforms
@@ -501,7 +513,8 @@ def _choose_layout(
     """Yield the layout by the samples of the first partition; the others are not read."""
     if samples[0] == first:
         fitted = load_staged(context.segment_root, files, context.data)
-        yield layout_of(context, ReceivedPackets(samples[1]), fitted)
+        rows = ReceivedPackets(samples[1])
+        yield choose_segment_layout(rows, context.data, fitted, context.num_parts)
 
 
 class _BuildPart(_Counted):
@@ -510,10 +523,12 @@ class _BuildPart(_Counted):
     def process(
         self, samples: tuple[int, Iterable[Any]], layout: SegmentLayout, files: Mapping[str, str]
     ) -> Iterator[Any]:
+        (number, sent), context = samples, self.context
+        root, data, features = context.segment_root, context.data, context.features
         if self.fitted is None:
-            self.fitted = load_staged(self.context.segment_root, files, self.context.data)
-        rows = ReceivedPackets(samples[1])
-        result = write_part(self.context, samples[0], rows, layout, self.fitted)
+            self.fitted = load_staged(root, files, data)
+        rows = ReceivedPackets(sent)
+        result = build_part(root, number, rows, data, layout, features, self.fitted)
         self.counters["in-rows"].inc(result.num_samples)
         yield result.file_index // PARTS_PER_SUM, serialize_result(result)
         yield pvalue.TaggedOutput(BLOCKS, encode_blocks(result))

@@ -32,7 +32,7 @@ from pipelines.context import (
     local_options,
 )
 from pipelines.exchange import Received, Sent, TaskResult
-from pipelines.executor import Bundle, Outputs, open_exchange, split_inputs
+from pipelines.executor import Bundle, TaskOutputs, open_exchange, split_inputs
 from pipelines.prepare import count_parts, holds_in_memory
 from pipelines.rewrite.input import (
     BATCH_ROWS,
@@ -334,14 +334,14 @@ def run_flat(stage: FlatStage, options: LocalOptions) -> Mapping[str, list[Any]]
         samples = exchange.take(SAMPLES)
         tasks = ((part, samples.pop(part)) for part in list(samples))
         parts = exchange.run("part", _write_part, tasks, stage)
-        rejects = [rows for sent in exchange.take(REJECTS).values() for _, rows in Received(sent)]
+        rejects = [rows for sent in exchange.take(REJECTS).values() for rows in Received(sent)]
     return {"parts": parts, "rejects": rejects}
 
 
 def _send_rows(worker: Worker, bundle: Bundle, stage: FlatStage) -> TaskResult:
-    outputs = Outputs(worker)
+    outputs = TaskOutputs(worker)
     for split in bundle:
-        for table in outputs.main(read_rows(worker.context, split)):
+        for table in read_rows(outputs, split):
             outputs.add_tuples(stage.samples(table))
     return outputs.result()
 

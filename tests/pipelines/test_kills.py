@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelines import stages
+from pipelines import executor
 from pipelines.build import build
 from pipelines.clustering import part
 from pipelines.clustering.star import check_num_blocks
@@ -207,7 +207,7 @@ def test_parts_that_are_written_twice_beside_half_written_files_change_no_byte(
         part.build_part(root, file_index, *rest)  # type: ignore[arg-type]
         return part.build_part(root, file_index, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(stages, "build_part", twice)
+    monkeypatch.setattr(executor, "build_part", twice)
     dataset = tmp_path / "dataset"
     build(request(one / "job" / "job.yaml", one / "log", dataset))
     assert bytes_of(dataset) == bytes_of(one / "dataset")

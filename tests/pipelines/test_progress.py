@@ -1,8 +1,5 @@
 """Lines about a running build: rows read and rejected, with an example, and parts written."""
 
-import json
-import threading
-from dataclasses import asdict
 from pathlib import Path
 
 import pyarrow as pa
@@ -11,63 +8,22 @@ import pytest
 
 from pipelines import executor, progress
 from pipelines.cli import main
-from pipelines.progress import (
-    Counts,
-    count_rows,
-    counted_rows,
-    is_stopped,
-    report_progress,
-    stop_if_all_rejected,
-)
+from pipelines.progress import Counts, Progress
 from tests.pipelines import logs
 
 
-def test_lines_name_rows_rejects_and_one_of_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(progress, "_INTERVAL_SEC", 0.01)
+def test_lines_name_rows_rejects_and_one_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "_INTERVAL_SEC", 0.0)
     lines: list[str] = []
-    with report_progress(tmp_path, 3, 100, lines.append):
-        count_rows(tmp_path, Counts(read=1000))
-        count_rows(tmp_path, Counts(rejected=20, example="x must be int64, got 'a' in log.csv:7"))
-        (tmp_path / ".progress" / "0.json").write_text('{"read": 1000, "rejected": 5}')
-        (tmp_path / ".progress" / ".0.json.partial").write_text('{"read": 10')
-        (tmp_path / "samples").mkdir()
-        (tmp_path / "samples" / "00000.parquet").touch()
-        expected = (
-            "rows read: 2,000, rejected: 25 (1.25%), such as x must be int64, got 'a' in "
-            "log.csv:7; parts written: 1 of 3"
-        )
-        for _ in range(500):
-            if lines and lines[-1] == expected:
-                break
-            progress.threading.Event().wait(0.01)
-        assert lines[-1] == expected
-    assert not (tmp_path / ".progress").exists()
-
-
-def test_rows_are_counted_only_where_somebody_watches(tmp_path: Path) -> None:
-    assert count_rows(tmp_path, Counts(read=1000)) is None
-    assert list(tmp_path.iterdir()) == []
-    (tmp_path / ".progress").mkdir()
-    assert str(counted_rows(tmp_path)) == "rows read: 0, rejected: 0"
-
-
-def test_counts_of_a_worker_never_go_backwards_while_it_writes(tmp_path: Path) -> None:
-    (tmp_path / ".progress").mkdir()
-    done = threading.Event()
-
-    def write() -> None:
-        while not done.is_set():
-            count_rows(tmp_path, Counts(read=1, example="x" * 10_000))
-
-    writer = threading.Thread(target=write)
-    writer.start()
-    seen = [counted_rows(tmp_path).read for _ in range(200)]
-    done.set()
-    writer.join()
-    progress._COUNTS.pop(tmp_path / ".progress")
-    assert seen == sorted(seen)
+    reported = Progress(lines.append, 3, 100)
+    reported.add(Counts(read=1000))
+    reported.add(Counts(rejected=20, example="x must be int64, got 'a' in log.csv:7"))
+    reported.add(Counts(read=1000, rejected=5, example="another", parts=1))
+    assert lines[0] == "rows read: 1,000, rejected: 0; parts written: 0 of 3"
+    assert lines[-1] == (
+        "rows read: 2,000, rejected: 25 (1.25%), such as x must be int64, got 'a' in "
+        "log.csv:7; parts written: 1 of 3"
+    )
 
 
 GOOD_ELSEWHERE = Counts(read=1, good=1, samples=1)
@@ -89,15 +45,12 @@ GOOD_ELSEWHERE = Counts(read=1, good=1, samples=1)
     ],
 )
 def test_a_build_without_a_good_row_ends_where_the_gate_would_refuse_it(
-    own: Counts, others: Counts, most: float | None, ends: bool, tmp_path: Path
+    own: Counts, others: Counts, most: float | None, ends: bool
 ) -> None:
-    (tmp_path / ".progress").mkdir()
-    (tmp_path / ".progress" / "0.json").write_text(json.dumps(asdict(others)))
-    own += Counts(rejected=own.unread + own.unused, example="x must be y in log.csv:0")
-    count_rows(tmp_path, own)
-    progress._COUNTS.pop(tmp_path / ".progress")
-    stop_if_all_rejected(tmp_path, most, 100)
-    assert is_stopped(tmp_path) == ends
+    build = Progress(num_bytes=100, max_reject_fraction=most)
+    assert not build.add(others)
+    assert build.add(own) == build.stopped == ends
+    assert not build.add(Counts())  # the stages that follow write the rejects
 
 
 @pytest.mark.slow
@@ -106,6 +59,7 @@ def test_a_build_of_bad_rows_alone_stops_and_keeps_what_it_rejected(
 ) -> None:
     monkeypatch.setattr(progress, "STOP_AFTER_REJECTS", 100)
     monkeypatch.setattr(executor, "num_threads", lambda: 1)  # a second one reads the next file
+    monkeypatch.setattr(executor, "MEMORY_BUNDLE_BYTES", 1)
     rows = logs.write_log(tmp_path / "log")
     first = tmp_path / "log" / "log-0.parquet"
     bad = rows.slice(0, 100).set_column(2, "user", pa.array([f"u{i}" for i in range(100)]))
