@@ -358,10 +358,7 @@ def record_build_speed(
     `python -m scheduler plan JOB --dataset DATASET` reads the file. No manifest names it, and it
     may be deleted.
 
-    Args:
-        dataset: directory of the dataset.
-        result: what `build --json` prints.
-        beam_args: Beam options of the build.
+    `result` is what `build --json` prints.
     """
     options = local_options(beam_args)
     if not result["built"] or options is None:
@@ -383,10 +380,7 @@ def warnings_of(dataset: Dataset, built: Segment, split: SplitConfig) -> Iterato
     A split may be empty in one of several segments, such as a day before `evaluation_from`, so all
     segments are checked; with `evaluation_last` each segment has an evaluation range of its own.
 
-    Args:
-        dataset: opened after the build.
-        built: the segment that was built.
-        split: of its job.
+    `dataset` is opened after the build of the segment `built`.
     """
     by_day = split.evaluation_last is not None
     segments = (built,) if by_day else dataset.segments
@@ -419,10 +413,7 @@ def group_warnings(
 
     Groups with lists stored as windows over buffers are skipped: they save without equal tuples.
 
-    Args:
-        factors: group to dedup factor.
-        groups: columns of each.
-        files: of the segment that holds them.
+    `files` are those of the segment that holds the groups.
     """
     for name, factor in factors.items():
         if factor >= LEAST_DEDUP_FACTOR:
@@ -438,9 +429,8 @@ def group_warnings(
 def label_warnings(labels: Sequence[str], extremes: tuple[Any, Any] | None) -> Iterator[str]:
     """Yield a line if no model can be trained on the label.
 
-    Args:
-        labels: names of the features that the schema tags as label.
-        extremes: minimum and maximum of the only label, None without values.
+    `labels` are the features that the schema tags as label, `extremes` minimum and maximum of the
+    only one, None without values.
     """
     if len(labels) != 1:
         yield (

@@ -192,8 +192,7 @@ class LocalOptions:
 def local_options(beam_args: Sequence[str]) -> LocalOptions | None:
     """Return how a command runs without Beam, None if its options name a runner of Beam.
 
-    Args:
-        beam_args: options that the command itself does not define.
+    `beam_args` are options that the command itself does not define.
 
     Raises:
         SchemaError: an option is unknown or invalid.

@@ -80,10 +80,7 @@ class Exchange:
     ) -> None:
         """Begin an exchange.
 
-        Args:
-            workers: run the tasks.
-            scratch: new directory for the files; None keeps elements in memory.
-            progress: receives the counts of the tasks.
+        `scratch` is a new directory for the files; None keeps elements in memory.
         """
         self.progress = progress or Progress()
         self._workers = workers
@@ -102,11 +99,8 @@ class Exchange:
     ) -> list[Any]:
         """Run the tasks of a stage, until the build is stopped; return their values in order.
 
-        Args:
-            stage: name, unique in the build.
-            function: called with worker, task and arguments; defined in a module.
-            tasks: the tasks.
-            arguments: of all tasks.
+        `stage` is unique in the build; `function` is called with worker, task and `arguments`, and
+        defined in a module.
         """
         run = partial(_run_task, self._scratch, stage, function, arguments)
         values: list[Any] = []

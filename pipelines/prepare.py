@@ -126,9 +126,7 @@ def _compile_sql(context: BuildContext) -> BuildContext:
 def holds_in_memory(options: LocalOptions, num_bytes: int) -> bool:
     """Return whether a local build holds a segment in memory.
 
-    Args:
-        options: of the command.
-        num_bytes: bytes of all input files, with side tables.
+    `num_bytes` are those of all input files, with side tables.
     """
     if options.in_memory is not None:
         return options.in_memory

@@ -76,14 +76,7 @@ def preview(
 ) -> dict[str, Any]:
     """Run the stages of a build over the first rows of a log.
 
-    Args:
-        job_path: the job file.
-        input_root: directory of raw files, or its URL.
-        only: paths below it of the files to read; all when empty.
-        rows: rows to read of the sample source.
-        day: label of the segment, for a job whose split needs one.
-        allow_outside: whether the job's schema may be outside the folder of the job file.
-        progress: called with each progress message, one line.
+    `rows` are read of the sample source; `day` is for a job whose split needs one.
 
     Returns:
         What `preview --json` prints.
@@ -286,12 +279,8 @@ def estimates(
 ) -> dict[str, Any]:
     """Return groups, tables, splits and look-ups of the first samples.
 
-    Args:
-        context: of the build.
-        samples: the first samples.
-        partitions: results of their partitions.
-        distinct: table to number of distinct rows.
-        rows: raw rows by source and side table.
+    `distinct` is table to number of distinct rows, `rows` has the raw rows by source and side
+    table.
     """
     data = context.data
     counts = group_counts(partitions) if partitions else {}

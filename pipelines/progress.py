@@ -91,11 +91,8 @@ class Progress:
     ) -> None:
         """Start the clock.
 
-        Args:
-            report: called with each line.
-            num_parts: parts of the segment; some may stay empty.
-            num_bytes: bytes of the input.
-            max_reject_fraction: share of rows that may be rejected; never stop if it is None or 1.
+        The build never stops if `max_reject_fraction`, the share of rows that may be rejected, is
+        None or 1.
         """
         self.report, self.counts, self.stopped = report, Counts(), False
         self._num_parts, self._num_bytes = num_parts, num_bytes

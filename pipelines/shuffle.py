@@ -187,9 +187,7 @@ def check_same_order(messages: Iterable[bytes], digests: list[bytes]) -> Iterato
 
     Runners allow repeated iterations over grouped values, but guarantee no order.
 
-    Args:
-        messages: the messages.
-        digests: digests of the messages of earlier iterations; extended.
+    `digests` are those of earlier iterations, and are extended.
     """
     for index, message in enumerate(messages):
         digest = hashlib.sha256(message).digest()

@@ -188,10 +188,7 @@ class SampleStage:
     ) -> Iterator[Tuples | pa.Table]:
         """Yield the samples of all rows of some keys: event join, SQL per key, SQL per row.
 
-        Args:
-            outputs: receives rejects and counts.
-            partition: number of the partition of keys.
-            rows: its rows by source, in any order.
+        `rows` are those of the partition by source, in any order.
         """
         context, data = self.context, self.context.data
         tables: dict[str, pa.Table] = {name: context.empty_rows[name] for name in data.sources}

@@ -89,10 +89,8 @@ class Workers:
     ) -> None:
         """Start no worker yet.
 
-        Args:
-            context: of the build.
-            num_workers: threads or processes; with one thread, a task runs when its result is read.
-            use_processes: whether workers are processes.
+        `num_workers` are threads or processes; with one thread, a task runs when its result is
+        read.
         """
         self._context = context
         self._of_thread = threading.local()

@@ -119,8 +119,7 @@ class Texts:
 def text_bytes(texts: pa.Array) -> int:
     """Return the zstd bytes of concatenated texts and of their lengths.
 
-    Args:
-        texts: without an offset into their buffer, as `take` returns them.
+    `texts` have no offset into their buffer, as `take` returns them.
     """
     lengths = pc.fill_null(pc.binary_length(texts), 0).cast(pa.int64()).to_numpy()
     content = texts.buffers()[2] or pa.py_buffer(b"")

@@ -69,11 +69,6 @@ PER_SAMPLE_ROLES = ("label", "weight", "label_time")
 def with_groups(request: BuildRequest, job: Job, features: FeatureSet) -> tuple[BuildRequest, Job]:
     """Return the request and the job with named groups.
 
-    Args:
-        request: the request of the build.
-        job: the job file, as parsed.
-        features: declared columns.
-
     Raises:
         SchemaError: the job does not match its input, or there are no samples to choose from.
     """
@@ -340,11 +335,7 @@ def choose_keys(
 ) -> tuple[NDArray[np.uint64], list[InputSplit]]:
     """Choose keys in the order of their hashes, within limits of bytes and rows to read.
 
-    Args:
-        index: keys of all splits of all sources.
-        source: the source whose keys have samples.
-        max_bytes: maximum bytes of all splits with one of the keys; the first key may have more.
-        max_rows: maximum rows of all keys; the first key may have more.
+    `source` is the one whose keys have samples. The first key may exceed the limits.
 
     Returns:
         Hashes of the chosen keys, ascending, and the splits that hold their rows.
@@ -381,11 +372,8 @@ def choose_from(
 ) -> GroupChoice:
     """Choose groups.
 
-    Args:
-        rows: samples of whole sessions, with origins and list indices.
-        data: the job's data section; its groups are ignored.
-        features: declared columns.
-        bytes_per_group: fixed cost of a group, for the number of samples in `rows`.
+    `rows` have origins and list indices; the groups of `data` are ignored; `bytes_per_group` is the
+    fixed cost of a group for the number of rows.
     """
     clustered = cluster(separate_tuples(rows, {}), data)
     samples = clustered.samples.samples
@@ -477,10 +465,7 @@ def original_inputs(
 def rewritten(text: str, data: DataConfig, reasons: Mapping[str, str]) -> str:
     """Return a job file's text with its groups and transforms replaced, the rest unchanged.
 
-    Args:
-        text: YAML with `data.groups`.
-        data: has the new groups and transforms.
-        reasons: group to a comment.
+    `reasons` has the comments of groups.
     """
     root = yaml.compose(text, Loader=yaml.SafeLoader)
     section = _value(root, "data")

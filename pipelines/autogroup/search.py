@@ -81,10 +81,7 @@ class GroupChoice:
 def repetition_of(costs: Costs, members: Set, starts_session: NDArray[np.bool_]) -> Repetition:
     """Return the repetition of the tuple of some features.
 
-    Args:
-        costs: of at least one sample.
-        members: the features.
-        starts_session: (num_samples,) bool, first sample of a session.
+    `starts_session` is (num_samples,) bool, first sample of a session; at least one sample.
     """
     follows = ~starts_session
     follows[0] = False

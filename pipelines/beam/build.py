@@ -61,9 +61,7 @@ def segment_of_rows(
 ) -> Mapping[str, beam.PCollection]:
     """Add the build of one segment to a pipeline that has its raw rows.
 
-    Args:
-        rows: (source, table) pairs as `SAMPLES`, and `REJECTS`.
-        context: of the build.
+    `rows` has (source, table) pairs as `SAMPLES`, and `REJECTS`.
 
     Returns:
         The outputs of `executor.run_segment`, and the rejects themselves as `REJECTED`.
@@ -141,13 +139,7 @@ class NumberAccesses(beam.PTransform):
     """Number the rows of tables: blocks of parts (`encode_blocks`) to (table, `NumberedTable`)."""
 
     def __init__(self, root: Location, tables: Iterable[str], owns_workers: bool = True) -> None:
-        """Store the settings.
-
-        Args:
-            root: directory of the segment being built.
-            tables: names.
-            owns_workers: see `BuildContext`.
-        """
+        """Store the settings."""
         super().__init__()
         self.owns_workers = owns_workers
         self.root, self.tables = root, sorted(tables)

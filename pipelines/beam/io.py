@@ -412,10 +412,8 @@ def add_commit(
 ) -> dict[str, beam.PCollection]:
     """Add the commit to a pipeline.
 
-    Args:
-        listing: PCollection of one tuple, the input as the manifest names it.
-        outputs: of `segment_of_rows`.
-        pending: the segment.
+    `listing` is a PCollection of one tuple, the input as the manifest names it; `outputs` are those
+    of `segment_of_rows`.
 
     Returns:
         `{"segment": PCollection[str], "rejects": PCollection[Reject]}`.
@@ -495,12 +493,7 @@ CONTENT = "content"
 
 
 def type_rows(element: pa.Table | pa.RecordBatch, context: BuildContext) -> Iterator[Any]:
-    """Yield (source, table) of the declared types, rejects, and the content hash of a table.
-
-    Args:
-        element: rows of the job's only source.
-        context: with `has_files=False`.
-    """
+    """Yield (source, table) of the declared types, rejects, and the content hash of a table."""
     file = context.listing[0]
     declared = context.data.sources[file.source].declared
     table = select_columns(element, declared, file.path)

@@ -594,8 +594,7 @@ class BuildParts(beam.PTransform):
 def _sum_statistics(_: int, results: Iterable[bytes]) -> Iterator[bytes]:
     """Yield results, the first with the sum of all statistics, the others without any.
 
-    Args:
-        results: of a group of parts, see `segment_statistics.PARTS_PER_SUM`, in any order.
+    They are those of a group of parts, see `segment_statistics.PARTS_PER_SUM`, in any order.
     """
     parts = deserialize_results(results)
     total: Mapping[str, SliceStatistics] = sum_by_split([part.slices for part in parts])

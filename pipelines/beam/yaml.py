@@ -170,9 +170,7 @@ def tables_of_rows(rows: Sequence[Any], types: Mapping[str, pa.DataType]) -> Ite
 
     Missing columns and values that do not convert are left to `WriteDataset` to refuse or reject.
 
-    Args:
-        rows: Beam rows.
-        types: declared columns; others are dropped.
+    Columns that are not in `types` are dropped.
     """
     dicts = [row.as_dict() if isinstance(row, beam.Row) else row._asdict() for row in rows]
     plain = [{n: _plain(v) for n, v in d.items() if n in types} for d in dicts]

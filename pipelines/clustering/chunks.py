@@ -37,10 +37,8 @@ _POSITION = "_position_"
 def cluster_chunks(parts: Iterable[Tuples], data: DataConfig) -> Iterator[Clustered]:
     """Yield the samples of a part in their final order, in chunks of whole blocks.
 
-    Args:
-        parts: all samples of some session keys, in any order; iterated twice, in the same order, if
-            they do not fit in memory.
-        data: session, window, split and block size.
+    `parts` have all samples of some session keys, in any order. They are iterated twice, in the
+    same order, if they do not fit in memory.
     """
     keys, sizes = [], list[NDArray[np.int64]]()
     kept: list[Tuples] = []
@@ -132,9 +130,7 @@ class Spill:
     def __init__(self, file: BinaryIO, chunks: Sequence[slice]) -> None:
         """Write nothing yet.
 
-        Args:
-            file: empty.
-            chunks: ascending ranges of the final order.
+        `chunks` are ascending ranges of the final order.
         """
         self._file, self._chunks = file, chunks
         self._ranges: list[list[tuple[int, int]]] = [[] for _ in chunks]
@@ -142,9 +138,7 @@ class Spill:
     def add(self, samples: Tuples, position: NDArray[np.int64]) -> None:
         """Write samples to their chunks.
 
-        Args:
-            samples: some samples.
-            position: (num_samples,) of each in the final order.
+        `position` is (num_samples,), of each in the final order.
         """
         table = samples.samples.append_column(_POSITION, pa.array(position))
         placed = Tuples(table, samples.references, samples.uniques)

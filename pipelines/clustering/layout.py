@@ -94,8 +94,7 @@ def _candidates_of(kind: pa.DataType) -> dict[str, Sequence[str]]:
 def choose_encodings(table: pa.Table) -> dict[str, str]:
     """Write the first rows of each column in every encoding, and return the smallest ones.
 
-    Args:
-        table: the rows of a file, or of its first row group.
+    `table` has the rows of a file, or of its first row group.
     """
     chosen: dict[str, str] = {}
     for name in table.column_names:
@@ -194,13 +193,8 @@ def stored_tables(
 ) -> Iterator[StoredTable]:
     """Yield the files of one group of a part.
 
-    Args:
-        group: name of the group.
-        star: the part, or a chunk of it.
-        layout: how the group is stored.
-        row_groups: unique tuples of each row group.
-        file_index: number of the part.
-        written: path to the rows that earlier chunks wrote.
+    `row_groups` are the unique tuples of each row group; `written` is path to the rows that earlier
+    chunks of the part wrote.
     """
     written = written or {}
     table, path = star.groups[group], part_path(file_index, "groups", group)

@@ -102,16 +102,9 @@ def build_part(
 ) -> PartResult:
     """Cluster, deduplicate and write the samples of one part, chunk by chunk.
 
-    Args:
-        root: directory of the segment being built.
-        file_index: number of the part.
-        samples: all samples of the part's sessions, in any order; at least one row. Iterated
-            twice if they do not fit in memory.
-        data: the job's data section.
-        layout: layout of the segment; one that is still being chosen is awaited before the first
-            write.
-        features: declared columns.
-        fitted: fitted parameters of transforms.
+    `samples` are all of the part's sessions, in any order, at least one. They are iterated twice if
+    they do not fit in memory. A layout that is still being chosen is awaited before the first
+    write.
     """
     with PartFiles(root) as files:
         writer: PartWriter | None = None
@@ -177,11 +170,7 @@ def split_statistics(
 ) -> dict[str, SliceStatistics]:
     """Return the statistics of samples by split.
 
-    Args:
-        star: tables of a part or chunk, training samples first.
-        clustered: its samples in the same order.
-        data: the job's data section.
-        features: declared columns.
+    Training samples come first in `star` and `clustered`, which have the same order.
     """
     num_samples = star.samples.num_rows
     num_train = int((~clustered.is_evaluation).sum())
@@ -266,11 +255,7 @@ def table_lookups(
 ) -> tuple[Jagged, tuple[int, int]]:
     """Return the look-ups of one table in the training blocks of a part or chunk.
 
-    Args:
-        star: tables of the part or chunk.
-        num_training: blocks for training; those for evaluation follow.
-        data: the job's data section.
-        name: name of the table.
+    The first `num_training` blocks are for training; those for evaluation follow.
 
     Returns:
         For each block its ascending distinct rows, none for evaluation; and the number of look-ups

@@ -93,9 +93,7 @@ class Clustered:
 def cluster(samples: Tuples, data: DataConfig) -> Clustered:
     """Sort the samples of one part and divide them into blocks.
 
-    Args:
-        samples: all samples of some session keys, in any order, with origins and list indices.
-        data: session, window, split and block size.
+    `samples` are all of some session keys, in any order, with origins and list indices.
     """
     order = sort_samples(sort_keys(samples, data), data)
     return slice_clustered(samples.take(order.rows), order, slice(0, samples.num_samples))
@@ -104,10 +102,7 @@ def cluster(samples: Tuples, data: DataConfig) -> Clustered:
 def slice_clustered(samples: Tuples, order: SampleOrder, rows: slice) -> Clustered:
     """Return a range of sorted samples that consists of whole blocks.
 
-    Args:
-        samples: the samples of the range.
-        order: order of all samples of the part.
-        rows: the range within the order.
+    `samples` are those of the range, `order` is of all samples of the part.
     """
     block = order.block[rows]
     first = int(block[0]) if len(block) else 0
@@ -177,9 +172,7 @@ def concat_sort_keys(parts: Sequence[SortKeys]) -> SortKeys:
 def sort_samples(columns: SortKeys, data: DataConfig) -> SampleOrder:
     """Return the final order of samples.
 
-    Args:
-        columns: of all samples of some session keys, in any order.
-        data: session, window, split and block size.
+    `columns` are those of all samples of some session keys, in any order.
     """
     codes = _ranks(columns.keys)[columns.key]
     rows = np.lexsort((columns.index, columns.origin, columns.time))
@@ -308,11 +301,7 @@ def to_star(
 ) -> Star:
     """Deduplicate each group within each block and apply the transforms.
 
-    Args:
-        clustered: samples of one part in order.
-        file_index: number of the part, the upper bits of its block ids.
-        data: groups and transforms.
-        fitted: fitted parameters of transforms.
+    `file_index`, the number of the part, makes the upper bits of its block ids.
     """
     fitted = fitted or FittedValues()
     num_blocks = int(clustered.block[-1]) + 1 if len(clustered.block) else 0

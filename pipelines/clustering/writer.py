@@ -76,11 +76,7 @@ def choose_segment_layout(
 ) -> SegmentLayout:
     """Choose the layout of a segment from the samples of one part.
 
-    Args:
-        parts: all samples of the part's sessions, at least one, in any order.
-        data: the job's data section.
-        fitted: fitted parameters of transforms.
-        num_parts: parts of the segment.
+    `parts` have all samples of the part's sessions, at least one, in any order.
     """
     star = to_star(cluster(sample_sessions(parts, data), data), 0, data, fitted)
     layouts = choose_layouts(star)
@@ -105,11 +101,6 @@ def sample_sessions(
 
     The last session is truncated if the result would have more than twice as many samples. The
     memory is that of the result and of one part.
-
-    Args:
-        parts: samples in any order.
-        data: names the session key.
-        limit: number of samples.
     """
     chosen: list[Tuples] = []
     smallest = np.empty(0, np.uint64)  # hashes of at most `limit` samples
@@ -241,13 +232,7 @@ class PartWriter:
     """Writes the samples and groups of one part chunk by chunk."""
 
     def __init__(self, files: PartFiles, file_index: int, layout: SegmentLayout) -> None:
-        """Store the arguments.
-
-        Args:
-            files: files of the part.
-            file_index: number of the part.
-            layout: layout of the segment.
-        """
+        """Store the arguments."""
         self._files = files
         self._file_index = file_index
         self._layout = layout
@@ -257,9 +242,7 @@ class PartWriter:
     def add(self, star: Star, clustered: Clustered) -> pa.Table:
         """Write the next chunk of the part; return its rows of `blocks.parquet`.
 
-        Args:
-            star: the tables of the chunk.
-            clustered: the same samples, for splits and windows.
+        `clustered` has the same samples, for splits and windows.
         """
         first_sample = offsets_of(star.samples_per_block)[:-1]
         groups = plan_row_groups(

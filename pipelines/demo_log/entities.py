@@ -47,12 +47,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def mix(values: np.ndarray, stream: int) -> np.ndarray:
-    """Hash integers to uint64 with splitmix64; one-to-one for each stream.
-
-    Args:
-        values: any shape, integers.
-        stream: number of an independent hash function.
-    """
+    """Hash integers to uint64 with splitmix64; one-to-one for each stream."""
     return splitmix64(values.astype(np.uint64) + np.uint64((stream - 1) * _GOLDEN % (1 << 64)))
 
 
@@ -112,8 +107,7 @@ _ITEM_SHIFT = 271_824  # 0 modulo NUM_GENRES, so that an id keeps the genre of i
 def popularity_quantiles(hot_share: float) -> np.ndarray:
     """Return the inverse cumulative popularity over buckets of items.
 
-    Args:
-        hot_share: fraction of accesses that `HOT_FRACTION` of the items take, in (0, 1).
+    `hot_share` is the fraction of accesses that `HOT_FRACTION` of the items take, in (0, 1).
 
     Returns:
         (QUANTILE_CELLS + 1,) float64, the real-valued bucket at each quantile.
@@ -262,9 +256,7 @@ def pick_genres(
 def user_ids(user: np.ndarray, versions: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return the 10 user-side ids.
 
-    Args:
-        user: (n,) int64.
-        versions: for each feature that can change, (n,) number of changes so far.
+    `versions` has, for each feature that can change, the (n,) number of changes so far.
     """
 
     def draw(name: str, stream: int) -> np.ndarray:
@@ -298,10 +290,8 @@ def user_bias(user: np.ndarray) -> np.ndarray:
 def user_dense(user: np.ndarray, num_clicks: np.ndarray) -> dict[str, np.ndarray]:
     """Return the 5 user-side dense features.
 
-    Args:
-        user: (n,) int64.
-        num_clicks: (n,) clicks in the session before this request; views are counted nightly, so
-            the click rate changes with clicks only.
+    `num_clicks` are the (n,) clicks in the session before this request; views are counted nightly,
+    so the click rate changes with clicks only.
     """
     sessions = 1.0 + np.floor(-6.0 * np.log1p(-unit(mix(user, 12))))
     views = sessions * 16.0

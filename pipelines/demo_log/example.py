@@ -23,10 +23,7 @@ JOB, SCHEMA = "job.yaml", "schema.pbtxt"
 def generate_log(config: GenerateConfig, output: Location, num_samples: int | None) -> int:
     """Write the log of a job's `data.generate`; return the number of files.
 
-    Args:
-        config: settings of the job.
-        output: directory of the log.
-        num_samples: rows of the log; those of `config` when None.
+    `num_samples` are the rows of the log; those of `config` when None.
     """
     generator = GeneratorConfig(
         num_samples=config.num_samples if num_samples is None else num_samples,
@@ -47,12 +44,7 @@ def write_example(
 ) -> dict[str, Any]:
     """Write job and schema, `log/` and `dataset/` into a folder; return the result of the build.
 
-    Args:
-        folder: path or URL.
-        num_samples: rows of the log; those of the job when None.
-        attempt: name of this attempt, unique among concurrent ones.
-        beam_args: Beam options.
-        progress: called with each progress message, one line.
+    `num_samples` are the rows of the log; those of the job when None.
 
     Raises:
         SchemaError: the folder has another job, or a dataset.

@@ -148,10 +148,6 @@ def generate(config: GeneratorConfig) -> Iterator[pa.RecordBatch]:
 def write_log(config: GeneratorConfig, directory: Location | Path) -> list[Location]:
     """Write the log as `log-00000.parquet` and so on; return the files in order of time.
 
-    Args:
-        config: settings of the log.
-        directory: created if missing.
-
     Raises:
         ValueError: the directory contains Parquet files.
     """
@@ -240,12 +236,7 @@ _REQUESTS_PER_SESSION = 1024
 
 
 def to_record_batch(chunk: Chunk, rows: np.ndarray) -> pa.RecordBatch:
-    """Return the samples at `rows` with all their columns.
-
-    Args:
-        chunk: samples and histories.
-        rows: (n,) indices of samples.
-    """
+    """Return the samples at `rows` with all their columns."""
     samples = {name: column[rows] for name, column in chunk.samples.items()}
     session = samples["session_ordinal"]
     request = session * _REQUESTS_PER_SESSION + samples["request_ordinal"]

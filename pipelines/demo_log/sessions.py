@@ -52,11 +52,7 @@ def click_logit(
     standard normal; the position acts by its logarithm, the price by its band in [0, 1],
     the discount by its fraction.
 
-    Args:
-        user: (n,) int64.
-        item: (n,) int64.
-        query: (n,) int64.
-        position: (n,) int64, 0 is the top of the page.
+    All arguments are (n,) int64; position 0 is the top of the page.
     """
     weight = CLICK_WEIGHTS
     genre = item_genre(item)
@@ -219,10 +215,7 @@ class SessionPlan:
 def draw_lengths(seed: int, chunk: int, mean_samples: float) -> np.ndarray:
     """Draw the number of samples of each session of a chunk.
 
-    Args:
-        seed: of the log.
-        chunk: index of the chunk.
-        mean_samples: per session, before clipping to `MAX_SESSION_SAMPLES`.
+    `mean_samples` is per session, before clipping to `MAX_SESSION_SAMPLES`.
     """
     mu = np.log(mean_samples - 0.5) - SESSION_SIGMA**2 / 2.0  # rounding up adds a half
     length = _rng(seed, chunk, _LENGTHS).lognormal(mu, SESSION_SIGMA, SESSIONS_PER_CHUNK)
@@ -245,21 +238,14 @@ def count_sessions(seed: int, mean_samples: float, num_samples: int) -> tuple[in
 def start_time_us(plan: SessionPlan, ordinal: np.ndarray) -> np.ndarray:
     """Return start times of sessions, which increase with the ordinal.
 
-    Args:
-        plan: of the log.
-        ordinal: (n,) float64 in [0, num_sessions].
+    `ordinal` is (n,) float64 in [0, num_sessions].
     """
     grid = np.linspace(0.0, plan.num_sessions, len(plan.start_offsets_us))
     return plan.start_us + np.interp(ordinal, grid, plan.start_offsets_us).astype(np.int64)
 
 
 def generate_chunk(plan: SessionPlan, chunk: int) -> Chunk:
-    """Return all samples of the sessions of a chunk, in session order.
-
-    Args:
-        plan: of the log.
-        chunk: below `plan.num_chunks`.
-    """
+    """Return all samples of the sessions of a chunk, in session order."""
     first = chunk * SESSIONS_PER_CHUNK
     ordinal = np.arange(first, min(first + SESSIONS_PER_CHUNK, plan.num_sessions))
     length = draw_lengths(plan.seed, chunk, plan.mean_session_samples)[: len(ordinal)]

@@ -50,11 +50,6 @@ def init(
 ) -> dict[str, Any]:
     """Write a first job for some files.
 
-    Args:
-        input_root: directory of raw files, or its URL.
-        output: directory for `job.yaml` and `schema.pbtxt`.
-        progress: called with each progress message, one line.
-
     Returns:
         What `init --json` prints.
 
@@ -153,11 +148,7 @@ def _summary(plan: Plan) -> list[str]:
 def job_text(plan: Plan, name: str, folder: str, split: datetime | None) -> str:
     """Return the text of `job.yaml`.
 
-    Args:
-        plan: the choices.
-        name: of the job.
-        folder: of the files, for the comment.
-        split: start of the evaluation range; None if it is unknown.
+    `folder` is that of the files, `split` the start of the evaluation range, None if it is unknown.
     """
     lines = [
         f"# A first job for the files in {folder}, written by `presage init`.",
@@ -442,12 +433,8 @@ def evaluation_from(
 
     Rows are read from windows at equal distances, to represent all of the files.
 
-    Args:
-        folder: input directory.
-        source: files that samples are made of.
-        expr: SQL of the time.
-        scratch: a directory for copies of the windows.
-        progress: called with a warning for each file that cannot be read to its end.
+    `expr` is the SQL of the time, `scratch` a directory for copies of the windows; a file that
+    cannot be read to its end is a warning.
     """
     figures = f"quantile_disc(TRY({expr}), 0.9), min(TRY({expr})), max(TRY({expr}))"
     is_text = format_of(source.config).is_text

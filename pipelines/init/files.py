@@ -77,9 +77,7 @@ class LogSource:
 def find_sources(folder: Folder, scratch: Path) -> tuple[list[LogSource], list[str]]:
     """Return the sources that the files of a folder form, the largest first, and the other files.
 
-    Args:
-        folder: input directory.
-        scratch: a directory for copies of first rows.
+    `scratch` is a directory for copies of first rows.
 
     Raises:
         SchemaError: no file can be read.
@@ -286,10 +284,7 @@ def _json_rows(head: str) -> list[dict[str, Any]]:
 def json_type(values: Iterable[Any], path: str, notes: dict[str, str]) -> str | None:
     """Return the type, as in a job, of nearly all values of a field, or None.
 
-    Args:
-        values: of JSON.
-        path: of the field.
-        notes: receives comments by path.
+    `notes` receives comments by path.
 
     Example:
         >>> notes = {}

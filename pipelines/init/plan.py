@@ -133,9 +133,7 @@ def typed(source: LogSource) -> LogSource:
 def plan_of(sources: Sequence[LogSource], unique: Mapping[tuple[str, str], bool]) -> Plan:
     """Return a job for some sources.
 
-    Args:
-        sources: with typed columns, at least one.
-        unique: (source, column) to whether the values are distinct.
+    `sources` have typed columns; `unique` is (source, column) to whether the values are distinct.
     """
     analyzed = {source.name: list(columns_of(source.rows)) for source in sources}
     columns = {n: [c for c in each if isinstance(c, Column)] for n, each in analyzed.items()}
@@ -558,9 +556,7 @@ def num_rows_of(features: Sequence[Feature], scale: float) -> int:
 
     64 for each of a few hundred values (one in 128 shares its row), down to four for each of many.
 
-    Args:
-        features: of the table.
-        scale: rows of the log per row examined.
+    `scale` is rows of the log per row examined.
     """
     distinct = sum(f.column.num_distinct for f in features)
     values = max(1, sum(len(f.column.values) for f in features))

@@ -106,13 +106,7 @@ def write_uses_files(
 ) -> Iterator[FileEntry]:
     """Write the first and last step in a shuffled epoch of consecutive numbers; yield the entries.
 
-    Args:
-        root: directory of the part.
-        table: table name.
-        epoch: of the order.
-        low: the first number, at which a file begins.
-        first: the first step of each number.
-        last: the last step of each number.
+    `low` is the first number, at which a file begins.
     """
     for start in range(0, max(1, len(first)), ENTRIES_PER_FILE):
         part = slice(start, start + ENTRIES_PER_FILE)

@@ -47,11 +47,7 @@ class TableTotals:
 def index_table(root: Location, segment: Segment, table: str, order: Order) -> TableTotals:
     """Write one table in a part of an index.
 
-    Args:
-        root: directory of the part being built.
-        segment: an open segment.
-        table: name of a table that the segment uses.
-        order: order of the segment alone, from `Order.of_segment`.
+    `order` is that of the segment alone, from `Order.of_segment`.
     """
     if root.local is not None:
         root.local.mkdir(parents=True, exist_ok=True)
@@ -96,9 +92,7 @@ def positions_of_epoch(order: Order, epoch: int) -> NDArray[np.int64]:
 def step_lengths(order: Order, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the sum of the entries of each step's blocks.
 
-    Args:
-        order: order of the segment alone.
-        lengths: entries of each training block.
+    `lengths` are the entries of each training block, `order` is that of the segment alone.
     """
     steps = np.arange(0, order.num_blocks[0], order.blocks_per_batch)
     if not len(steps):
@@ -117,13 +111,9 @@ def link_epoch(
 ) -> EpochUses:
     """Link the entries of all steps of an epoch, from the last to the first.
 
-    Args:
-        lists: gaps of the access lists.
-        order: order of the segment alone.
-        epoch: to link.
-        bounds: first step of each index file, and the number of steps: steps that are read at once.
-        uses: of the numbers to link, none of which has been used.
-        linked: receives the distances of each step.
+    `lists` are gaps of the access lists. Steps between two `bounds`, the first steps of index
+    files, are read at once. `uses` are of the numbers to link, none of which has been used.
+    `linked` receives the distances of each step.
 
     Returns:
         `uses`, with the first and last step of each number.

@@ -54,8 +54,7 @@ MAX_NUMBERS = np.iinfo(np.int32).max
 def training_blocks(parts: Iterable[pa.Table]) -> NDArray[np.int64]:
     """Return the ids of the training blocks of all parts, in training order.
 
-    Args:
-        parts: rows of `blocks.parquet`, at least one part.
+    `parts` are rows of `blocks.parquet`, at least one part.
     """
     blocks = merge_blocks(parts)
     return blocks.filter(pc.equal(blocks["split"], TRAIN))[BLOCK].to_numpy()
@@ -72,10 +71,7 @@ class NumberedTable:
 def number_table(root: Location, table: str, blocks: NDArray[np.int64]) -> NumberedTable:
     """Number the rows of a table by first use; write its access lists and edges.
 
-    Args:
-        root: directory of the segment being built.
-        table: table name.
-        blocks: ids of the training blocks, in training order.
+    `blocks` are the ids of the training blocks, in training order.
 
     Raises:
         SchemaError: there are 2**31 distinct rows or more.
@@ -208,9 +204,7 @@ class NumberedRange:
     def number(self, rows: RowRange, chunks: Iterable[Jagged]) -> Iterator[Jagged]:
         """Yield the numbers of rows, from 0.
 
-        Args:
-            rows: the range.
-            chunks: rows of consecutive blocks, all in the range, in training order.
+        `chunks` are the rows of consecutive blocks, all in the range, in training order.
         """
         numbering = FirstUseNumbering(rows.low, None if rows.is_hashed else rows.end - rows.low)
         position = 0

@@ -521,13 +521,9 @@ def pass_gate(
 ) -> str:
     """Check a segment that has been built.
 
-    Args:
-        directory: of the segment.
-        previous: the segment before it, None for the first one.
-        schema: declared columns with their constraints.
-        gate: the job's `data.gate`; without one, only too many rejects refuse the segment.
-        refused: directory for statistics, anomalies and rejects of a refused segment.
-        progress: called with each finding of a segment that is not refused.
+    `previous` is None for the first segment. Without `gate`, only too many rejects refuse the
+    segment. `refused` is the directory for statistics, anomalies and rejects of a refused segment;
+    the findings of another one are passed to `progress`.
 
     Returns:
         The text of its anomalies.

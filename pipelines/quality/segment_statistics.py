@@ -268,11 +268,8 @@ def segment_slices(
 ) -> list[Slice]:
     """Return the slices of a segment's statistics: `segment`, and its splits if it has both.
 
-    Args:
-        parts: by number, ascending. Those of a group of `PARTS_PER_SUM` may be added up in one of
-            it, the others are empty then.
-        data: the job's data section.
-        features: declared columns.
+    `parts` are by number, ascending. Those of a group of `PARTS_PER_SUM` may be added up in one of
+    it, the others are empty then.
     """
     groups = groupby(parts, key=lambda number: number // PARTS_PER_SUM)
     sums = [sum_by_split([parts[number] for number in numbers]) for _, numbers in groups]

@@ -61,9 +61,7 @@ def canvas(height: int) -> tuple[Figure, Axes]:
 def to_svg(figure: Figure, label: str) -> str:
     """Return a figure as an `svg` element; the same figure gives the same bytes.
 
-    Args:
-        figure: the figure.
-        label: description for screen readers, unique on the page.
+    `label` is the description for screen readers, unique on the page.
     """
     target = io.StringIO()
     with rc_context({"svg.hashsalt": label}):  # ids are unique on the page

@@ -65,9 +65,7 @@ OPTIMAL_WORK = 12_000_000
 def read_facts(dataset: Dataset, runs: Path | Location | None) -> dict[str, Any]:
     """Read everything that the page shows, one value per section.
 
-    Args:
-        dataset: an open dataset.
-        runs: a finished run, or a directory of runs, optionally with `plan.json` and `build.json`.
+    `runs` is a finished run, or a directory of runs, optionally with `plan.json` and `build.json`.
 
     Raises:
         SchemaError: the dataset or a run is damaged, or `runs` contains nothing to show.
@@ -393,10 +391,8 @@ def find_speed_up(runs: Sequence[Run]) -> tuple[Run, Run] | None:
 def _read_output(path: Path, numbers: Sequence[str], others: Sequence[str] = ()) -> Any:
     """Read the JSON object that a command printed; None if there is no such file.
 
-    Args:
-        path: the file.
-        numbers: keys of numbers, those of nested objects with dots.
-        others: keys of other values.
+    `numbers` are keys of numbers, those of nested objects with dots; `others` are keys of other
+    values.
 
     Raises:
         SchemaError: the file is not JSON, or lacks a key.

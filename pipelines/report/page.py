@@ -39,10 +39,7 @@ def write_report(
 ) -> None:
     """Write the page; the same files give the same bytes.
 
-    Args:
-        dataset: the dataset.
-        html: the file to write.
-        runs: a finished run, or a directory of runs, optionally with `plan.json` and `build.json`.
+    `runs` is a finished run, or a directory of runs, optionally with `plan.json` and `build.json`.
 
     Raises:
         SchemaError: the dataset or a run is damaged, or `runs` contains nothing to show.

@@ -68,10 +68,7 @@ def flat_rows(
 ) -> FlatRows:
     """Return the expanded rows, or those of every n-th row group if all are too large.
 
-    Args:
-        dataset: an open dataset.
-        max_bytes: approximate limit of the rows in memory.
-        model_inputs: whether to include the columns that transforms and sampling added.
+    `model_inputs` adds the columns of transforms and sampling.
     """
     data, columns = dataset.job.data, column_names(dataset, model_inputs)
     defaults = {s.id: missing_column_defaults(dataset, s) for s in dataset.segments}
@@ -122,9 +119,7 @@ def write_best(table: pa.Table, path: Path) -> int:
 def flat_bytes(rows: FlatRows, time: str) -> dict[str, float]:
     """Write the rows as plain Parquet in every order; return the bytes of each file.
 
-    Args:
-        rows: expanded rows in session order.
-        time: the time column.
+    `rows` are in session order.
 
     Returns:
         Order to bytes, extrapolated to the whole dataset if only a share of the rows was read.

@@ -463,13 +463,7 @@ def _star_schema(table: pa.Table, types: Mapping[str, str]) -> pa.Schema:
 
 
 def hash_star(segment: Segment, data: DataConfig, columns: list[str]) -> ContentHash:
-    """Return the content hash of a segment; each tuple is hashed once.
-
-    Args:
-        segment: a complete segment.
-        data: of its job.
-        columns: of the samples, those to hash.
-    """
+    """Return the content hash of a segment; each tuple is hashed once."""
 
     def hash_row_group(position: tuple[int, int]) -> ContentHash:
         return hash_of_values(_row_group_hashes(segment, *position, data, columns))

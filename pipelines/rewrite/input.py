@@ -126,10 +126,7 @@ def open_parquet(folder: Folder, path: str) -> pq.ParquetFile:
 def inspect_rows(folder: Folder, session: str | None, time: str | None) -> Rows:
     """Return the files of a dataset, its columns, and the columns that order it.
 
-    Args:
-        folder: with Parquet files at any depth.
-        session: the session key, or None to guess it.
-        time: the time, or None to guess it; without one the rows keep the order of the files.
+    Session key and time are guessed when None; without a time the rows keep the order of the files.
 
     Raises:
         SchemaError: there is no file, a file would be skipped, files have different columns, a

@@ -66,10 +66,7 @@ def join_events(
 ) -> JoinedShards:
     """Join the events of some shards to their features.
 
-    Args:
-        tables: all rows of the shards by source; keys and times of events are not null.
-        data: the job's data section, with `samples.events`.
-        listing: input files, for the locations of unused events.
+    `tables` have all rows of the shards by source; keys and times of events are not null.
 
     Raises:
         SchemaError: a column is missing or has a wrong type.

@@ -49,9 +49,7 @@ def common_type(kinds: Mapping[str, pa.DataType], key: str) -> pa.DataType:
 
     Integers of different widths become int64, or uint64 if all are unsigned.
 
-    Args:
-        kinds: table name to the type of its key.
-        key: of the job file, for the error.
+    `kinds` is table name to the type of its key; `key` is of the job file, for the error.
 
     Raises:
         SchemaError: they have no common type.

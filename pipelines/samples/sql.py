@@ -99,11 +99,8 @@ def original_error(
 ) -> SqlError:
     """Return the error of the user's statement for an error of a rewritten one.
 
-    Args:
-        key: of the job file.
-        text: the statement as the user wrote it.
-        tables: tables that it may read; rows are not needed.
-        error: raised by the rewritten statement.
+    `text` is the statement as the user wrote it, `error` of a rewritten one; rows of `tables` are
+    not needed.
     """
     message, position = str(error), None
     with duckdb.connect() as database:

@@ -214,11 +214,9 @@ def run_keys(
 ) -> Iterator[SqlResult]:
     """Yield the samples of all keys that have rows in the statement's source.
 
-    Args:
-        connection: to a database without the tables.
-        per: the statement.
-        tables: all rows of some keys by source, in the order of their origins, keys not null.
-        location: returns the location of an origin; if given, keys with a bad row are rejected.
+    `tables` have all rows of some keys by source, in the order of their origins, keys not null; the
+    database of `connection` does not have them. With `location`, which returns that of an origin,
+    keys with a bad row are rejected.
     """
     tables = visible_rows(tables, per.source)
     rows = _KeyedRows(tables, _key_codes(tables, per))

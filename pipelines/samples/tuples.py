@@ -85,12 +85,7 @@ class Tuples:
 
 
 def separate_tuples(samples: pa.Table, groups: Mapping[str, Sequence[str]]) -> Tuples:
-    """Separate samples from the distinct tuples of their groups.
-
-    Args:
-        samples: one row per sample.
-        groups: columns of each group.
-    """
+    """Separate samples from the distinct tuples of their groups."""
     grouped = {c for columns in groups.values() for c in columns}
     ungrouped = [c for c in samples.column_names if c not in grouped]
     references: dict[str, NDArray[np.int64]] = {}
@@ -159,9 +154,7 @@ def concat_tuples(chunks: Sequence[Tuples]) -> Tuples:
 def batches_by_size(items: Iterable[tuple[Item, int]], num_bytes: int) -> Iterator[list[Item]]:
     """Yield consecutive items in lists of at least `num_bytes`, except for the last one.
 
-    Args:
-        items: each with its bytes.
-        num_bytes: bytes at which a list ends.
+    Items come with their bytes.
     """
     batch, batch_bytes = list[Item](), 0
     for item, item_bytes in items:
@@ -195,10 +188,7 @@ def partition_tuples(
 ) -> list[Tuples | None]:
     """Return the samples of each partition with their own tuples only; None for an empty partition.
 
-    Args:
-        tuples: samples of one chunk.
-        partition: (num_samples,) int64 in [0, num_partitions).
-        num_partitions: number of partitions.
+    `partition` is (num_samples,) int64 in [0, num_partitions).
     """
     small = np.uint16 if num_partitions <= 1 << 16 else np.int64  # numpy sorts 16 bits by counting
     order = np.argsort(partition.astype(small), kind="stable")
@@ -306,11 +296,8 @@ def in_evaluation(samples: Tuples, data: DataConfig) -> NDArray[np.bool_]:
 def draws(samples: Tuples, unit: Unit, seed: int, session_key: str) -> NDArray[np.float64]:
     """Return a draw in [0, 1) for each sample.
 
-    Args:
-        samples: of one chunk.
-        unit: `session` if the samples of a session key share a draw.
-        seed: different seeds give independent draws.
-        session_key: the column of session keys.
+    Samples of a session key share a draw if `unit` is `session`; different seeds give independent
+    draws.
     """
     if unit == "session":
         hashes = hash_session_keys(samples.column(session_key))

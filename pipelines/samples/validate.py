@@ -330,11 +330,8 @@ def check_map_sql(
 ) -> int:
     """Compare the samples that row-local SQL yields for the same rows in 1, 2 and 7 batches.
 
-    Args:
-        statement: from `select_origin`.
-        source: name of the table in it.
-        chunks: raw rows with origins.
-        connection: to a database with the side tables, for a statement that reads them.
+    `statement` is from `select_origin` and reads the rows, which have origins, as `source`;
+    `connection` has the side tables.
 
     Returns:
         The number of raw rows compared.

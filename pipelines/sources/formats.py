@@ -203,12 +203,8 @@ def read_split(
 def empty_rows(folder: Folder, name: str, config: SourceConfig, paths: Sequence[str]) -> pa.Table:
     """Return an empty table with the columns of a source: its files', its partitions', `ORIGIN`.
 
-    Args:
-        folder: input directory.
-        name: name of the source.
-        config: of the source.
-        paths: its files. Undeclared columns are those of the first readable file, each in the
-            widest type that it has in any file.
+    Undeclared columns are those of the first readable file of `paths`, each in the widest type that
+    it has in any file.
 
     Raises:
         SchemaError: no file is readable, or a partition column is in the files, too.

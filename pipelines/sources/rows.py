@@ -322,10 +322,8 @@ def _innermost_misfit(
 ) -> tuple[str, pa.DataType, pa.Array]:
     """Return the path, target type and value of the innermost field that cannot be cast.
 
-    Args:
-        value: (1,), cannot be cast; not a slice, as Arrow casts all values of a sliced list array.
-        target: declared type of the value.
-        path: of the value in its row.
+    `value` is (1,), cannot be cast, and is not a slice, as Arrow casts all values of a sliced list
+    array.
     """
     if pa.types.is_struct(target) and pa.types.is_struct(value.type):
         for field in target:

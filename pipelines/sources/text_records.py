@@ -72,9 +72,7 @@ class TextStream:
     def __init__(self, file: BinaryIO, num_bytes: int | None) -> None:
         """Read from the file's current position.
 
-        Args:
-            file: decompressed.
-            num_bytes: expected number of bytes; None to read to the end.
+        `num_bytes` are expected; None to read to the end.
         """
         self.final = False
         self.problem = ""
@@ -183,10 +181,7 @@ class Dialect:
     def __init__(self, delimiter: str, quote: str | None, num_fields: int) -> None:
         """Compile the expressions.
 
-        Args:
-            delimiter: one ASCII character.
-            quote: one ASCII character, None if quotes are plain text.
-            num_fields: declared fields of a row.
+        Delimiter and quote are ASCII characters; quotes are plain text if `quote` is None.
         """
         self.delimiter = delimiter.encode()
         self.quote = quote.encode() if quote is not None else None
@@ -333,9 +328,7 @@ def scan(data: bytes, final: bool, full: bool, dialect: Dialect) -> Records:
 def lines_not_utf8(data: bytes, final: bool) -> list[int]:
     """Return one offset for each line that is not valid UTF-8, ascending.
 
-    Args:
-        data: lines; the last one may end within a character if more data follows.
-        final: whether no data follows.
+    Unless `final`, data follows, and the last line may end within a character.
     """
     if data.isascii():
         return []

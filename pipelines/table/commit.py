@@ -400,9 +400,7 @@ def replaced_versions(root: DatasetManifest, segment_id: str) -> list[str]:
 def compacted_segment(root: DatasetManifest, key: str) -> Reference | None:
     """Return the segment that replaced a segment when deleted samples were removed from it.
 
-    Args:
-        root: root manifest of the dataset.
-        key: hash of the input and the job of the original segment.
+    `key` is the hash of the input and the job of the original segment.
 
     Raises:
         SchemaError: the segment that replaced it is not in the dataset.
@@ -426,12 +424,7 @@ def check_replaceable(
 ) -> None:
     """Refuse a new version of a day that could restore deleted samples.
 
-    Args:
-        dataset: directory of the dataset.
-        root: its root manifest.
-        segment: the present version.
-        manifest: its manifest.
-        listing: input of the new version.
+    `segment` is the present version, `listing` the input of the new one.
 
     Raises:
         SchemaError: the present version has tombstones, or samples were removed from it and the new

@@ -401,14 +401,8 @@ def compact_segment(
 ) -> bool:
     """Write a segment without its deleted samples.
 
-    Args:
-        dataset: an open dataset.
-        segment: the segment to rewrite.
-        directory: of the new segment.
-        texts: ids as texts; lines of `rejects/` and `late/` that contain one are removed; None
-            removes all lines.
-        fitted: files of fitted parameters, path to sha256.
-        request: for the runner.
+    `texts` are ids; lines of `rejects/` and `late/` that contain one are removed; None removes all
+    lines. `fitted` is path to sha256.
 
     Returns:
         Whether a sample is left; otherwise nothing is written.

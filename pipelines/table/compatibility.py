@@ -67,11 +67,7 @@ def check_compatible(
 ) -> None:
     """Refuse a job whose segment could not be read together with the segments of the dataset.
 
-    Args:
-        dataset: an open dataset; its job and schema are those of its newest segment.
-        job: job of the new segment.
-        features: its declared columns.
-        path: the job file, for the error.
+    Job and schema of the open dataset are those of its newest segment.
 
     Raises:
         SchemaError: a key or column differs; the message has both values of the first one.
@@ -91,10 +87,7 @@ def check_compatible(
 def check_types(dataset: Dataset, columns: Mapping[str, str], path: Path | Location) -> None:
     """Refuse a segment whose columns have other Arrow types than those of the dataset.
 
-    Args:
-        dataset: an open dataset.
-        columns: columns of the new segment to the names of their types.
-        path: the job file, for the error.
+    `columns` are those of the new segment, with the names of their types.
 
     Raises:
         SchemaError: a column has another type.
@@ -210,12 +203,7 @@ def check_admissible(
 ) -> Reference | None:
     """Check before the build whether a segment may be added to the dataset.
 
-    Args:
-        request: the request of the build.
-        job: its job.
-        features: declared columns.
-        key: the hash in the segment's id.
-        listing: input files.
+    `key` is the hash in the segment's id.
 
     Returns:
         The segment if the dataset already has it; None if it is to be built.
@@ -278,14 +266,7 @@ def refuse_same_input(
     job: Path | Location,
     replaced: Reference | None = None,
 ) -> None:
-    """Raise SchemaError if a segment, except `replaced`, has the same input files.
-
-    Args:
-        dataset: an open dataset.
-        listing: input of the new segment.
-        job: the job file, for the error.
-        replaced: the segment that the new one replaces.
-    """
+    """Raise SchemaError if a segment, except `replaced`, has the same input files."""
     for segment in dataset.segments:
         is_replaced = replaced is not None and segment.id == replaced.id
         if not is_replaced and same_files(segment.manifest.listing, listing):

@@ -138,11 +138,8 @@ def id_type(dataset: Dataset, column: str) -> pa.DataType:
 def read_ids(path: Path | Location, column: str, kind: pa.DataType) -> pa.Array:
     """Read the distinct ids of a file, in ascending order.
 
-    Args:
-        path: a text file with one id per line, or a `.parquet` file with a column of the given name
-            or a single column.
-        column: column of the dataset that holds the ids.
-        kind: type of its values.
+    The file is a text with one id per line, or `.parquet` with a column of the given name or a
+    single column.
 
     Raises:
         SchemaError: the file cannot be read, or a value does not have the type.
@@ -187,9 +184,7 @@ def _parquet_ids(path: Path | Location, column: str) -> pa.Array:
 def contains_any(values: pa.Array, ids: pa.Array) -> NDArray[np.bool_]:
     """Return which values of a column equal one of some ids, or, for lists, contain one.
 
-    Args:
-        values: a value or list per sample.
-        ids: ids of the type of the values.
+    `ids` are of the type of the values.
 
     Example:
         >>> lists = pa.array([[1, 2], [], None, [3]], pa.large_list(pa.int64()))
@@ -207,11 +202,7 @@ def contains_any(values: pa.Array, ids: pa.Array) -> NDArray[np.bool_]:
 def find_tombstones(dataset: Dataset, column: str, ids: pa.Array, at: datetime) -> pa.Table:
     """Return a tombstone for each sample with one of some ids.
 
-    Args:
-        dataset: an open dataset.
-        column: column that holds the ids.
-        ids: ids of the type of its values.
-        at: time of the deletion, UTC.
+    `ids` are of the type of the column's values, `at` is UTC.
     """
     tombstones = [
         _find_in_row_group(segment, file_index, row_group, dataset.job.data, column, ids, at)

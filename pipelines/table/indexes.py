@@ -96,12 +96,7 @@ class PartBuilder:
     """
 
     def __init__(self, dataset: Location, beam_args: list[str]) -> None:
-        """Build nothing yet.
-
-        Args:
-            dataset: directory of the dataset.
-            beam_args: Beam options.
-        """
+        """Build nothing yet."""
         self._dataset = dataset
         self._beam_args = beam_args
         self._suffix = uuid.uuid4().hex[:6]  # of the names of the parts
@@ -115,10 +110,8 @@ class PartBuilder:
         The default index, and each index that has parts of all present segments, get parts of all
         new ones; the others keep the parts of the segments that stay.
 
-        Args:
-            dataset: as it is now, if it exists.
-            data: data section of the new job.
-            segments: of the new root.
+        `dataset` is None if it does not exist yet, `data` is of the new job, `segments` of the new
+        root.
         """
         oracle = data.oracle
         default = new_index(
@@ -250,12 +243,7 @@ def index_tables(requests: Sequence[PartRequest], beam_args: list[str]) -> list[
 
 
 def oracle(arguments: argparse.Namespace, beam_args: list[str]) -> dict[str, Any]:
-    """Run the command `oracle`: report, after building an index with `--reindex`.
-
-    Args:
-        arguments: parsed arguments.
-        beam_args: Beam options.
-    """
+    """Run the command `oracle`: report, after building an index with `--reindex`."""
     dataset = open_segments(arguments.dataset, arguments.segments)
     config = dataset.job.data.oracle
     cache = dataset.job.train.cache

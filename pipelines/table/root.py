@@ -94,9 +94,7 @@ def update_root(
 ) -> DatasetManifest:
     """Commit a change of the root manifest; repeat it on a root that was committed meanwhile.
 
-    Args:
-        dataset: directory of the dataset.
-        change: returns the new manifest; nothing is committed if it is the old one.
+    Nothing is committed if `change` returns the old manifest.
 
     Returns:
         The committed manifest.

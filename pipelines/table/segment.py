@@ -99,9 +99,7 @@ def table_counts(
 def describe_files(root: Location | Path, written: Iterable[FileEntry] = ()) -> list[FileEntry]:
     """Return the entry of every file of a directory, except its manifest and indexes of files.
 
-    Args:
-        root: the directory.
-        written: entries that the writers of some files have returned; the other files are read.
+    `written` are entries that the writers of some files have returned; the other files are read.
 
     Raises:
         SchemaError: a file of `written` is missing or has another size.
@@ -127,10 +125,8 @@ def remove_partial(root: Location) -> None:
 def segment_directory(directory: Location, *, in_place: bool) -> Iterator[Location]:
     """Yield the directory in which to build a segment.
 
-    Args:
-        directory: of the segment.
-        in_place: whether to build in `directory` even at an object store; otherwise its files are
-            to be uploaded from a temporary directory by `publish`.
+    It is `directory` itself if that is local or `in_place`; otherwise a temporary directory from
+    which `publish` uploads the files.
     """
     if directory.local is not None or in_place:
         if directory.local is not None:
@@ -175,17 +171,8 @@ def finish_segment(
 ) -> SegmentManifest:
     """Complete a segment whose parts are written; its manifest is written last.
 
-    Args:
-        root: directory of the segment being built.
-        results: results of all parts in order, at least one.
-        rejects: counts of rejected rows, written by `write_rejects`.
-        tables: by name.
-        listing: input files.
-        hashes: sha256 of the job's data section and of the schema.
-        data: the job's data section.
-        features: declared columns.
-        fitted: files of fitted parameters in the dataset, path to sha256.
-        num_parts: parts that the hash of the session key was divided into.
+    `results` are of all parts in order, at least one; `hashes` are the sha256 of the job's data
+    section and of the schema; `fitted` is path to sha256.
     """
     num_samples, num_rows = sum(r.num_samples for r in results), sum(r.num_rows for r in results)
     for scratch in (LOOKUPS, SHUFFLE):

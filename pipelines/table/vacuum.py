@@ -38,10 +38,8 @@ def vacuum(
 ) -> dict[str, Any]:
     """Remove segments, indexes and other files that no manifest names any more.
 
-    Args:
-        dataset: directory of the dataset.
-        older_than: time for which replaced versions and unfinished builds are kept.
-        now: time by the clock of the store; read if None.
+    `older_than` is the time for which replaced versions are kept, `now` that of the store's clock,
+    read if None.
 
     Returns:
         `segments` and `indexes`, the names of what was removed, `num_files` and `num_bytes`.

@@ -298,10 +298,7 @@ def type_problems(dataset: Dataset) -> Iterator[str]:
 def part_problems(dataset: Dataset, entry: IndexEntry, sound: bool) -> Iterator[str]:
     """Yield the problems of the part of an index for one segment, one line each.
 
-    Args:
-        dataset: the dataset with this segment alone.
-        entry: the index.
-        sound: whether the segments have no problems, so next uses can be recomputed from them.
+    `dataset` has this segment alone. Next uses are recomputed if the segments are `sound`.
     """
     try:
         index = dataset.open_index(entry)
@@ -335,11 +332,7 @@ def compare_uses(
 ) -> tuple[tuple[int, ...], bool]:
     """Compare the stored uses of a table with its access lists.
 
-    Args:
-        part: of one segment.
-        table: table name.
-        accesses: of the segment alone.
-        order: of the segment alone, over the stored epochs.
+    `part`, `accesses` and `order` are of one segment alone.
 
     Returns:
         The entries of each epoch, and whether all uses are equal.

@@ -38,11 +38,7 @@ def apply_transforms(
 ) -> pa.Table:
     """Add one column per transform; a transform can read the columns of earlier ones.
 
-    Args:
-        table: tuples of the group, or samples.
-        group: name of the group, or `samples`.
-        transforms: new column to SQL expression or declared transform.
-        fitted: vocabularies and statistics of fitted transforms.
+    `table` has the tuples of the group, or the samples if `group` is `samples`.
 
     Raises:
         SchemaError: an SQL transform fails on a row, or an input has a wrong type.

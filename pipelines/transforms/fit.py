@@ -319,11 +319,8 @@ def write_fitted(
 ) -> dict[str, str]:
     """Write new versions of vocabularies, and the statistics that do not exist yet.
 
-    Args:
-        root: output directory, with the files of `base`.
-        results: key to merged partial result, or to the file of a vocabulary's shard in `shards`.
-        data: the job's data section.
-        base: files of earlier segments, path to sha256.
+    `root` has the files of `base`, path to sha256. `results` is key to merged partial result, or to
+    the file of a vocabulary's shard in `shards`.
 
     Returns:
         All files, old and new: path to sha256.
