@@ -35,19 +35,16 @@ from pipelines.sources.rejects import (
     summary_lines,
 )
 from pipelines.table.commit import (
+    check_admissible,
     commit_segment,
     discarded_on_error,
     position_of_day,
+    refused_path,
     replaced_versions,
     seal,
     wait_for_predecessors,
 )
-from pipelines.table.compatibility import (
-    check_admissible,
-    identity_of,
-    new_segment,
-    refused_path,
-)
+from pipelines.table.compatibility import identity_of
 from pipelines.table.root import write_copies
 from pipelines.table.segment import (
     finish_segment,
@@ -179,8 +176,7 @@ def _commit(
         request.dataset, position or 0, request.wait_sec, request.progress
     )
     try:
-        new = new_segment(request, job, features, key, directory)
-        reference = commit_segment(request, new)
+        reference = commit_segment(request, job, features, key, directory)
     except GateError:
         _report_rejects(request, rejects, manifest, refused_path(request.dataset, key))
         raise

@@ -44,8 +44,7 @@ from pipelines.sources.listing import Folder, folder_of, list_inputs
 from pipelines.sources.rejects import BUILD_REJECTS_SCHEMA, Reject
 from pipelines.sources.rows import ORIGIN, InputSplit, typed_chunks
 from pipelines.stages import REJECTS, SAMPLES
-from pipelines.table.commit import commit_segment, discarded_on_error
-from pipelines.table.compatibility import check_admissible, new_segment
+from pipelines.table.commit import check_admissible, commit_segment, discarded_on_error
 from pipelines.table.root import write_copies
 from pipelines.table.rows import ContentHash, content_hash, row_hashes
 from pipelines.transforms.fit import fitted_files, stage_fitted
@@ -461,8 +460,7 @@ def commit_pending(
             context = replace(pending.context, segment_root=directory)
             results = {**values, "parts": deserialize_results(values["parts"])}
             finish_segment_files(request, context, hashes, results)
-            new = new_segment(request, job, features, key, directory)
-            reference = commit_segment(request, new)
+            reference = commit_segment(request, job, features, key, directory)
     write_copies(request.dataset, read_root(request.dataset))
     parts.remove_all()
     return reference.id

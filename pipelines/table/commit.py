@@ -18,16 +18,21 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, date, datetime
 from hashlib import sha256
+from pathlib import Path
 
 import pyarrow.compute as pc
 
 from pipelines.context import BuildRequest
+from pipelines.quality.gate import check_limits, parse_schema, pass_gate
+from pipelines.table.compatibility import check_compatible, check_types
 from pipelines.table.indexes import INDEX_PREFIX, PartBuilder, segment_of_part
 from pipelines.table.root import commit_manifest, update_root, write_version
 from pipelines.table.segment import directory_reference
-from schemas.config.job import parse_job
+from pipelines.transforms.fit import check_fitted_files
+from schemas.config.job import Job, parse_job
 from schemas.dataset import Dataset, Segment, open_root, read_tombstones
 from schemas.errors import SchemaError, pluralize
+from schemas.features import FeatureSet
 from schemas.files import read_verified
 from schemas.layout import JOB, MANIFEST, SCHEMA, SEGMENTS
 from schemas.manifest import (
@@ -49,28 +54,84 @@ MAX_POSITION = 99_999
 """Segment ids begin with the position in five digits."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NewSegment:
-    """A complete segment that is to be added to a dataset.
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a segment enters a dataset.
 
     Attributes:
-        directory: where it lies, with its manifest.
-        key: hash of input and job, the suffix of its id.
-        name: name of the job.
-        job: content of the job file.
-        schema: content of the schema file.
-        validate: called with the current dataset, if it exists, and the number of segments before
-            this one; returns the anomalies to store, or raises if the segment is refused.
-        parts: builds its parts of indexes.
+        dataset: as it is, None if there is none.
+        kept: its segments without the one that is replaced, in order.
+        replaced: the version of the same day, if there is one.
+        position: of the new segment.
     """
 
-    directory: Location
-    key: str
-    name: str
-    job: bytes
-    schema: bytes
-    validate: Callable[[Dataset | None, int], str]
-    parts: PartBuilder
+    dataset: Dataset | None
+    kept: tuple[Reference, ...]
+    replaced: Reference | None
+    position: int
+
+
+def check_admissible(
+    request: BuildRequest,
+    job: Job,
+    features: FeatureSet,
+    key: str,
+    listing: tuple[InputFile, ...],
+) -> Reference | None:
+    """Check before the build whether a segment may be added to the dataset.
+
+    Returns:
+        The segment if the dataset already has it; None if it is to be built.
+
+    Raises:
+        SchemaError: the dataset has other content or settings, or the same input.
+    """
+    check_limits(parse_schema(request.read_schema(job)))
+    place = find_place(request, job, features, key, listing, find_root(request.dataset))
+    return place if isinstance(place, Reference) else None
+
+
+def find_place(
+    request: BuildRequest,
+    job: Job,
+    features: FeatureSet,
+    key: str,
+    listing: tuple[InputFile, ...],
+    root: Root | None,
+) -> Reference | Place:
+    """Return the segment if the dataset has it, or where it is added; raises `check_admissible`'s.
+
+    `key` is the hash in the segment's id.
+    """
+    manifest = root and root.manifest
+    existing = find_segment(manifest, key)
+    if existing is not None:
+        check_day(request.dataset, existing, request.day)
+        return existing
+    if manifest is None:
+        return Place(None, (), None, free_position((), request.position, request.dataset))
+    if not request.append:
+        raise SchemaError(
+            f"output must be empty or hold the same segment, got "
+            f"{[s.id for s in manifest.segments]} instead of one of {key}; append to it, or choose "
+            "another --output",
+            file=str(request.dataset),
+        )
+    version, replaced = version_of_day(request, manifest), None
+    if version is not None:
+        replaced = version[0]
+        if not request.replaces:
+            if same_files(version[1].listing, listing):
+                return replaced
+            raise day_exists_error(request.dataset, replaced)
+        check_replaceable(request.dataset, manifest, *version, listing)
+    refuse_sealed(manifest, request.dataset)
+    kept = tuple(s for s in manifest.segments if s != replaced)
+    position = free_position(kept, request.position, request.dataset)
+    dataset = open_root(request.dataset, manifest)
+    check_compatible(dataset, job, features, request.job_path)
+    refuse_same_input(dataset, listing, request.job_path, replaced)
+    return Place(dataset, kept, replaced, position)
 
 
 def find_segment(root: DatasetManifest | None, key: str) -> Reference | None:
@@ -85,60 +146,86 @@ def find_segment(root: DatasetManifest | None, key: str) -> Reference | None:
     return segment or compacted_segment(root, key)
 
 
-def commit_segment(request: BuildRequest, new: NewSegment) -> Reference:
+def commit_segment(
+    request: BuildRequest, job: Job, features: FeatureSet, key: str, directory: Location
+) -> Reference:
     """Add a complete segment to the dataset, with all indexes.
+
+    The checks of `check_admissible` are repeated against the current dataset.
 
     Returns:
         The segment; the existing one if another process committed this key.
 
     Raises:
-        SchemaError: its position is taken, `new.validate` refuses it, or a file of it was removed.
+        SchemaError: the dataset does not accept it, or a file of it was removed.
+        GateError: the quality gate refuses it.
     """
+    parts = PartBuilder(request.dataset, request.beam_args)
+    listing = read_segment(directory).listing
     for _ in backoff():
         root = find_root(request.dataset)
-        existing = find_segment(root and root.manifest, new.key)
-        if existing is not None:
-            discard(request.dataset, new.directory)
-            return existing
-        reference, manifest = _next_manifest(request, new, root)
+        place = find_place(request, job, features, key, listing, root)
+        if isinstance(place, Reference):
+            discard(request.dataset, directory)
+            return place
+        reference, manifest = _next_manifest(request, job, key, directory, place, parts)
         if commit_manifest(request.dataset, root, manifest) is not None:
             return reference
     raise AssertionError("`backoff` does not end")
 
 
 def _next_manifest(
-    request: BuildRequest, new: NewSegment, root: Root | None
+    request: BuildRequest,
+    job: Job,
+    key: str,
+    directory: Location,
+    place: Place,
+    parts: PartBuilder,
 ) -> tuple[Reference, DatasetManifest]:
     """Return the new segment's reference, and the root with it; writes what the root names."""
-    old = None if root is None else root.manifest
-    replaced = replaced_version(old, request, new.directory)
-    kept = tuple(s for s in (old.segments if old else ()) if s != replaced)
-    position = free_position(kept, request.position, request.dataset)
-    dataset = open_root(request.dataset, old) if old else None
+    dataset, kept, position = place.dataset, place.kept, place.position
+    columns, fitted = read_segment(directory).columns, read_segment(directory).fitted
+    schema = request.read_schema(job)
+    job_bytes = request.job_bytes or request.job_path.read_bytes()
     num_before = sum(s.position < position for s in kept)
-    anomalies = new.validate(dataset, num_before)
+    if dataset is not None:
+        check_types(dataset, columns, request.job_path)
+        check_fitted_files(fitted, request.dataset)
+    earlier = dataset.segments[num_before - 1] if dataset and num_before else None
+    refused = refused_path(request.dataset, key)
+    anomalies = pass_gate(
+        directory, earlier, parse_schema(schema), job.data.gate, refused, request.progress
+    )
     reference = replace(
-        directory_reference(new.directory),
-        id=f"{position:05d}-{new.key}",
-        path=new.directory.name,
+        directory_reference(directory),
+        id=f"{position:05d}-{key}",
+        path=directory.name,
         day=request.day,
         built_at=datetime.now(UTC).isoformat(timespec="seconds"),
     )
-    reference = write_anomalies(new.directory, reference, anomalies)
+    reference = write_anomalies(directory, reference, anomalies)
+    old = dataset.manifest if dataset else None
     manifest = DatasetManifest(
         writer="",
-        name=new.name,
-        job_sha256=write_version(request.dataset, JOB, new.job),
-        schema_sha256=write_version(request.dataset, SCHEMA, new.schema),
+        name=job.name,
+        job_sha256=write_version(request.dataset, JOB, job_bytes),
+        schema_sha256=write_version(request.dataset, SCHEMA, schema),
         segments=(*kept[:num_before], reference, *kept[num_before:]),
-        lineage=updated_lineage(old.lineage if old else {}, request.day, reference.id, replaced),
+        lineage=updated_lineage(
+            old.lineage if old else {}, request.day, reference.id, place.replaced
+        ),
         tombstones_sha256=old.tombstones_sha256 if old else None,
     )
-    segment = Segment(new.directory, reference, read_segment(new.directory, reference))
+    segment = Segment(directory, reference, read_segment(directory, reference))
     present = [s for s in (dataset.segments if dataset else ()) if s.reference in kept]
-    data = parse_job(new.job.decode(), JOB).data
-    indexes = new.parts.updated_indexes(dataset, data, [*present, segment])
+    data = parse_job(job_bytes.decode(), JOB).data
+    indexes = parts.updated_indexes(dataset, data, [*present, segment])
     return reference, replace(manifest, indexes=indexes)
+
+
+def refused_path(dataset: Location, key: str) -> Location:
+    """Return the directory for statistics and rejects of a segment that fails the gate."""
+    return dataset / f".refused-{key}"
 
 
 def write_anomalies(directory: Location, reference: Reference, text: str) -> Reference:
@@ -195,24 +282,6 @@ def discard(dataset: Location, directory: Location) -> None:
             for part in (dataset / index).children()[0]:
                 if segment_of_part(part) == directory.name:
                     (dataset / index / part).remove_all()
-
-
-def replaced_version(
-    root: DatasetManifest | None, request: BuildRequest, directory: Location
-) -> Reference | None:
-    """Return the version of the day that the segment replaces, if there is one.
-
-    Raises:
-        SchemaError: it must not be replaced.
-    """
-    version = request.day and segment_of_day(request.dataset, root, request.day)
-    if root is None or not version:
-        return None
-    reference, manifest = version
-    if not request.replaces:
-        raise day_exists_error(request.dataset, reference)
-    check_replaceable(request.dataset, root, reference, manifest, read_segment(directory).listing)
-    return reference
 
 
 def free_position(segments: Iterable[Reference], position: int | None, dataset: Location) -> int:
@@ -357,6 +426,37 @@ def refuse_without_day(dataset: Location, root: DatasetManifest) -> None:
             f"{root.segments[-1].day}",
             file=str(dataset),
         )
+
+
+def version_of_day(
+    request: BuildRequest, root: DatasetManifest
+) -> tuple[Reference, SegmentManifest] | None:
+    """Return the segment of the day of a request, if there is one.
+
+    Raises:
+        SchemaError: the request has no day, but the segments have.
+    """
+    if request.day is None:
+        refuse_without_day(request.dataset, root)
+        return None
+    return segment_of_day(request.dataset, root, request.day)
+
+
+def refuse_same_input(
+    dataset: Dataset,
+    listing: tuple[InputFile, ...],
+    job: Path | Location,
+    replaced: Reference | None = None,
+) -> None:
+    """Raise SchemaError if a segment, except `replaced`, has the same input files."""
+    for segment in dataset.segments:
+        is_replaced = replaced is not None and segment.id == replaced.id
+        if not is_replaced and same_files(segment.manifest.listing, listing):
+            raise SchemaError(
+                f"input files are already in the dataset, in segment {segment.id} of "
+                "another job; build a new dataset, or samples would count twice",
+                file=str(job),
+            )
 
 
 def same_files(one: tuple[InputFile, ...], other: tuple[InputFile, ...]) -> bool:

@@ -1,4 +1,4 @@
-"""Which jobs may append to a dataset, and which segments it accepts.
+"""Which jobs may append to a dataset.
 
 Readers use one job and one schema for all segments. So settings that determine the layout or the
 meaning of the bytes are fixed by the first segment; a job that changes them is refused. Settings
@@ -13,34 +13,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pipelines.context import BuildRequest
-from pipelines.quality.gate import check_limits, parse_schema, pass_gate
-from pipelines.table.commit import (
-    NewSegment,
-    check_day,
-    check_replaceable,
-    day_exists_error,
-    find_segment,
-    free_position,
-    refuse_sealed,
-    refuse_without_day,
-    same_files,
-    segment_of_day,
-)
-from pipelines.table.indexes import PartBuilder
-from pipelines.transforms.fit import check_fitted_files
 from schemas.config.job import DataConfig, Job
-from schemas.dataset import Dataset, open_root
+from schemas.dataset import Dataset
 from schemas.errors import SchemaError, suggest_name_or
 from schemas.features import Feature, FeatureSet
-from schemas.manifest import (
-    DatasetManifest,
-    InputFile,
-    Reference,
-    SegmentManifest,
-    find_root,
-    read_segment,
-)
 from schemas.storage import Location
 
 PER_SEGMENT_KEYS = frozenset(
@@ -191,125 +167,4 @@ def _may_differ(
         and bool(old_features)
         and new_features[: len(old_features)] == old_features
         and (set(new_features[len(old_features) :]) <= added)
-    )
-
-
-def check_admissible(
-    request: BuildRequest,
-    job: Job,
-    features: FeatureSet,
-    key: str,
-    listing: tuple[InputFile, ...],
-) -> Reference | None:
-    """Check before the build whether a segment may be added to the dataset.
-
-    `key` is the hash in the segment's id.
-
-    Returns:
-        The segment if the dataset already has it; None if it is to be built.
-
-    Raises:
-        SchemaError: the dataset has other content or settings, or the same input.
-    """
-    check_limits(parse_schema(request.read_schema(job)))
-    found = find_root(request.dataset)
-    root = None if found is None else found.manifest
-    existing = find_segment(root, key)
-    if existing is not None:
-        check_day(request.dataset, existing, request.day)
-    if existing is not None or root is None:
-        return existing
-    if not request.append:
-        raise _not_empty_error(request.dataset, [s.id for s in root.segments], key)
-    version = version_of_day(request, root)
-    if version is not None and not request.replaces:
-        if same_files(version[1].listing, listing):
-            return version[0]
-        raise day_exists_error(request.dataset, version[0])
-    if version is not None:
-        check_replaceable(request.dataset, root, *version, listing)
-    replaced = None if version is None else version[0]
-    refuse_sealed(root, request.dataset)
-    others = [s for s in root.segments if s != replaced]
-    free_position(others, request.position, request.dataset)
-    dataset = open_root(request.dataset, root)
-    check_compatible(dataset, job, features, request.job_path)
-    refuse_same_input(dataset, listing, request.job_path, replaced)
-    return None
-
-
-def version_of_day(
-    request: BuildRequest, root: DatasetManifest
-) -> tuple[Reference, SegmentManifest] | None:
-    """Return the segment of the day of a request, if there is one.
-
-    Raises:
-        SchemaError: the request has no day, but the segments have.
-    """
-    if request.day is None:
-        refuse_without_day(request.dataset, root)
-        return None
-    return segment_of_day(request.dataset, root, request.day)
-
-
-def _not_empty_error(dataset: Location, segments: list[str], key: str) -> SchemaError:
-    return SchemaError(
-        f"output must be empty or hold the same segment, got {segments} instead of one of "
-        f"{key}; append to it, or choose another --output",
-        file=str(dataset),
-    )
-
-
-def refuse_same_input(
-    dataset: Dataset,
-    listing: tuple[InputFile, ...],
-    job: Path | Location,
-    replaced: Reference | None = None,
-) -> None:
-    """Raise SchemaError if a segment, except `replaced`, has the same input files."""
-    for segment in dataset.segments:
-        is_replaced = replaced is not None and segment.id == replaced.id
-        if not is_replaced and same_files(segment.manifest.listing, listing):
-            raise SchemaError(
-                f"input files are already in the dataset, in segment {segment.id} of "
-                "another job; build a new dataset, or samples would count twice",
-                file=str(job),
-            )
-
-
-def refused_path(dataset: Location, key: str) -> Location:
-    """Return the directory for statistics and rejects of a segment that fails the gate."""
-    return dataset / f".refused-{key}"
-
-
-def new_segment(
-    request: BuildRequest, job: Job, features: FeatureSet, key: str, directory: Location
-) -> NewSegment:
-    """Return a segment to commit; its `validate` repeats the checks against the current dataset."""
-    manifest = read_segment(directory)
-    schema = request.read_schema(job)
-
-    def validate(dataset: Dataset | None, num_before: int) -> str:
-        if dataset is not None:
-            if not request.append:
-                ids = [s.id for s in dataset.segments]
-                raise _not_empty_error(request.dataset, ids, key)
-            refuse_sealed(dataset.manifest, request.dataset)
-            check_compatible(dataset, job, features, request.job_path)
-            check_types(dataset, manifest.columns, request.job_path)
-            check_fitted_files(manifest.fitted, request.dataset)
-        earlier = dataset.segments[num_before - 1] if dataset and num_before else None
-        refused = refused_path(request.dataset, key)
-        return pass_gate(
-            directory, earlier, parse_schema(schema), job.data.gate, refused, request.progress
-        )
-
-    return NewSegment(
-        directory=directory,
-        key=key,
-        name=job.name,
-        job=request.job_bytes or request.job_path.read_bytes(),
-        schema=schema,
-        validate=validate,
-        parts=PartBuilder(request.dataset, request.beam_args),
     )

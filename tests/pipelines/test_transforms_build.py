@@ -226,14 +226,14 @@ def test_segments_that_learn_at_once_do_not_both_enter(
     dataset = tmp_path / "dataset"
     build(request(roomy_job(tmp_path / "job"), log, dataset))
     slow, fast = later(tmp_path, dataset, 5, 5000), later(tmp_path, dataset, 6, 9000)
-    new_segment = build_module.new_segment
+    commit_segment = build_module.commit_segment
 
     def overtaken(*args: Any) -> Any:
-        monkeypatch.setattr(build_module, "new_segment", new_segment)
+        monkeypatch.setattr(build_module, "commit_segment", commit_segment)
         build(fast)
-        return new_segment(*args)
+        return commit_segment(*args)
 
-    monkeypatch.setattr(build_module, "new_segment", overtaken)
+    monkeypatch.setattr(build_module, "commit_segment", overtaken)
     message = "segment was fitted without vocabularies"
     with pytest.raises(SchemaError, match=message):
         build(slow)

@@ -127,7 +127,7 @@ def test_replaced_root_keeps_what_it_names_for_the_given_time(dataset: Path) -> 
 
 @pytest.mark.parametrize(
     ("module", "function"),
-    [("build", "finish_segment"), ("build", "new_segment"), ("table.commit", "commit_manifest")],
+    [("build", "finish_segment"), ("build", "commit_segment"), ("table.commit", "commit_manifest")],
 )
 def test_build_in_progress_is_not_swept(
     one: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, function: str
