@@ -1,7 +1,7 @@
 """Partitions of session keys, and the bytes in which tasks send each other rows and samples.
 
-On a runner of Beam the shuffle carries samples in packets of at most 8 MiB. Local builds have files
-of their own (`exchange.py`).
+On a runner of Beam the shuffle carries elements of at most 8 MiB, unless a single row is larger.
+Local builds have files of their own (`exchange.py`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -19,13 +18,12 @@ from numpy.typing import NDArray
 
 from pipelines.samples.tuples import Tuples, drop_unused_tuples
 
-PACKET_BYTES = 8 << 20
-"""Maximum size of an element in a runner's shuffle."""
+ELEMENT_BYTES = 8 << 20
+"""Maximum size of an element in a runner's shuffle, unless it is one row."""
 
 _SIZE = struct.Struct(">Q")  # bytes of encoded tables before compression
 _CODEC = "lz4"
 _ELEMENT = b"element"
-_HEADER = struct.Struct(">16sII")  # digest of the message, index of the packet, number of packets
 
 
 def partition_of_key(hashes: NDArray[np.uint64], num_partitions: int) -> NDArray[np.int64]:
@@ -81,47 +79,18 @@ def from_ipc(data: bytes) -> Any:
     return (names["source"], first) if "source" in names else first
 
 
-def split_packets(message: bytes, limit: int = PACKET_BYTES) -> Iterator[bytes]:
-    """Split a message into packets of at most `limit` bytes, including a header of 24 bytes."""
-    size = limit - _HEADER.size
-    digest = hashlib.sha256(message).digest()[:16]
-    starts = range(0, max(1, len(message)), size)
-    for index, start in enumerate(starts):
-        yield _HEADER.pack(digest, index, len(starts)) + message[start : start + size]
-
-
-def join_packets(arrived: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield messages from packets that arrive in any order; a message sent twice is yielded twice.
-
-    Only incomplete messages are kept in memory.
-
-    Raises:
-        ValueError: a packet of some message is missing.
-
-    Example:
-        >>> cut = [*split_packets(b"abcde", 26), *split_packets(b"xy", 26)]
-        >>> list(join_packets(reversed(cut)))
-        [b'xy', b'abcde']
-    """
-    payloads: dict[bytes, dict[int, bytes]] = {}
-    counts: dict[bytes, Counter[int]] = {}
-    for packet in arrived:
-        digest, index, num_packets = _HEADER.unpack_from(packet)
-        if num_packets == 1:
-            yield packet[_HEADER.size :]
-            continue
-        payload = payloads.setdefault(digest, {})
-        payload.setdefault(index, packet[_HEADER.size :])
-        count = counts.setdefault(digest, Counter())
-        count[index] += 1
-        if len(count) == num_packets:
-            yield b"".join(payload[i] for i in range(num_packets))
-            count.subtract(range(num_packets))
-            counts[digest] = +count
-            payloads[digest] = {i: payload[i] for i in counts[digest]}
-    missing = sum(len(count) > 0 for count in counts.values())
-    if missing:
-        raise ValueError(f"packets are missing: {missing} incomplete messages")
+def elements_of(rows: Tuples | pa.Table) -> Iterator[bytes]:
+    """Yield samples or rows as elements of at most `ELEMENT_BYTES`, but at least one row each."""
+    content = to_ipc(rows)
+    count = rows.num_samples if isinstance(rows, Tuples) else rows.num_rows
+    if len(content) <= ELEMENT_BYTES or count == 1:
+        yield content
+        return
+    for start, end in ((0, count // 2), (count // 2, count)):
+        if isinstance(rows, Tuples):
+            yield from elements_of(drop_unused_tuples(rows.take(np.arange(start, end))))
+        else:
+            yield from elements_of(rows.slice(start, end - start))
 
 
 def group_rows(table: pa.Table, target: np.ndarray) -> Iterator[tuple[int, pa.Table]]:
@@ -138,19 +107,8 @@ def group_rows(table: pa.Table, target: np.ndarray) -> Iterator[tuple[int, pa.Ta
 def encode_by_target(table: pa.Table, target: np.ndarray) -> Iterator[tuple[int, bytes]]:
     """Yield (target, encoded rows of the target), like `group_rows`."""
     for index, rows in group_rows(table, target):
-        for content in encode_rows(rows):
+        for content in elements_of(rows):
             yield index, content
-
-
-def encode_rows(table: pa.Table) -> Iterator[bytes]:
-    """Yield the encoded rows in elements of at most `PACKET_BYTES`, but at least one row each."""
-    content = to_ipc(table)
-    if len(content) <= PACKET_BYTES or table.num_rows == 1:
-        yield content
-        return
-    half = table.num_rows // 2
-    yield from encode_rows(table.slice(0, half))
-    yield from encode_rows(table.slice(half))
 
 
 SHUFFLE = "shuffle"
@@ -159,18 +117,8 @@ SHUFFLE = "shuffle"
 _REFERENCE = "_reference_"
 
 
-def packets_of(samples: Tuples) -> Iterator[bytes]:
-    """Yield samples in packets; several packets form a message only if a sample is large."""
-    message = to_ipc(samples)
-    if len(message) > PACKET_BYTES and samples.num_samples > 1:
-        for rows in np.array_split(np.arange(samples.num_samples), 2):
-            yield from packets_of(drop_unused_tuples(samples.take(rows)))
-        return
-    yield from split_packets(message)
-
-
-class ReceivedPackets:
-    """The samples of packets, as a reiterable; only incomplete messages are kept in memory."""
+class ReceivedSamples:
+    """The samples of elements, as a reiterable."""
 
     def __init__(self, sent: Iterable[bytes]) -> None:
         """Read nothing yet."""
@@ -178,8 +126,8 @@ class ReceivedPackets:
         self._digests: list[bytes] = []
 
     def __iter__(self) -> Iterator[Tuples]:
-        """Read the packets; raise RuntimeError if they come in another order than before."""
-        return map(from_ipc, check_same_order(join_packets(self._sent), self._digests))
+        """Read the elements; raise RuntimeError if they come in another order than before."""
+        return map(from_ipc, check_same_order(self._sent, self._digests))
 
 
 def check_same_order(messages: Iterable[bytes], digests: list[bytes]) -> Iterator[bytes]:

@@ -35,7 +35,7 @@ from pipelines.oracle.numbering import NumberedTable, number_table, training_blo
 from pipelines.rewrite.command import FlatPart, FlatStage
 from pipelines.samples.event_join import add_counts
 from pipelines.samples.tuples import Tuples
-from pipelines.shuffle import ReceivedPackets, from_ipc
+from pipelines.shuffle import ReceivedSamples, from_ipc
 from pipelines.stages import REJECTS, SAMPLES
 from pipelines.table.compact import StoredPart
 from pipelines.transforms.apply import fit_inputs
@@ -241,7 +241,7 @@ def _ordered_rows(rows: tuple[str, pa.Table], stage: FlatStage) -> Tuples:
 
 
 def _write_flat(part: tuple[int, Iterable[Any]], stage: FlatStage) -> FlatPart:
-    return stage.write(part[0], ReceivedPackets(part[1]))
+    return stage.write(part[0], ReceivedSamples(part[1]))
 
 
 def flat_pipeline(pipeline: beam.Pipeline, stage: FlatStage) -> Mapping[str, beam.PCollection[Any]]:

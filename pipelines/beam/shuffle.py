@@ -29,7 +29,7 @@ from pipelines.samples.tuples import (
     hash_session_keys,
     partition_tuples,
 )
-from pipelines.shuffle import ReceivedPackets, from_ipc, packets_of, partition_of_key, to_ipc
+from pipelines.shuffle import ReceivedSamples, elements_of, from_ipc, partition_of_key, to_ipc
 
 MAX_DESTINATIONS = 1000
 """Destinations to which a mapper sends samples."""
@@ -133,7 +133,7 @@ class _Sender(beam.DoFn):
         """Yield the elements of one flush."""
         self.flushes.inc()
         for destination, part in parts:
-            for element in packets_of(part):
+            for element in elements_of(part):
                 self.elements.inc()
                 yield destination, element
 
@@ -167,13 +167,13 @@ class _SendBucket(_Sender):
 
     def process(self, bucket: tuple[int, Iterable[bytes]]) -> Iterator[tuple[int, bytes]]:
         number, sent = bucket
-        for samples in concat_batches(ReceivedPackets(sent), BUFFER_BYTES):
+        for samples in concat_batches(ReceivedSamples(sent), BUFFER_BYTES):
             yield from self.send(self.destinations.to_partitions(number, samples))
 
 
 @dataclass  # not frozen: Beam assigns to its transforms
 class SendSamples(beam.PTransform):
-    """Samples in chunks (`Tuples`) to (partition, packet of samples), to group."""
+    """Samples in chunks (`Tuples`) to (partition, element of samples), to group."""
 
     context: BuildContext
 

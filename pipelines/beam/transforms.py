@@ -24,10 +24,10 @@ from pipelines.context import BuildContext
 from pipelines.quality.segment_statistics import PARTS_PER_SUM, SliceStatistics, sum_by_split
 from pipelines.samples.tuples import Tuples
 from pipelines.shuffle import (
-    ReceivedPackets,
+    ReceivedSamples,
     SourceRows,
+    elements_of,
     encode_by_target,
-    encode_rows,
     from_ipc,
     to_ipc,
 )
@@ -212,7 +212,7 @@ def _partition_samples(
     samples: pa.Table, context: BuildContext, index: int, num_partitions: int
 ) -> Iterator[tuple[int, tuple[str, bytes]]]:
     for partition, rows in partition_samples(context, index, num_partitions, samples):
-        for content in encode_rows(rows):
+        for content in elements_of(rows):
             yield partition, ("samples", content)
 
 
@@ -220,7 +220,7 @@ def _partition_side(
     rows: tuple[str, pa.Table], context: BuildContext, num_partitions: int
 ) -> Iterator[tuple[int, tuple[str, bytes]]]:
     for partition, table in partition_side(context, rows[0], num_partitions, rows[1]):
-        for content in encode_rows(table):
+        for content in elements_of(table):
             yield partition, ("side", content)
 
 
@@ -513,7 +513,7 @@ def _choose_layout(
     """Yield the layout by the samples of the first partition; the others are not read."""
     if samples[0] == first:
         fitted = load_staged(context.segment_root, files, context.data)
-        rows = ReceivedPackets(samples[1])
+        rows = ReceivedSamples(samples[1])
         yield choose_segment_layout(rows, context.data, fitted, context.num_parts)
 
 
@@ -527,7 +527,7 @@ class _BuildPart(_Counted):
         root, data, features = context.segment_root, context.data, context.features
         if self.fitted is None:
             self.fitted = load_staged(root, files, data)
-        rows = ReceivedPackets(sent)
+        rows = ReceivedSamples(sent)
         result = build_part(root, number, rows, data, layout, features, self.fitted)
         self.counters["in-rows"].inc(result.num_samples)
         yield result.file_index // PARTS_PER_SUM, serialize_result(result)

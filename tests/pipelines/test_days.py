@@ -37,7 +37,7 @@ from tests.pipelines.logs import (
 
 FIRST, LATE, LAST = "2026-01-01", "2026-01-02", "2026-01-04"
 POINTS = {
-    "before it is judged": ("table.compatibility", "pass_gate", 0),
+    "before it is judged": ("table.commit", "pass_gate", 0),
     "before its index": ("table.indexes", "index_tables", 0),
     "before the root": ("table.commit", "commit_manifest", 0),
     "after the root": ("build", "write_copies", 0),

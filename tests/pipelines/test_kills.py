@@ -49,7 +49,7 @@ os.execv(sys.executable, [sys.executable, "-B", "-m", "pipelines", *sys.argv[1:]
 
 POINTS = {
     "before the segment is finished": ("build", "finish_segment", 0),
-    "before it is judged": ("table.compatibility", "pass_gate", 0),
+    "before it is judged": ("table.commit", "pass_gate", 0),
     "before its index": ("table.indexes", "index_tables", 0),
     "before the root": ("table.root", "commit_root", 0),
     "after the root, before the copies of the new job": ("build", "write_copies", 0),

@@ -6,9 +6,7 @@ import ast
 import re
 from collections import Counter
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,38 +23,15 @@ from pipelines.beam.shuffle import Destinations, SendSamples
 from pipelines.cli import main
 from pipelines.samples.tuples import Tuples, hash_session_keys, separate_tuples
 from pipelines.shuffle import (
-    PACKET_BYTES,
-    ReceivedPackets,
+    ReceivedSamples,
     check_same_order,
+    elements_of,
     encode_by_target,
     from_ipc,
-    join_packets,
-    packets_of,
     partition_of_key,
-    split_packets,
-    to_ipc,
 )
 from schemas.config.job import load_job
 from tests.pipelines.logs import PROCESSES, bytes_of, write_job, write_log
-
-LIMIT = 27
-
-
-@given(st.lists(st.binary(max_size=20), max_size=8), st.randoms(use_true_random=False))
-def test_messages_of_shuffled_packets_are_those_that_were_cut(
-    sent: list[bytes], order: Random
-) -> None:
-    cut = [packet for message in sent for packet in split_packets(message, LIMIT)]
-    order.shuffle(cut)
-    assert Counter(join_packets(cut)) == Counter(sent)
-    assert all(len(packet) <= LIMIT for packet in cut)
-
-
-def test_messages_without_one_packet_are_refused() -> None:
-    cut = list(split_packets(b"abcdefgh", LIMIT))
-    message = "packets are missing: 1 incomplete messages"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        list(join_packets(cut[1:]))
 
 
 def test_messages_that_come_in_another_order_again_are_refused() -> None:
@@ -65,14 +40,6 @@ def test_messages_that_come_in_another_order_again_are_refused() -> None:
     message = "the runner changed the order of samples between reads; try again"
     with pytest.raises(RuntimeError, match=re.escape(message)):
         list(check_same_order([b"b", b"a"], seen))
-
-
-def test_a_large_table_crosses_in_packets_of_eight_mebibytes() -> None:
-    values = np.random.default_rng(0).integers(0, 1 << 62, (PACKET_BYTES // 8) * 2 + 5)
-    table = pa.table({"ids": pa.array([values], pa.large_list(pa.int64()))})  # one row of 16 MiB
-    cut = list(split_packets(to_ipc(table)))
-    assert [len(p) == PACKET_BYTES for p in cut] == [True, True, False]
-    assert from_ipc(next(join_packets(cut))).equals(table)
 
 
 def chunk(seed: int, num_rows: int = 50) -> pa.Table:
@@ -91,24 +58,29 @@ def expanded(samples: Tuples) -> pa.Table:
     return pa.table(columns)
 
 
-def test_samples_in_packets_arrive_whole() -> None:
+def test_samples_in_elements_arrive_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipelines.shuffle.ELEMENT_BYTES", 1_500)
     groups = {"user": ("user", "history")}
     coder = registry.get_coder(Tuples)
-    chunks = [separate_tuples(chunk(seed), groups) for seed in range(3)]
-    packets = [p for each in chunks for p in packets_of(coder.decode(coder.encode(each)))]
-    received = ReceivedPackets(packets[::-1])
+    chunks = [separate_tuples(chunk(seed, 4000), groups) for seed in range(3)]
+    elements = [e for each in chunks for e in elements_of(coder.decode(coder.encode(each)))]
+    assert len(elements) > len(chunks)
+    assert all(len(element) <= 1_500 for element in elements)
+    received = ReceivedSamples(elements)
     found = [expanded(t) for t in received]
     assert [expanded(t) for t in received] == found  # gone through again
-    wanted = [expanded(t) for t in chunks]
-    assert sorted(t.to_pylist().__repr__() for t in found) == sorted(
-        t.to_pylist().__repr__() for t in wanted
-    )
+    assert pa.concat_tables(found) == pa.concat_tables([expanded(t) for t in chunks])
+
+
+def test_a_single_sample_is_an_element_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipelines.shuffle.ELEMENT_BYTES", 10)
+    assert len(list(elements_of(separate_tuples(chunk(0), {})))) == 50
 
 
 def test_raw_rows_of_each_target_cross_in_elements_that_are_not_too_large(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("pipelines.shuffle.PACKET_BYTES", 2_000)
+    monkeypatch.setattr("pipelines.shuffle.ELEMENT_BYTES", 2_000)
     values = np.random.default_rng(0).integers(0, 1 << 62, 900)
     found: dict[int, list[int]] = {}
     for part, content in encode_by_target(pa.table({"x": pa.array(values)}), np.arange(900) % 2):
@@ -142,7 +114,7 @@ def test_builds_on_beam_with_any_workers_and_levels_give_the_same_bytes(
     beam_local = "--runner=FnApiRunner"
     assert dataset_of(log, "one", [beam_local, "--direct_num_workers=1"]) == default
     assert dataset_of(log, "several", [beam_local, "--direct_num_workers=3"]) == default
-    monkeypatch.setattr("pipelines.shuffle.split_packets", partial(split_packets, limit=1_000))
+    monkeypatch.setattr("pipelines.shuffle.ELEMENT_BYTES", 1_000)
     monkeypatch.setattr("pipelines.beam.shuffle.MAX_DESTINATIONS", 2)
     monkeypatch.setattr("pipelines.beam.shuffle.BUFFER_BYTES", 8_000)
     assert dataset_of(log, "levels", [beam_local]) == default
@@ -171,7 +143,7 @@ def run_shuffle(
     groups, received = dict(data.groups), dict[int, list[Any]]()
 
     def receive(grouped: tuple[int, Any]) -> tuple[int, list[Any]]:
-        samples = [expanded(t).to_pylist() for t in ReceivedPackets(list(grouped[1]))]
+        samples = [expanded(t).to_pylist() for t in ReceivedSamples(list(grouped[1]))]
         return grouped[0], [tuple(map(str, row.values())) for rows in samples for row in rows]
 
     pipeline = beam.Pipeline(runner=FnApiRunner())
