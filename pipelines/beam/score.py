@@ -1,4 +1,4 @@
-"""Score the samples of a dataset with an exported model, by Beam's RunInference.
+"""Score the samples of a dataset with an exported model, on Beam.
 
 Workers import torch (extra `score`) when they load the model (`schemas/scoring.py`). Each row group
 is read as Arrow and scored on one thread in batches of a fixed size, so that neither runner nor
@@ -16,7 +16,7 @@ import apache_beam as beam
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from apache_beam.ml.inference.base import ModelHandler, RunInference
+from apache_beam.utils.shared import Shared
 
 from pipelines.beam.runner import run_pipeline
 from schemas.dataset import (
@@ -33,13 +33,11 @@ from schemas.layout import EVALUATION, MANIFEST, SAMPLE_WEIGHT, TRAIN
 from schemas.manifest import canonical_json
 from schemas.model import ModelFile, open_model
 from schemas.samples import blocks_of_row_group, read_joined_row_group
-from schemas.scoring import LoadedModel, load_model
+from schemas.scoring import load_model
 from schemas.storage import Location
 
 SCORE, SCORES = "score", "scores"
 SPLITS = {"all": (TRAIN, EVALUATION), "train": (TRAIN,), "evaluation": (EVALUATION,)}
-Samples = tuple[str, pa.Table]
-"""Name of a row group's output, and its samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,9 +61,6 @@ class ScoreRequest:
 RowGroup = tuple[str, int, int, int]
 """Name of the output, and indices of segment, part and row group."""
 
-_KEPT = "kept:"
-"""Prefix of copies of columns that go to the output: the model may read the same columns."""
-
 
 def score(request: ScoreRequest) -> dict[str, Any]:
     """Score a dataset.
@@ -86,7 +81,7 @@ def score(request: ScoreRequest) -> dict[str, Any]:
     model, dataset = open_model(request.model), open_dataset(request.dataset)
     if request.segments is not None:
         dataset = select_segments(dataset, request.segments)
-    columns = kept_columns(dataset, model)
+    kept_columns(dataset, model)  # raises if they do not match
     groups = row_groups_of(dataset, request.split)
     if not groups:
         raise SchemaError(
@@ -94,19 +89,15 @@ def score(request: ScoreRequest) -> dict[str, Any]:
             file=str(request.dataset),
         )
     hashes = tuple(reference.manifest_sha256 for reference in dataset.manifest.segments)
-    stage = ReadSamples(request.dataset, hashes, columns, model.manifest.inputs.columns)
-    handler = ExportedModelHandler(
-        request.model if isinstance(request.model, Location) else request.model.resolve()
-    )
+    path = request.model if isinstance(request.model, Location) else request.model.resolve()
+    stage = ScoreRowGroups(path, request.dataset, hashes, output)
 
     def add_transforms(pipeline: beam.Pipeline) -> dict[str, beam.PCollection]:
         files = (
             pipeline
             | "list row groups" >> beam.Create(groups)
             | "spread row groups" >> beam.Reshuffle()
-            | "read samples" >> beam.ParDo(stage, request.split)
-            | "score" >> RunInference(handler)
-            | "write scores" >> beam.ParDo(WriteScores(output))
+            | "score" >> beam.ParDo(stage, request.split)
         )
         return {"files": files}
 
@@ -167,95 +158,48 @@ def chosen_samples(segment: Segment, part: int, row_group: int, split: str) -> n
     return np.repeat(in_split[in_group], segment.column("num_samples")[in_group])
 
 
-class ReadSamples(beam.DoFn):
-    """Row groups to the samples of a split, with the columns that are needed."""
+class ScoreRowGroups(beam.DoFn):
+    """Scores the samples of a split in row groups, and writes one file for each; idempotent."""
 
     def __init__(
-        self, path: Location, hashes: tuple[str, ...], kept: Sequence[str], read: Sequence[str]
+        self, model: Path | Location, dataset: Location, hashes: tuple[str, ...], output: Location
     ) -> None:
         """Store the settings; `hashes` are those of the segments' manifests."""
-        self.path, self.hashes, self.kept, self.read = path, hashes, tuple(kept), tuple(read)
+        self.path, self.dataset_path, self.hashes, self.output = model, dataset, hashes, output
+        self._models = Shared()
 
     def setup(self) -> None:
-        """Open the dataset with the launcher's segments, once per worker.
+        """Open the dataset with the launcher's segments, and load the model once per process.
 
         Raises:
-            SchemaError: one of the segments was replaced.
+            SchemaError: one of the segments was replaced, or as `schemas.scoring.load_model`.
         """
-        dataset = open_dataset(self.path)
+        dataset = open_dataset(self.dataset_path)
         try:
             self.dataset = select_segments_by_hash(dataset, self.hashes)
         except SchemaError as error:
             raise SchemaError(
                 "a segment was replaced while the dataset was scored; score again",
-                file=str(self.path),
+                file=str(self.dataset_path),
             ) from error
+        self.model = self._models.acquire(lambda: load_model(self.path))
+        self.model.torch.set_num_threads(1)  # there are as many workers as processors
 
-    def process(self, group: RowGroup, split: str) -> Iterator[Samples]:
-        """Yield the samples under the name of their output."""
+    def process(self, group: RowGroup, split: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield the name, size and hash of the file."""
         name, number, part, row_group = group
         segment, data = self.dataset.segments[number], self.dataset.job.data
         absent = missing_column_defaults(self.dataset, segment)
         table = read_joined_row_group(segment, part, row_group, data, absent)
         table = table.filter(pa.array(chosen_samples(segment, part, row_group, split)))
-        kept = {f"{_KEPT}{column}": table[column] for column in self.kept}
-        yield name, pa.table({**kept, **{c: table[c] for c in self.read}}).combine_chunks()
-
-
-class ExportedModelHandler(ModelHandler[Samples, Samples, LoadedModel]):
-    """Loads an exported model once per process and scores tables."""
-
-    def __init__(self, path: Path) -> None:
-        """Store the path; each worker opens and verifies the file."""
-        super().__init__()
-        self._path = path
-
-    def load_model(self) -> LoadedModel:
-        """Open the file; raises as `schemas.scoring.load_model`."""
-        return load_model(self._path)
-
-    def run_inference(
-        self,
-        batch: Sequence[Samples],
-        model: LoadedModel,
-        inference_args: dict[str, Any] | None = None,
-    ) -> Iterator[Samples]:
-        """Yield each table with the kept columns and the scores."""
-        model.torch.set_num_threads(1)  # there are as many workers as processors
-        for name, samples in batch:
-            yield name, scored(samples, model)
-
-    def get_num_bytes(self, batch: Sequence[Samples]) -> int:
-        """Return the size of tables, for Beam's metrics."""
-        return sum(samples.nbytes for _, samples in batch)
-
-    def batch_elements_kwargs(self) -> dict[str, int]:
-        """Make each table a batch, so that batching does not depend on the runner."""
-        return {"min_batch_size": 1, "max_batch_size": 1}
-
-
-def scored(samples: pa.Table, model: LoadedModel) -> pa.Table:
-    """Return the kept columns and the score of each sample."""
-    size = model.file.manifest.batch_samples
-    starts = range(0, samples.num_rows, size)
-    scores = np.concatenate([model.score(samples.slice(start, size)) for start in starts])
-    kept = [n for n in samples.column_names if n.startswith(_KEPT)]
-    columns = {n.removeprefix(_KEPT): samples[n] for n in kept}
-    return pa.table({**columns, SCORE: scores})
-
-
-class WriteScores(beam.DoFn):
-    """Writes one file per row group; idempotent."""
-
-    def __init__(self, output: Location) -> None:
-        """Store the output directory."""
-        self.output = output
-
-    def process(self, element: Samples) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the name, size and hash of the file."""
-        name, table = element
-        path = self.output / SCORES / name
-        with path.new_file() as partial:
-            pq.write_table(table, partial, compression="zstd", write_page_checksum=True)
+        manifest = self.model.file.manifest
+        samples = table.select(list(manifest.inputs.columns)).combine_chunks()
+        starts = range(0, samples.num_rows, manifest.batch_samples)
+        batches = (samples.slice(start, manifest.batch_samples) for start in starts)
+        scores = np.concatenate([self.model.score(batch) for batch in batches])
+        kept = table.select(kept_columns(self.dataset, self.model.file)).combine_chunks()
+        with (self.output / SCORES / name).new_file() as partial:
+            scored = pa.table({**{n: kept[n] for n in kept.column_names}, SCORE: scores})
+            pq.write_table(scored, partial, compression="zstd", write_page_checksum=True)
             digest = sha256_of(partial)
         yield f"{SCORES}/{name}", {"num_samples": table.num_rows, "sha256": digest}

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.beam.score import SCORE, SCORES, ReadSamples, chosen_samples, row_groups_of
+from pipelines.beam.score import SCORE, SCORES, ScoreRowGroups, chosen_samples, row_groups_of
 from pipelines.cli import main
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
@@ -114,7 +114,8 @@ def test_scores_of_single_segments_are_those_of_all(made: Path) -> None:
 
 
 def test_segment_that_was_replaced_is_not_read(made: Path) -> None:
-    stage = ReadSamples(Location.parse(made / "dataset"), ("0" * 64,), (), ())
+    location = Location.parse(made)
+    stage = ScoreRowGroups(made / "model", location / "dataset", ("0" * 64,), location / "x")
     message = "a segment was replaced while the dataset was scored in "
     with pytest.raises(SchemaError, match=re.escape(message)):
         stage.setup()
