@@ -24,7 +24,7 @@ from pipelines.quality.gate import GateError
 from pipelines.rewrite.command import RewriteRequest, rewrite
 from pipelines.table.commit import seal
 from pipelines.table.compact import CompactionRequest, compact_dataset
-from pipelines.table.delete import EraseRequest, erase
+from pipelines.table.delete import erase
 from pipelines.table.indexes import oracle
 from pipelines.table.root import MIN_AGE
 from pipelines.table.rows import expand
@@ -412,10 +412,7 @@ def _erase(arguments: argparse.Namespace, beam_args: list[str]) -> int:
     now = datetime.now(UTC)
     result: dict[str, Any] = {}
     if arguments.ids is not None:
-        request = EraseRequest(
-            dataset=arguments.dataset, ids=arguments.ids, column=arguments.column, at=now
-        )
-        result["erased"] = erase(request)
+        result["erased"] = erase(arguments.dataset, arguments.ids, arguments.column, now)
     if rewrites:
         compaction = CompactionRequest(
             dataset=arguments.dataset,
@@ -462,15 +459,15 @@ def _report(arguments: argparse.Namespace, _: list[str]) -> int:
 
 def _score(arguments: argparse.Namespace, beam_args: list[str]) -> int:
     module = importlib.import_module("pipelines.beam.score")  # imports Beam
-    request = module.ScoreRequest(
-        model=arguments.model,
-        dataset=arguments.dataset,
-        output=arguments.output,
+    result = module.score(
+        arguments.model,
+        arguments.dataset,
+        arguments.output,
         split=arguments.split,
         segments=arguments.segments,
         beam_args=beam_args,
     )
-    _print_result(arguments, module.score(request))
+    _print_result(arguments, result)
     return 0
 
 

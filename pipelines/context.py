@@ -204,18 +204,18 @@ def local_options(beam_args: Sequence[str]) -> LocalOptions | None:
     """
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False, allow_abbrev=False)
     parser.add_argument("--runner")
-    parser.add_argument("--direct_num_workers", type=int, default=0)
-    parser.add_argument("--direct_running_mode")
     try:
-        known, others = parser.parse_known_args(beam_args)
+        runner, words = parser.parse_known_args(beam_args)
+        parser.add_argument("--direct_num_workers", type=int, default=0)
+        parser.add_argument("--direct_running_mode")
+        known, others = parser.parse_known_args(words)
     except argparse.ArgumentError as error:
         raise SchemaError(f"option is invalid: {error}; see --help") from error
-    if known.runner not in (None, IN_PROCESS):
+    if runner.runner not in (None, IN_PROCESS):
         return None
-    if known.runner == IN_PROCESS and len(beam_args) > len(_runner_words(beam_args)):
-        other = next(word for word in beam_args if word not in _runner_words(beam_args))
+    if runner.runner == IN_PROCESS and words:
         raise SchemaError(
-            f"runner {IN_PROCESS} takes no Beam options: {other}; leave it out, or choose "
+            f"runner {IN_PROCESS} takes no Beam options: {words[0]}; leave it out, or choose "
             "another --runner"
         )
     if known.direct_num_workers < 0:
@@ -227,17 +227,10 @@ def local_options(beam_args: Sequence[str]) -> LocalOptions | None:
         raise SchemaError(
             f"unknown option: {others[0]}; see --help, and --runner for those of Beam"
         )
-    in_memory = True if known.runner == IN_PROCESS else None
+    in_memory = True if runner.runner == IN_PROCESS else None
     if known.direct_running_mode == "multi_processing":
         in_memory = False
     return LocalOptions(known.direct_num_workers, in_memory)
-
-
-def _runner_words(beam_args: Sequence[str]) -> list[str]:
-    """Return the words of the option `--runner`."""
-    words = list(beam_args)
-    index = next(i for i, word in enumerate(words) if word.partition("=")[0] == "--runner")
-    return words[index : index + (1 if "=" in words[index] else 2)]
 
 
 def beam_build() -> ModuleType:

@@ -8,7 +8,7 @@ number of workers change a bit.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -40,30 +40,20 @@ SCORE, SCORES = "score", "scores"
 SPLITS = {"all": (TRAIN, EVALUATION), "train": (TRAIN,), "evaluation": (EVALUATION,)}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScoreRequest:
-    """Arguments of the command."""
-
-    model: Path
-    """File of `python -m trainer export`."""
-    dataset: Location
-    """Directory of the dataset."""
-    output: Location
-    """New or empty directory."""
-    split: str
-    """One of `SPLITS`."""
-    segments: tuple[str, ...] | None
-    """Ids or days of the segments that are scored; None for all."""
-    beam_args: Sequence[str]
-    """Beam options."""
-
-
 RowGroup = tuple[str, int, int, int]
 """Name of the output, and indices of segment, part and row group."""
 
 
-def score(request: ScoreRequest) -> dict[str, Any]:
-    """Score a dataset.
+def score(
+    model_path: Path | Location,
+    dataset_path: Location,
+    output: Location,
+    *,
+    split: str,
+    segments: tuple[str, ...] | None,
+    beam_args: Sequence[str],
+) -> dict[str, Any]:
+    """Score the samples of a split, one of `SPLITS`, in some segments, all when None.
 
     Returns:
         `num_samples`, `num_files`, `output`.
@@ -72,37 +62,36 @@ def score(request: ScoreRequest) -> dict[str, Any]:
         SchemaError: model and dataset do not match, the output is not empty, or the pipeline
             failed.
     """
-    output = request.output
     if output.exists():
         raise SchemaError(
             "output must be a new or empty directory, got one with files; name another",
-            file=str(request.output),
+            file=str(output),
         )
-    model, dataset = open_model(request.model), open_dataset(request.dataset)
-    if request.segments is not None:
-        dataset = select_segments(dataset, request.segments)
+    model, dataset = open_model(model_path), open_dataset(dataset_path)
+    if segments is not None:
+        dataset = select_segments(dataset, segments)
     kept_columns(dataset, model)  # raises if they do not match
-    groups = row_groups_of(dataset, request.split)
+    groups = row_groups_of(dataset, split)
     if not groups:
         raise SchemaError(
-            f"dataset has no samples of split {request.split!r}; choose another",
-            file=str(request.dataset),
+            f"dataset has no samples of split {split!r}; choose another",
+            file=str(dataset_path),
         )
     hashes = tuple(reference.manifest_sha256 for reference in dataset.manifest.segments)
-    path = request.model if isinstance(request.model, Location) else request.model.resolve()
-    stage = ScoreRowGroups(path, request.dataset, hashes, output)
+    path = model_path if isinstance(model_path, Location) else model_path.resolve()
+    stage = ScoreRowGroups(path, dataset_path, hashes, output)
 
     def add_transforms(pipeline: beam.Pipeline) -> dict[str, beam.PCollection]:
         files = (
             pipeline
             | "list row groups" >> beam.Create(groups)
             | "spread row groups" >> beam.Reshuffle()
-            | "score" >> beam.ParDo(stage, request.split)
+            | "score" >> beam.ParDo(stage, split)
         )
         return {"files": files}
 
     try:
-        outputs = run_pipeline(add_transforms, list(request.beam_args), output, len(groups))
+        outputs = run_pipeline(add_transforms, list(beam_args), output, len(groups))
     except BaseException:
         output.remove_all()  # it was empty
         raise
@@ -110,12 +99,12 @@ def score(request: ScoreRequest) -> dict[str, Any]:
     body = {
         "model": asdict(model.manifest.lineage),
         "dataset": hashes,
-        "split": request.split,
+        "split": split,
         "files": files,
     }
     (output / MANIFEST).write_bytes(canonical_json(body).encode())
     count = sum(entry["num_samples"] for entry in files.values())
-    return {"num_samples": count, "num_files": len(files), "output": str(request.output)}
+    return {"num_samples": count, "num_files": len(files), "output": str(output)}
 
 
 def kept_columns(dataset: Dataset, model: ModelFile) -> tuple[str, ...]:

@@ -92,13 +92,13 @@ class Distance:
     threshold: float
 
 
-def anomalies_proto(
+def anomalies_text(
     rejects: RejectCounts,
-    findings: Sequence[Finding] = (),
-    distances: Sequence[Distance] = (),
-    severity: str = "ERROR",
-) -> anomalies_pb2.Anomalies:
-    """Return rejects by reason, findings by feature and distances as a proto."""
+    findings: Sequence[Finding],
+    distances: Sequence[Distance],
+    severity: str,
+) -> str:
+    """Return rejects by reason, findings by feature and distances as the text of a proto."""
     proto = anomalies_pb2.Anomalies()
     for reason, kind in sorted(rejects.by_count(), key=lambda pair: pair[0]):
         info = proto.anomaly_info[reason]
@@ -113,17 +113,7 @@ def anomalies_proto(
             _add_finding(proto.anomaly_info[finding.feature], finding, severity)
     for distance in sorted(distances, key=lambda d: (d.feature, d.against, d.measure)):
         _add_distance(proto, distance)
-    return proto
-
-
-def anomalies_text(
-    rejects: RejectCounts,
-    findings: Sequence[Finding] = (),
-    distances: Sequence[Distance] = (),
-    severity: str = "ERROR",
-) -> str:
-    """Return `anomalies_proto` as text."""
-    return text_format.MessageToString(anomalies_proto(rejects, findings, distances, severity))
+    return text_format.MessageToString(proto)
 
 
 def row_text(reject: Reject) -> str:

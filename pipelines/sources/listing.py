@@ -46,18 +46,14 @@ class Folder:
         return "://" not in self.root
 
     @property
-    def location(self) -> Location | None:
-        """The root if it is at an object store."""
-        return None if self.is_local else Location.parse(self.root)
+    def location(self) -> Location:
+        """The root."""
+        return Location.parse(os.path.realpath(self.root) if self.is_local else self.root)
 
     def contains(self, location: Location) -> bool:
         """Return whether a location is the root or below it, with symbolic links followed."""
-        root = Location.parse(self.root).resolve().url
+        root = self.location.resolve().url
         return f"{location.resolve()}/".startswith(f"{root.rstrip('/')}/")
-
-    def full_path(self, path: str) -> str:
-        """Return the path or the URL of a file."""
-        return str(Path(self.root) / path) if self.is_local else f"{self.root.rstrip('/')}/{path}"
 
     def files(self) -> Mapping[str, int | None]:
         """Return the files in the directory tree, with their sizes if the listing has them.
@@ -76,8 +72,7 @@ class Folder:
 
     def all_files(self) -> Mapping[str, int | None]:
         """Return the files of the directory tree under any name; raises as `files`."""
-        location = self.location
-        return dict(self._local_files() if location is None else self._stored_files(location))
+        return dict(self._local_files() if self.is_local else self._stored_files())
 
     def _only_files(self) -> Iterator[tuple[str, int | None]]:
         for name in self.only:
@@ -106,8 +101,8 @@ class Folder:
                 if (folder / file).is_file():
                     yield (folder / file).relative_to(root).as_posix(), None
 
-    def _stored_files(self, root: Location) -> Iterator[tuple[str, int]]:
-        entries = root.entries()
+    def _stored_files(self) -> Iterator[tuple[str, int]]:
+        entries = self.location.entries()
         if not entries:
             raise SchemaError("there is no input: no directory; check the path", file=self.root)
         for entry in entries:
@@ -128,8 +123,6 @@ class Folder:
         Raises:
             OSError: the file does not exist.
         """
-        if self.location is None:
-            return Path(self.root, path).stat().st_size
         size = (self.location / path).num_bytes()
         if size is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
@@ -141,8 +134,6 @@ class Folder:
         Raises:
             OSError: the file does not exist.
         """
-        if self.location is None:
-            return Path(self.root, path).open("rb")
         return (self.location / path).open()
 
     def arrow_file(self, path: str) -> pa.NativeFile:
@@ -153,7 +144,7 @@ class Folder:
         """
         if not self.is_local:
             return pa.PythonFile(self.open(path), mode="r")
-        return pa.memory_map(self.full_path(path)) if self.size(path) else pa.BufferReader(b"")
+        return pa.memory_map(f"{self.root}/{path}") if self.size(path) else pa.BufferReader(b"")
 
     def sha256(self, path: str) -> str:
         """Return the hash of a file's bytes, hex.
@@ -161,7 +152,7 @@ class Folder:
         Raises:
             OSError: it cannot be read.
         """
-        return sha256_of(Path(self.root, path) if self.location is None else self.location / path)
+        return sha256_of(self.location / path)
 
 
 def folder_of(root: str | Path, only: tuple[str, ...] = ()) -> Folder:

@@ -141,7 +141,7 @@ def open_row_groups(
     Raises:
         OSError, pa.ArrowException: it does not exist, or has no footer.
     """
-    if folder.location is None:
+    if folder.is_local:
         return folder.arrow_file(path)
     file, size = folder.location / path, folder.size(path)
     if not size:

@@ -6,7 +6,7 @@ changes. The module also finds and removes expired rejects and late events.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -40,27 +40,13 @@ ROLES = ("kept", "sparse")
 """Roles of columns that may hold ids; the session key may have any role."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EraseRequest:
-    """The arguments of a deletion.
-
-    Attributes:
-        dataset: directory of the dataset.
-        ids: text or Parquet file.
-        column: column that holds the ids; the session key when None.
-        at: current time, UTC.
-    """
-
-    dataset: Location
-    ids: Path | Location
-    column: str | None
-    at: datetime
-
-
-def erase(request: EraseRequest) -> dict[str, Any]:
+def erase(
+    dataset_path: Location, ids_path: Path | Location, column: str | None, at: datetime
+) -> dict[str, Any]:
     """Give all samples with one of some ids weight 0, for all readers that open the dataset later.
 
-    A repeated call changes nothing.
+    The ids are in a text or Parquet file; `column`, the session key when None, holds them. `at` is
+    the current time, UTC. A repeated call changes nothing.
 
     Returns:
         `column`, `num_ids`; `num_samples`, samples with one of the ids; `num_tombstones`, deleted
@@ -70,21 +56,21 @@ def erase(request: EraseRequest) -> dict[str, Any]:
         SchemaError: the dataset, the column or the file of ids is not valid.
     """
     for _ in backoff():
-        root = read_root(request.dataset)
-        dataset = open_root(request.dataset, root.manifest)
-        column = id_column(dataset, request.column)
-        ids = read_ids(request.ids, column, id_type(dataset, column))
-        new = find_tombstones(dataset, column, ids, request.at)
+        root = read_root(dataset_path)
+        dataset = open_root(dataset_path, root.manifest)
+        column = id_column(dataset, column)
+        ids = read_ids(ids_path, column, id_type(dataset, column))
+        new = find_tombstones(dataset, column, ids, at)
         old = read_tombstones(dataset.directory, dataset.manifest.tombstones_sha256)
         table = merge_tombstones([old, new])
-        sha256 = write_tombstones(request.dataset, table, root.manifest)
+        sha256 = write_tombstones(dataset_path, table, root.manifest)
         committed: Root | None = root
         if sha256 != root.manifest.tombstones_sha256:
             manifest = replace(root.manifest, tombstones_sha256=sha256)
-            committed = commit_manifest(request.dataset, root, manifest)
+            committed = commit_manifest(dataset_path, root, manifest)
         if committed is None:
             continue
-        write_copies(request.dataset, committed)
+        write_copies(dataset_path, committed)
         return {
             "column": column,
             "num_ids": len(ids),

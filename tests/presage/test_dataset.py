@@ -17,7 +17,7 @@ import torch
 
 import presage
 from pipelines.build import build
-from pipelines.table.delete import EraseRequest, erase
+from pipelines.table.delete import erase
 from pipelines.table.rows import content_hash, expand
 from schemas.errors import SchemaError
 from schemas.storage import Location
@@ -51,7 +51,7 @@ def _days(folder: Path) -> None:
         build(replace(new(made, folder / day, dataset), day=day))
     (folder / "ids").write_text("3\n17\n31\n")
     target = Location.parse(dataset)
-    erase(EraseRequest(dataset=target, ids=folder / "ids", column="user", at=datetime.now(UTC)))
+    erase(target, folder / "ids", "user", datetime.now(UTC))
 
 
 @pytest.fixture(scope="module")
