@@ -36,6 +36,7 @@ from pipelines.stages import (
     REJECTS,
     SAMPLES,
     Outputs,
+    SampleStage,
     Sides,
     good_side_rows,
     keyed_rows,
@@ -158,13 +159,19 @@ def split_files(worker: Worker, files: Sequence[InputSplit]) -> TaskResult:
     return outputs.result(sizes)
 
 
+SideTables = Sides | Mapping[str, str]
+"""Small side tables in memory, or the paths of their files."""
+
+
 class TaskOutputs(Outputs):
     """Outputs of a task, and what it sends to later ones."""
 
-    def __init__(self, worker: Worker) -> None:
-        """Begin a task."""
+    def __init__(self, worker: Worker, sides: SideTables | None = None) -> None:
+        """Begin a task that reads small side tables, or makes no samples."""
         super().__init__(worker.context)
-        self._worker = worker
+        self._worker, self._sides = worker, Sides()
+        if sides is not None:
+            self._sides = sides if isinstance(sides, Sides) else worker.loaded_sides(sides)
         self._result = TaskResult()
         self._samples: list[Tuples] = []
         self._num_bytes = 0
@@ -173,36 +180,40 @@ class TaskOutputs(Outputs):
         """Send samples or rows."""
         self._result.send(stream, partition, element)
 
-    def add_rows(self, source: str, table: pa.Table, sides: Sides) -> None:
+    @property
+    def stage(self) -> SampleStage:
+        """The stage that makes samples."""
+        return self._worker.sample_stage(self._sides)
+
+    def add_rows(self, source: str, table: pa.Table) -> None:
         """Send the samples of raw rows, or the rows to the SQL per key."""
         if self.context.shard is None:
-            stage = self._worker.sample_stage(sides)
-            self.add_samples(stage.from_rows(self, source, table), sides)
+            self.add_samples(self.stage.from_rows(self, source, table))
             return
         partition_of_row, good = keyed_rows(self, source, table)
         for partition, rows in group_rows(good, partition_of_row):
             self.send(_KEYED, partition, (source, rows))
 
-    def add_samples(self, made: Iterable[Tuples | pa.Table], sides: Sides) -> None:
+    def add_samples(self, made: Iterable[Tuples | pa.Table]) -> None:
         """Send samples to their part, or to the next look-up by key."""
         for samples in made:
             if isinstance(samples, Tuples):
                 self.add_tuples(samples)
             else:
-                self.look_up(samples, sides)
+                self.look_up(samples)
 
-    def look_up(self, samples: pa.Table, sides: Sides, first_join: int = 0) -> None:
+    def look_up(self, samples: pa.Table, first_join: int = 0) -> None:
         """Look up in small side tables, until a large one follows."""
         context = self.context
         for index, join in enumerate(context.data.samples.joins[first_join:], first_join):
             if join.side in context.broadcast:
-                samples = look_up_broadcast(samples, sides, context, index)
+                samples = look_up_broadcast(samples, self._sides, context, index)
                 continue
             count = num_lookup_partitions(context, join.side)
             for partition, rows in partition_samples(context, index, count, samples):
                 self.send(_samples_of(index), partition, rows)
             return
-        self.add_samples(self._worker.sample_stage(sides).finish(self, samples), sides)
+        self.add_samples(self.stage.finish(self, samples))
 
     def add_tuples(self, samples: Tuples) -> None:
         """Send finished samples to their parts."""
@@ -246,10 +257,6 @@ def _side_of(index: int) -> str:
     return f"side of look-up {index}"
 
 
-SideTables = Sides | Mapping[str, str]
-"""Small side tables in memory, or the paths of their files."""
-
-
 def read_sides(context: BuildContext, exchange: Exchange, bundles: Sequence[Bundle]) -> SideTables:
     """Read the side tables; return the small ones. The rows of others are sent by key."""
     exchange.run("sides", read_side_rows, bundles)
@@ -283,17 +290,12 @@ def read_side_rows(worker: Worker, bundle: Bundle) -> TaskResult:
     return outputs.result()
 
 
-def loaded(worker: Worker, sides: SideTables) -> Sides:
-    """Return the small side tables in memory."""
-    return sides if isinstance(sides, Sides) else worker.loaded_sides(sides)
-
-
 def map_rows(worker: Worker, bundle: Bundle, side_tables: SideTables) -> TaskResult:
     """Send the samples of the raw rows of some splits."""
-    outputs, sides = TaskOutputs(worker), loaded(worker, side_tables)
+    outputs = TaskOutputs(worker, side_tables)
     for split in bundle:
         for table in read_rows(outputs, split):
-            outputs.add_rows(split.source, table, sides)
+            outputs.add_rows(split.source, table)
     return outputs.result()
 
 
@@ -301,12 +303,12 @@ def map_keys(
     worker: Worker, keyed: tuple[int, Sequence[Sent]], side_tables: SideTables
 ) -> TaskResult:
     """Send the samples of all rows of some keys."""
-    outputs, sides = TaskOutputs(worker), loaded(worker, side_tables)
+    outputs = TaskOutputs(worker, side_tables)
     partition, sent = keyed
     rows: dict[str, list[pa.Table]] = {}
     for source, table in Received(sent):
         rows.setdefault(source, []).append(table)
-    outputs.add_samples(worker.sample_stage(sides).from_keys(outputs, partition, rows), sides)
+    outputs.add_samples(outputs.stage.from_keys(outputs, partition, rows))
     return outputs.result()
 
 
@@ -314,11 +316,11 @@ def look_up_by_key(
     worker: Worker, task: tuple[int, Sequence[Sent], Sequence[Sent]], side_tables: SideTables
 ) -> TaskResult:
     """Send the samples of some keys after a look-up in a large side table."""
-    outputs, sides = TaskOutputs(worker), loaded(worker, side_tables)
+    outputs = TaskOutputs(worker, side_tables)
     index, samples, side = task
     tables, rows = list(Received(samples)), Received(side)
     for table in look_up_partition(worker.context, index, tables, rows):
-        outputs.look_up(table, sides, index + 1)
+        outputs.look_up(table, index + 1)
     return outputs.result()
 
 

@@ -22,7 +22,7 @@ from pipelines.samples.statements import (
 )
 from pipelines.samples.tuples import check_sampling
 from pipelines.samples.validate import check_columns, check_map_sql, check_repeatable, first_rows
-from pipelines.sources.formats import empty_rows, input_splits, read_split
+from pipelines.sources.formats import empty_rows, read_file
 from pipelines.sources.listing import Folder, folder_of, list_inputs, undeclared_partitions
 from pipelines.sources.rows import ORIGIN
 from pipelines.transforms.apply import check_transforms
@@ -169,11 +169,8 @@ def check_map(context: BuildContext) -> int:
 def _chunks(context: BuildContext, source: str) -> Iterator[pa.Table]:
     config, schema = context.data.inputs[source], context.empty_rows[source].schema
     for file in context.files():
-        splits = input_splits(context.folder, file, config)[0] if file.source == source else []
-        for split in splits:
-            for rows in read_split(context.folder, split, config, schema):
-                if rows.table is not None:
-                    yield rows.table
+        if file.source == source:
+            yield from read_file(context.folder, file, config, schema)
 
 
 def _per_key(connection: Connection, context: BuildContext) -> Iterator[pa.Table]:

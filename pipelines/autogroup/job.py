@@ -244,7 +244,7 @@ def map_chosen_rows(
     worker: Worker, chosen: ChosenRows, side_tables: executor.SideTables
 ) -> TaskResult:
     """Send the samples of chosen rows."""
-    outputs, sides = executor.TaskOutputs(worker), executor.loaded(worker, side_tables)
+    outputs = executor.TaskOutputs(worker, side_tables)
     context, source = worker.context, chosen.split.source
     for table in stages.read_rows(outputs, chosen.split):
         if chosen.is_edge:
@@ -252,7 +252,7 @@ def map_chosen_rows(
         if chosen.keys is not None:
             is_chosen = np.isin(_hashed_keys(context, table), chosen.keys)
             table = table.filter(pa.array(is_chosen))
-        outputs.add_rows(source, table, sides)
+        outputs.add_rows(source, table)
     return outputs.result()
 
 

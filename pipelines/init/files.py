@@ -20,8 +20,7 @@ from pipelines.sources.formats import (
     detect_format,
     empty_rows,
     format_of,
-    input_splits,
-    read_split,
+    read_file,
 )
 from pipelines.sources.listing import Folder, folder_of, glob_regex, infer_partitions
 from pipelines.sources.rows import ORIGIN, InputSplit
@@ -350,12 +349,7 @@ def _first_rows(
     for index, file in enumerate(excerpt.listing):
         whole = InputSplit(name, file.path, index)
         schema = empty_rows(copies, name, config, [file.path]).schema
-        for split in input_splits(copies, whole, config)[0]:
-            tables.extend(
-                rows.table
-                for rows in read_split(copies, split, config, schema)
-                if rows.table is not None
-            )
+        tables.extend(read_file(copies, whole, config, schema))
     if not tables:
         return pa.table({}), 0, excerpt.is_whole
     rows = pa.concat_tables(tables, promote_options="permissive").drop_columns([ORIGIN])

@@ -118,8 +118,7 @@ def anomalies_text(
 
 def row_text(reject: Reject) -> str:
     """Return a rejected row as one line: file, position, value."""
-    location = reject.file if reject.position is None else f"{reject.file}:{reject.position}"
-    return f"{location} {reject.value[:SHOWN_CHARACTERS]}".rstrip()
+    return f"{reject.location} {reject.value[:SHOWN_CHARACTERS]}".rstrip()
 
 
 def _add_finding(info: anomalies_pb2.AnomalyInfo, finding: Finding, severity: str) -> None:

@@ -197,6 +197,16 @@ def read_split(
         yield RawRows(None, (_missing_file(split),))
 
 
+def read_file(
+    folder: Folder, file: InputSplit, config: SourceConfig, schema: pa.Schema
+) -> Iterator[pa.Table]:
+    """Yield the rows of a whole file that can be read; see `read_split`."""
+    for split in input_splits(folder, file, config)[0]:
+        for rows in read_split(folder, split, config, schema):
+            if rows.table is not None:
+                yield rows.table
+
+
 # Columns of sources.
 
 

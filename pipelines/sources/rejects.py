@@ -52,10 +52,14 @@ class Reject:
     value: str = ""
     rows_unknown: bool = False
 
+    @property
+    def location(self) -> str:
+        """File and position."""
+        return self.file if self.position is None else f"{self.file}:{self.position}"
+
     def __str__(self) -> str:
         """Return the reason and the location."""
-        location = self.file if self.position is None else f"{self.file}:{self.position}"
-        return f"{self.reason} in {location}"
+        return f"{self.reason} in {self.location}"
 
 
 def file_reject(file: str, reason: str) -> Reject:
