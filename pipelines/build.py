@@ -74,11 +74,8 @@ from schemas.storage import Location
 class BuildResult:
     """The segment of a build.
 
-    Attributes:
-        reference: the segment's entry in the root manifest.
-        built: False when the segment existed already.
-        waited_sec: seconds spent waiting for the segments before it.
-        rejects: counts of rejected rows; None when the segment existed already.
+    `built` is False, and `rejects` None, when the segment existed already; `waited_sec` were spent
+    waiting for the segments before it.
     """
 
     reference: Reference

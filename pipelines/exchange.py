@@ -40,10 +40,7 @@ Sent = Element | FileRange
 class TaskResult:
     """Result of a task.
 
-    Attributes:
-        value: for the launcher; small.
-        counts: of the task, for the progress of the build.
-        sent: elements by stream and partition.
+    `value` is for the launcher, and small; `sent` has the elements by stream and partition.
     """
 
     value: Any = None

@@ -248,9 +248,8 @@ MANY_REJECTS = 0.01
 class SampleTable:
     """Samples of the SQL, in the order of their raw rows.
 
-    Attributes:
-        rows: the declared columns, without those that transforms make.
-        is_evaluation: (num_samples,) bool.
+    `rows` have the declared columns, without those that transforms make; `is_evaluation` is
+    (num_samples,) bool.
     """
 
     rows: pa.Table

@@ -60,12 +60,8 @@ SAMPLES = "samples"
 class Outputs:
     """What stages produce beside their main results.
 
-    Attributes:
-        context: of the build.
-        rejects: as tables.
-        partials: partial aggregates of transforms to fit, by key.
-        events: counts of joined events.
-        counts: of rows and samples, for the progress.
+    `rejects` are tables, `partials` aggregates of transforms to fit by key, `events` counts of
+    joined events, `counts` those for the progress.
     """
 
     def __init__(self, context: BuildContext) -> None:

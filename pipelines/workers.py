@@ -42,11 +42,7 @@ def num_processes() -> int:
 
 
 class Worker:
-    """What the tasks of one worker share.
-
-    Attributes:
-        context: of the build.
-    """
+    """What the tasks of one worker share."""
 
     def __init__(self, context: BuildContext) -> None:
         """Store the context."""

@@ -101,9 +101,7 @@ class Feature:
 class Texts:
     """A column of texts.
 
-    Attributes:
-        distinct: its distinct values.
-        codes: (num_samples,) index of each sample's value, in no order.
+    `codes` are (num_samples,), the index of each sample's value in `distinct`, in no order.
     """
 
     distinct: pa.Array
@@ -194,10 +192,7 @@ def _compressed(values: Array) -> int:
 class Costs:
     """Costs of any set of features, memoized.
 
-    Attributes:
-        block: (num_samples,) the block of each sample, ascending.
-        features: the candidates.
-        bytes_per_group: fixed cost of a group.
+    `block` is (num_samples,), ascending; `bytes_per_group` is the fixed cost of a group.
     """
 
     block: NDArray[np.int64]

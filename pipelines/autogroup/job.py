@@ -161,9 +161,7 @@ def cells_of(table: pa.Table) -> NDArray[np.int64]:
 class SessionSample:
     """Samples of whole sessions.
 
-    Attributes:
-        rows: samples with origins and list indices.
-        share: estimated share of all sessions.
+    `rows` have origins and list indices; `share` is the estimated share of all sessions.
     """
 
     rows: pa.Table
@@ -229,10 +227,8 @@ Splits = Mapping[str, Sequence[tuple[InputSplit, int]]]
 class ChosenRows:
     """Rows to make samples of.
 
-    Attributes:
-        split: the split that has them.
-        keys: hashes of the keys whose rows are chosen; all rows when None.
-        is_edge: whether their origins are sent as well, see `_EDGE`.
+    Those with the hashes `keys`, all when None; their origins are sent as well if `is_edge`, see
+    `_EDGE`.
     """
 
     split: InputSplit
@@ -280,11 +276,7 @@ def _splits_of_keys(context: BuildContext, splits: Splits) -> Iterator[ChosenRow
 class KeysOfSplit:
     """The keys of an input split, below some hash.
 
-    Attributes:
-        split: the split.
-        num_bytes: of the split.
-        hashes: of its keys, ascending.
-        counts: rows of each key.
+    `hashes` are those of the keys, ascending, `counts` the rows of each key.
     """
 
     split: InputSplit

@@ -44,11 +44,7 @@ class Repetition:
 class ChosenGroup:
     """One group.
 
-    Attributes:
-        name: of the group.
-        features: its columns, in the samples' order.
-        repetition: of its tuple.
-        saved: cost of its features with the samples minus their cost as a group, per sample.
+    `saved` is the cost of its features with the samples minus their cost as a group, per sample.
     """
 
     name: str
@@ -61,11 +57,8 @@ class ChosenGroup:
 class GroupChoice:
     """Result of `groups: auto`.
 
-    Attributes:
-        groups: in the order of their first feature.
-        features: repetition of every candidate.
-        num_samples: number of samples examined.
-        num_sessions: number of their sessions.
+    Groups are in the order of their first feature; `features` has the repetition of every
+    candidate.
     """
 
     groups: tuple[ChosenGroup, ...]

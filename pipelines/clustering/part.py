@@ -45,10 +45,7 @@ from schemas.storage import Location
 class GroupTotals:
     """Sums over one group of a part.
 
-    Attributes:
-        num_unique: unique tuples.
-        num_values: list values without deduplication.
-        num_values_dedup: list values that are stored.
+    `num_values` counts list values without deduplication, `num_values_dedup` those that are stored.
     """
 
     num_unique: int
@@ -68,16 +65,8 @@ class GroupTotals:
 class PartResult:
     """Counts and statistics of a written part, for the segment's manifest.
 
-    Attributes:
-        file_index: number of the part.
-        num_samples: samples.
-        num_rows: rows of the log from which the samples were made.
-        num_sessions: sessions.
-        blocks: rows of `blocks.parquet`.
-        groups: sums by group.
-        lookups: table to (num_lookups, num_lookups_dedup) in training blocks.
-        slices: statistics by split.
-        files: entries of the part's files.
+    `num_rows` are rows of the log, `blocks` those of `blocks.parquet`, `lookups` is table to
+    (num_lookups, num_lookups_dedup) in training blocks, `slices` are statistics by split.
     """
 
     file_index: int

@@ -57,10 +57,7 @@ LAYOUT_SAMPLES = TRIAL_ROWS
 class SegmentLayout:
     """The layout of all parts of a segment.
 
-    Attributes:
-        layouts: group to its layout.
-        encodings: directory (`samples`, `groups/user`) to the encodings of its files.
-        num_parts: parts of the segment.
+    `layouts` are by group, `encodings` by directory of the files (`samples`, `groups/user`).
     """
 
     layouts: Layouts

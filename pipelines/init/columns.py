@@ -75,16 +75,9 @@ _KEYWORDS = frozenset(
 class Column:
     """A possible column of samples.
 
-    Attributes:
-        name: in the samples.
-        expr: its SQL expression.
-        shape: of its values.
-        of: shape of the values of lists.
-        values: of the expression in the first rows; lists are flattened.
-        num_rows: number of first rows.
-        num_nulls: number of nulls in them.
-        why: the reason for its shape.
-        shown: whether it is a text of pairs `id-0 id-1`: items shown, and whether clicked.
+    `expr` is its SQL, `values` are those of the first rows, of which there are `num_rows`; lists
+    are flattened, and `of` is the shape of their values. `why` is the reason for the shape. `shown`
+    tells of texts of pairs `id-0 id-1`: items shown, and whether clicked.
     """
 
     name: str

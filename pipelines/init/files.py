@@ -49,14 +49,8 @@ _SYNTAX = re.compile(r"[<>:,]")
 class LogSource:
     """Files that are read as one source.
 
-    Attributes:
-        name: of the source.
-        files: all of its files.
-        config: how they are read.
-        rows: the first rows.
-        num_rows: estimated number of rows in all files.
-        is_whole: whether the first rows are all rows.
-        notes: path of a column or field to a comment on its type.
+    `rows` are the first rows, and all of them if `is_whole`; `num_rows` is estimated for all files;
+    `notes` is path of a column or field to a comment on its type.
     """
 
     name: str

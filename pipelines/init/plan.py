@@ -59,13 +59,8 @@ class Feature:
 class Side:
     """A side table.
 
-    Attributes:
-        source: its files.
-        key: key column.
-        asked: column of the samples with that key.
-        columns: new name to column.
-        time: column with the start of a row's validity; None if keys are unique.
-        why: the reason.
+    `key` is its key column, `asked` that of the samples; `columns` is new name to column; `time`
+    has the start of a row's validity, None if keys are unique.
     """
 
     source: LogSource

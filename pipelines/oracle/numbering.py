@@ -154,10 +154,8 @@ def read_lookups(root: Location, table: str, part: int) -> Iterator[Jagged]:
 class RowRange:
     """Rows that are numbered at once.
 
-    Attributes:
-        low: first row.
-        end: one after the last row.
-        is_hashed: whether their numbers are in a hash table, not in an array.
+    `end` is one after the last row; the numbers are in a hash table if `is_hashed`, else in an
+    array.
     """
 
     low: int

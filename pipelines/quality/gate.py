@@ -53,12 +53,8 @@ MANY_REJECTS = "Many rejects"
 class Finding:
     """One limit that a segment exceeds.
 
-    Attributes:
-        feature: column, or None for the segment as a whole.
-        type: name of a type of `AnomalyInfo`.
-        short: short description.
-        text: one line with the limit and the value.
-        rows: examples of rejected rows, one line each.
+    `feature` is None for the segment as a whole; `type` is the name of a type of `AnomalyInfo`;
+    `rows` are examples of rejected rows, one line each.
     """
 
     feature: str | None

@@ -49,9 +49,7 @@ BEST_ENCODINGS = "plain, clustered, best encodings"
 class FlatRows:
     """Expanded rows of a dataset, one per sample, in the dataset's order: sessions side by side.
 
-    Attributes:
-        table: all rows, or some.
-        num_samples: rows of the whole dataset.
+    `table` has all rows, or some; `num_samples` counts those of the whole dataset.
     """
 
     table: pa.Table

@@ -80,16 +80,9 @@ ROW_TIME = "row_time"
 class RewriteRequest:
     """Arguments of the command.
 
-    Attributes:
-        folder: path or URL of a directory with Parquet files.
-        output: directory to write; new or empty.
-        layout: `star` for a dataset, `flat` for plain Parquet with the same schema.
-        session: the session key; guessed when None.
-        time: column that orders the rows of a session; guessed when None.
-        label: the label; with it a model can be trained on the star schema.
-        beam_args: Beam options.
-        attempt: name of this attempt, unique among concurrent ones.
-        progress: called with each progress message, one line.
+    `folder` has Parquet files, `output` is new or empty. The layout `star` is a dataset, `flat`
+    plain Parquet with the same schema. `session` and `time`, which orders the rows of a session,
+    are guessed when None. With `label` a model can be trained on the star schema.
     """
 
     folder: str
@@ -267,13 +260,7 @@ def _write_rows(
 
 @dataclass(frozen=True, slots=True)
 class FlatPart:
-    """One written file.
-
-    Attributes:
-        num_bytes: of the file.
-        num_sessions: in it.
-        content: hash of its rows.
-    """
+    """One written file."""
 
     num_bytes: int
     num_sessions: int
@@ -282,14 +269,7 @@ class FlatPart:
 
 @dataclass(frozen=True, slots=True)
 class FlatStage:
-    """The two stages of a flat rewrite: rows to parts by session, parts to files.
-
-    Attributes:
-        context: of the build.
-        schema: of the rows.
-        session: the session key.
-        time: column that orders the rows of a session, or None.
-    """
+    """The two stages of a flat rewrite: rows to parts by session, parts to files."""
 
     context: BuildContext
     schema: pa.Schema

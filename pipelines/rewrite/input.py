@@ -50,15 +50,9 @@ TIME_NAMES = (
 class Rows:
     """The rows to rewrite.
 
-    Attributes:
-        folder: their directory.
-        listing: its Parquet files.
-        schema: the columns of all files, then those of `partitions`.
-        session: the session key.
-        time: column that orders the rows of a session; None for the order of the files.
-        partitions: columns from folder names that are not in the files, with their types.
-        num_ignored: number of files that are not Parquet.
-        ignored: one of these.
+    `schema` has the columns of all files, then those of `partitions`, which come from folder names;
+    rows keep the order of the files if `time` is None; `ignored` is one of the files that are not
+    Parquet.
     """
 
     folder: Folder

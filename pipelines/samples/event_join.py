@@ -41,10 +41,8 @@ matched no features, and that were dropped for another event of the same feature
 class JoinedShards:
     """Result of the join of some shards.
 
-    Attributes:
-        tables: by source, without the events; features have the columns of their event.
-        unused_events: late and unmatched events, with their reasons.
-        counts: by the names of `COUNTS`.
+    Features in `tables` have the columns of their event; `unused_events` are late or unmatched;
+    `counts` are by the names of `COUNTS`.
     """
 
     tables: dict[str, pa.Table]

@@ -46,9 +46,7 @@ _SAMPLES = "_samples"
 class Steps:
     """The statements that are run on raw rows, in this order; None for those that a job lacks.
 
-    Attributes:
-        per: over all rows of a key.
-        map: row by row, over `per` or the sample source.
+    `per` is over all rows of a key, `map` row by row, over `per` or the sample source.
     """
 
     per: str | None
@@ -158,10 +156,7 @@ _ALL = "_all_"
 class PerKey:
     """A statement over whole keys.
 
-    Attributes:
-        statement: from `sql.select_origin`.
-        source: the source whose rows become samples.
-        key: column that every source has.
+    `statement` is from `sql.select_origin`; every source has the column `key`.
     """
 
     statement: str

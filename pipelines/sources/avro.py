@@ -294,11 +294,7 @@ _FieldReader = tuple[pa.Field, Converter | None]
 class Header:
     """The header of a file.
 
-    Attributes:
-        schema: of its records, from JSON.
-        codec: name of the compression.
-        marker: 16 bytes after each block.
-        num_bytes: length of the header.
+    `schema` is that of the records, from JSON, `marker` the 16 bytes after each block.
     """
 
     schema: Any

@@ -283,10 +283,7 @@ MAX_FILES = 32
 class Excerpt:
     """The copy of the first rows of one source.
 
-    Attributes:
-        files: all of its files.
-        listing: the copies, as a listing of the target folder.
-        is_whole: whether all rows were copied.
+    `files` are all of its files, `listing` the copies as files of the target folder.
     """
 
     files: Sequence[InputFile]

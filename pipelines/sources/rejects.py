@@ -108,10 +108,7 @@ def sorted_rejects(tables: Iterable[pa.Table]) -> pa.Table:
 class TooManyRunsError(Exception):
     """Raised when `max_runs` runs do not isolate the bad rows.
 
-    Attributes:
-        start: first row of the largest range that raises.
-        end: its end, exclusive.
-        cause: an error that it raised.
+    `start` and `end` are the largest range that raises, `cause` an error that it raised.
     """
 
     def __init__(self, start: int, end: int, cause: Exception) -> None:
@@ -220,10 +217,8 @@ _UNNUMBERED = "place-"
 class KindCount:
     """Count of the rejects whose reasons are equal except for the values in them.
 
-    Attributes:
-        count: number of rejects.
-        first: the first ones by position, at most `SHOWN_ROWS`.
-        reason: if they all have the same, else None.
+    `first` are the first ones by position, at most `SHOWN_ROWS`; `reason` is None if they have
+    several.
     """
 
     count: int

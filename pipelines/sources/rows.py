@@ -180,10 +180,8 @@ class InputSplit:
 class RawRows:
     """A chunk of rows of one split, and its rejects.
 
-    Attributes:
-        table: rows; None if the chunk has rejects only.
-        rejects: of rows, or of the file, that cannot be read.
-        bad_rows: rejects of rows that cannot be cast (`BUILD_REJECTS_SCHEMA`).
+    `table` is None if the chunk has rejects only; `bad_rows` are rejects of rows that cannot be
+    cast.
     """
 
     table: pa.Table | None

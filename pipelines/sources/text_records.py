@@ -64,9 +64,7 @@ def decompressed(stored: BinaryIO, path: str) -> BinaryIO:
 class TextStream:
     """A stream of text that records read errors instead of raising them.
 
-    Attributes:
-        final: whether the end has been reached.
-        problem: why reading failed; empty if it has not.
+    `final` tells whether the end has been reached, `problem` why reading failed.
     """
 
     def __init__(self, file: BinaryIO, num_bytes: int | None) -> None:
@@ -207,11 +205,7 @@ class Dialect:
 class Fault:
     """A range of bytes that is rejected as one row.
 
-    Attributes:
-        row: index of the row in the buffer.
-        start: first byte.
-        end: end of the range, exclusive.
-        reason: of the reject; empty for bytes that are not UTF-8.
+    `row` is its index in the buffer, `reason` is empty for bytes that are not UTF-8.
     """
 
     row: int
@@ -224,12 +218,7 @@ class Fault:
 class Records:
     """The complete records at the start of a buffer.
 
-    Attributes:
-        num_bytes: bytes of the complete records.
-        num_rows: their number, with rejected ones.
-        good_ranges: byte ranges of good records.
-        num_good: number of good records.
-        faults: rejected ranges, in order.
+    `num_rows` counts the rejected ones, too; `good_ranges` are byte ranges.
     """
 
     num_bytes: int = 0

@@ -58,11 +58,8 @@ MAX_POSITION = 99_999
 class Place:
     """Where a segment enters a dataset.
 
-    Attributes:
-        dataset: as it is, None if there is none.
-        kept: its segments without the one that is replaced, in order.
-        replaced: the version of the same day, if there is one.
-        position: of the new segment.
+    `dataset` is None if there is none; `kept` are its segments without the version of the same day
+    that is `replaced`.
     """
 
     dataset: Dataset | None

@@ -128,17 +128,10 @@ REWRITTEN_FIELDS = (
 class CompactionRequest:
     """The arguments of a compaction.
 
-    Attributes:
-        dataset: directory of the dataset.
-        older_than: minimum age of tombstones; None rewrites no segment for its tombstones.
-        ids: text or Parquet file of ids to remove from rejects and late events as well.
-        column: column that holds the ids; the session key when None.
-        rejects_older_than: minimum age of rejects and late events that are removed as a whole; none
-            are removed when None.
-        at: current time, UTC.
-        beam_args: Beam options.
-        attempt: name of this attempt, unique among concurrent ones.
-        progress: called with each progress message, one line.
+    `older_than` is the minimum age of tombstones; None rewrites no segment for them. The file `ids`
+    has ids, of `column` or the session key, to remove from rejects and late events as well. Rejects
+    and late events older than `rejects_older_than` are removed as a whole, none when None. `at` is
+    the current time, UTC.
     """
 
     dataset: Location
@@ -543,10 +536,7 @@ def stored_features(features: FeatureSet, segment: Segment) -> FeatureSet:
 class StoredPart:
     """The remaining samples of one part of a segment, as a reiterable.
 
-    Attributes:
-        segment: an open segment.
-        file_index: number of the part.
-        data: its data section, from `stored_data`.
+    `data` is from `stored_data`.
     """
 
     segment: Segment

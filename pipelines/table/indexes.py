@@ -58,11 +58,7 @@ INDEX_PREFIX = "index-"
 class PartRequest:
     """A part of an index to build.
 
-    Attributes:
-        root: directory to build it in.
-        index: the index.
-        segment: the segment.
-        order: order of the segment alone, over the distinct epochs.
+    `root` is the directory to build it in, `order` that of the segment alone.
     """
 
     root: Location

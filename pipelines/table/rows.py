@@ -224,10 +224,7 @@ _SECOND = np.uint64(0x9FB21C651E98DF25)
 class ContentHash:
     """The hash of a multiset of rows; `a + b` is the hash of the union.
 
-    Attributes:
-        num_rows: rows.
-        first: sum of the rows' hashes, modulo 2**64.
-        second: sum of second hashes of these, modulo 2**64.
+    `first` is the sum of the rows' hashes, `second` that of second hashes of these, modulo 2**64.
     """
 
     num_rows: int = 0
