@@ -303,7 +303,7 @@ def estimates(
             for name, table in data.tables.items()
         },
         "splits": _splits(context, samples),
-        "joins": [*_look_ups(context, samples, rows), *_keyed_sources(context, rows)],
+        "joins": list(_joins(context, samples, rows)),
     }
 
 
@@ -324,46 +324,34 @@ def _splits(context: BuildContext, samples: SampleTable) -> dict[str, Any]:
     return splits
 
 
-def _look_ups(
+def _joins(
     context: BuildContext, samples: SampleTable, rows: Mapping[str, Sequence[pa.Table]]
-) -> list[dict[str, Any]]:
-    """Return the number of samples whose key is in the side table, for each look-up."""
-    look_ups: list[dict[str, Any]] = []
-    for join in context.data.samples.joins:
-        config, kind = context.data.sides[join.side], context.key_types[join.side]
+) -> Iterator[dict[str, Any]]:
+    """Yield how many keys occur in another table, of each look-up and each other source."""
+    data, shard = context.data, context.shard
+    for join in data.samples.joins:
+        config, kind = data.sides[join.side], context.key_types[join.side]
         key = join.key or config.key
-        side_keys = [key_column(table, config.key, kind) for table in rows.get(join.side, [])]
-        matched = 0
-        if side_keys and samples.rows.num_rows:
-            keys = key_column(samples.rows, key, kind)
-            values = pa.concat_arrays([one_chunk(pa.chunked_array([k])) for k in side_keys])
-            matched = pc.sum(pc.is_in(keys, value_set=values.drop_null())).as_py() or 0
-        look_ups.append(
-            {"table": join.side, "key": key, "of": samples.rows.num_rows, "matched": matched}
-        )
-    return look_ups
+        keys = [key_column(samples.rows, key, kind)] if samples.rows.num_rows else []
+        others = [key_column(table, config.key, kind) for table in rows.get(join.side, [])]
+        yield _matches(join.side, key, keys, others)
+    if shard is not None:
+        kind = key_type({name: context.empty_rows[name] for name in data.sources}, shard)
+        keys = [key_column(table, shard, kind) for table in rows.get(data.sample_source, [])]
+        for name in data.sources:
+            if name != data.sample_source:
+                others = [key_column(table, shard, kind) for table in rows.get(name, [])]
+                yield _matches(name, shard, keys, others)
 
 
-def _keyed_sources(
-    context: BuildContext, rows: Mapping[str, Sequence[pa.Table]]
-) -> list[dict[str, Any]]:
-    """Return the number of rows of the sample source whose key is in each other source."""
-    data, key = context.data, context.shard
-    if key is None:
-        return []
-    kind = key_type({name: context.empty_rows[name] for name in data.sources}, key)
-    keys = [key_column(table, key, kind) for table in rows.get(data.sample_source, [])]
-    matches: list[dict[str, Any]] = []
-    for name in data.sources:
-        if name == data.sample_source:
-            continue
-        other_keys = [key_column(table, key, kind) for table in rows.get(name, [])]
-        matched = 0
-        if other_keys and keys:
-            values = pa.concat_arrays(other_keys).drop_null()
-            matched = sum(pc.sum(pc.is_in(k, value_set=values)).as_py() or 0 for k in keys)
-        matches.append({"table": name, "key": key, "of": sum(map(len, keys)), "matched": matched})
-    return matches
+def _matches(
+    table: str, key: str, keys: Sequence[pa.Array], others: Sequence[pa.Array]
+) -> dict[str, Any]:
+    matched = 0
+    if keys and others:
+        values = pa.concat_arrays(others).drop_null()
+        matched = sum(pc.sum(pc.is_in(k, value_set=values)).as_py() or 0 for k in keys)
+    return {"table": table, "key": key, "of": sum(map(len, keys)), "matched": matched}
 
 
 def notes_of(

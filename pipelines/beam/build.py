@@ -104,13 +104,17 @@ TableTask = tuple[Location, Location, Reference, Order, str]
 
 def run_index(tasks: Sequence[TableTask], beam_args: list[str]) -> list[TableTotals]:
     """Index tables in parts of indexes on Beam; there is at least one task."""
-    root = tasks[0][0]
-    return run_pipeline(
-        lambda p: {"tables": p | "IndexTables" >> IndexTables(tasks)},
-        beam_args,
-        root,
-        len(tasks),
-    )["tables"]
+
+    def add_transforms(pipeline: beam.Pipeline) -> dict[str, beam.PCollection]:
+        totals = (
+            pipeline
+            | "list tables" >> beam.Create(tasks)
+            | "spread tables" >> beam.Reshuffle()
+            | "index tables" >> beam.ParDo(_IndexTable())
+        )
+        return {"tables": totals}
+
+    return run_pipeline(add_transforms, beam_args, tasks[0][0], len(tasks))["tables"]
 
 
 # Numbering and indexing of tables.
@@ -170,24 +174,6 @@ class _IndexTable(beam.DoFn):
         root, directory, reference, order, table = task
         segment = Segment(directory, reference, committed_segment(directory, reference))
         yield index_table(root, segment, table, order)
-
-
-class IndexTables(beam.PTransform):
-    """Begin a pipeline with tables in parts of indexes: `TableTotals` of each."""
-
-    def __init__(self, tasks: Sequence[TableTask]) -> None:
-        """Store the tasks, at least one."""
-        super().__init__()
-        self.tasks = tasks
-
-    def expand(self, input_or_inputs: Any) -> beam.PCollection:
-        """Index each table in one task."""
-        return (
-            input_or_inputs
-            | "list tables" >> beam.Create(self.tasks)
-            | "spread tables" >> beam.Reshuffle()
-            | "index tables" >> beam.ParDo(_IndexTable())
-        )
 
 
 # Compaction.
