@@ -6,6 +6,8 @@ which histories, shown items and clicks follow.
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 
 from schemas.hashing import splitmix64
@@ -79,7 +81,8 @@ NUM_BUCKETS = CARDINALITIES["item_id"] // NUM_GENRES
 a bucket only and does not change the popularity curve."""
 
 HOT_FRACTION = 0.01
-"""Fraction of rows called hot. Source: BagPipe, 1 % of rows take 92 % of accesses."""
+HOT_SHARE = 0.92
+"""Fraction of the items called hot, and of the accesses that they take. Source: BagPipe."""
 
 ZIPF_EXPONENT = 0.946
 ZIPF_CUTOFF_BUCKETS = 955.0
@@ -104,10 +107,9 @@ _ITEM_STRIDE = 611_953  # coprime to the number of items and 1 modulo NUM_GENRES
 _ITEM_SHIFT = 271_824  # 0 modulo NUM_GENRES, so that an id keeps the genre of its rank
 
 
-def popularity_quantiles(hot_share: float) -> np.ndarray:
+@cache
+def popularity_quantiles() -> np.ndarray:
     """Return the inverse cumulative popularity over buckets of items.
-
-    `hot_share` is the fraction of accesses that `HOT_FRACTION` of the items take, in (0, 1).
 
     Returns:
         (QUANTILE_CELLS + 1,) float64, the real-valued bucket at each quantile.
@@ -117,25 +119,24 @@ def popularity_quantiles(hot_share: float) -> np.ndarray:
     weight *= (1.0 - UNIFORM_SHARE) / weight.sum()
     weight += UNIFORM_SHARE / NUM_BUCKETS
     num_hot = int(NUM_BUCKETS * HOT_FRACTION)
-    weight[:num_hot] *= hot_share / weight[:num_hot].sum()
-    weight[num_hot:] *= (1.0 - hot_share) / weight[num_hot:].sum()
+    weight[:num_hot] *= HOT_SHARE / weight[:num_hot].sum()
+    weight[num_hot:] *= (1.0 - HOT_SHARE) / weight[num_hot:].sum()
     cumulative = np.concatenate([[0.0], np.cumsum(weight)])
     grid = np.linspace(0.0, cumulative[-1], QUANTILE_CELLS + 1)
     return np.interp(grid, cumulative, np.arange(NUM_BUCKETS + 1.0))
 
 
-def items_at(uniforms: np.ndarray, genres: np.ndarray, quantiles: np.ndarray) -> np.ndarray:
+def items_at(uniforms: np.ndarray, genres: np.ndarray) -> np.ndarray:
     """Return the items at popularity quantiles within genres.
 
     Args:
         uniforms: (n,) float64 in [0, 1).
         genres: (n,) int64 below NUM_GENRES.
-        quantiles: from `popularity_quantiles`.
 
     Returns:
         (n,) int64 item ids, popular ones scattered over the whole range.
     """
-    position = uniforms * QUANTILE_CELLS
+    quantiles, position = popularity_quantiles(), uniforms * QUANTILE_CELLS
     cell = position.astype(np.int64)
     low = quantiles[cell]
     bucket = (low + (position - cell) * (quantiles[cell + 1] - low)).astype(np.int64)

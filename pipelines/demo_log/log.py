@@ -21,13 +21,11 @@ from pipelines.demo_log.entities import (
     item_brand,
     item_dense,
     item_ids,
-    popularity_quantiles,
     user_dense,
     user_ids,
 )
 from pipelines.demo_log.sessions import (
     DAY_US,
-    MAX_SESSION_SAMPLES,
     SESSIONS_PER_CHUNK,
     VERSIONED,
     Chunk,
@@ -86,12 +84,6 @@ class GeneratorConfig:
     """Earliest start of a session, UTC without a time zone."""
     span: timedelta = timedelta(days=2)
     """Sessions start within it; the last ones end a little later."""
-    mean_session_samples: float = 16.5
-    """Samples per session. Source: RecD."""
-    skew_hot_share: float = 0.92
-    """Fraction of item accesses that the hottest 1 % of items take. Source: BagPipe."""
-    num_users: int = CARDINALITIES["user_id"]
-    """Possible users, at most a million."""
     num_files: int = 4
     """Number of files; fewer if there are fewer row groups."""
     row_group_samples: int = 50_000
@@ -108,21 +100,6 @@ class GeneratorConfig:
         _require(0 <= self.seed < 2**63, "seed", "be in [0, 2 ** 63)", self.seed)
         _require(self.start.tzinfo is None, "start", "have no time zone (UTC)", self.start)
         _require(self.span > timedelta(0), "span", "be positive", self.span)
-        _require(
-            0.0 < self.skew_hot_share < 1.0,
-            "skew_hot_share",
-            "be between 0 and 1",
-            self.skew_hot_share,
-        )
-        mean, num_users = self.mean_session_samples, self.num_users
-        _require(
-            1.0 <= mean <= MAX_SESSION_SAMPLES / 10,
-            "mean_session_samples",
-            f"be in [1, {MAX_SESSION_SAMPLES // 10}]",
-            mean,
-        )
-        max_users = CARDINALITIES["user_id"]
-        _require(1 <= num_users <= max_users, "num_users", f"be in [1, {max_users}]", num_users)
 
     @property
     def batch_samples(self) -> int:
@@ -180,19 +157,14 @@ def _require(valid: bool, name: str, rule: str, value: object) -> None:
 
 
 def _plan(config: GeneratorConfig) -> SessionPlan:
-    num_sessions, last_samples = count_sessions(
-        config.seed, config.mean_session_samples, config.num_samples
-    )
+    num_sessions, last_samples = count_sessions(config.seed, config.num_samples)
     start_us = int(np.datetime64(config.start, "us").astype(np.int64))
     return SessionPlan(
         seed=config.seed,
-        mean_session_samples=config.mean_session_samples,
-        num_users=config.num_users,
         num_sessions=num_sessions,
         last_session_samples=last_samples,
         start_us=start_us,
         start_offsets_us=_start_offsets_us(start_us, config.span // timedelta(microseconds=1)),
-        popularity=popularity_quantiles(config.skew_hot_share),
     )
 
 

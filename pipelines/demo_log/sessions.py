@@ -143,6 +143,9 @@ def _concat_histories(a: Histories, b: Histories) -> Histories:
 # Chunks of sessions.
 
 SESSIONS_PER_CHUNK = 4096
+NUM_USERS = CARDINALITIES["user_id"]
+MEAN_SESSION_SAMPLES = 16.5
+"""Samples per session, before clipping. Source: RecD."""
 MAX_SESSION_SAMPLES = 500
 SESSION_SIGMA = 1.0
 """Spread of the lognormal session length. Source: none for the form; RecD gives the
@@ -194,8 +197,6 @@ class SessionPlan:
     """Settings and tables that all chunks of a log share."""
 
     seed: int
-    mean_session_samples: float
-    num_users: int
     num_sessions: int
     last_session_samples: int
     """Samples of the last session, which is shortened to give the log its size."""
@@ -203,8 +204,6 @@ class SessionPlan:
     """Start of the log, microseconds since 1970."""
     start_offsets_us: np.ndarray
     """Start of sessions within the log at an even grid of quantiles, microseconds."""
-    popularity: np.ndarray
-    """From `popularity_quantiles`."""
 
     @property
     def num_chunks(self) -> int:
@@ -212,21 +211,18 @@ class SessionPlan:
         return -(-self.num_sessions // SESSIONS_PER_CHUNK)
 
 
-def draw_lengths(seed: int, chunk: int, mean_samples: float) -> np.ndarray:
-    """Draw the number of samples of each session of a chunk.
-
-    `mean_samples` is per session, before clipping to `MAX_SESSION_SAMPLES`.
-    """
-    mu = np.log(mean_samples - 0.5) - SESSION_SIGMA**2 / 2.0  # rounding up adds a half
+def draw_lengths(seed: int, chunk: int) -> np.ndarray:
+    """Draw the number of samples of each session of a chunk."""
+    mu = np.log(MEAN_SESSION_SAMPLES - 0.5) - SESSION_SIGMA**2 / 2.0  # rounding up adds a half
     length = _rng(seed, chunk, _LENGTHS).lognormal(mu, SESSION_SIGMA, SESSIONS_PER_CHUNK)
     return np.clip(np.ceil(length), 1, MAX_SESSION_SAMPLES).astype(np.int64)
 
 
-def count_sessions(seed: int, mean_samples: float, num_samples: int) -> tuple[int, int]:
+def count_sessions(seed: int, num_samples: int) -> tuple[int, int]:
     """Return the number of sessions of `num_samples` samples, and the samples of the last one."""
     chunk, remaining = 0, num_samples
     while True:
-        length = draw_lengths(seed, chunk, mean_samples)
+        length = draw_lengths(seed, chunk)
         total = np.cumsum(length)
         if total[-1] >= remaining:
             last = int(np.searchsorted(total, remaining))
@@ -248,13 +244,13 @@ def generate_chunk(plan: SessionPlan, chunk: int) -> Chunk:
     """Return all samples of the sessions of a chunk, in session order."""
     first = chunk * SESSIONS_PER_CHUNK
     ordinal = np.arange(first, min(first + SESSIONS_PER_CHUNK, plan.num_sessions))
-    length = draw_lengths(plan.seed, chunk, plan.mean_session_samples)[: len(ordinal)]
+    length = draw_lengths(plan.seed, chunk)[: len(ordinal)]
     if ordinal[-1] == plan.num_sessions - 1:
         length[-1] = plan.last_session_samples
     rng = _rng(plan.seed, chunk, _SESSIONS)
     start_us = start_time_us(plan, ordinal + rng.random(len(ordinal)))
-    rank = skewed(rng.random(len(ordinal)), plan.num_users, 2)
-    user = rank * _USER_STRIDE % plan.num_users
+    rank = skewed(rng.random(len(ordinal)), NUM_USERS, 2)
+    user = rank * _USER_STRIDE % NUM_USERS
 
     session = np.repeat(np.arange(len(ordinal)), length)
     opening = np.cumsum(length) - length  # first sample of each session
@@ -269,10 +265,10 @@ def generate_chunk(plan: SessionPlan, chunk: int) -> Chunk:
     day = (start_us - plan.start_us) // DAY_US
     first_of_request = np.flatnonzero(slot == 0)
     clicked, samples["clicked_end"] = _append(
-        plan, user, day, "clicked", session, samples["item"], samples["clicked"] == 1
+        user, day, "clicked", session, samples["item"], samples["clicked"] == 1
     )
     viewed, samples["viewed_end"] = _append(
-        plan, user, day, "viewed", session, samples["item"], slot == 0
+        user, day, "viewed", session, samples["item"], slot == 0
     )
     for name in ("clicked_end", "viewed_end"):  # all slots of a request have the same histories
         samples[name] = samples[name][first_of_request][request]
@@ -337,7 +333,7 @@ def _shown_items(
     rng = _rng(plan.seed, chunk, _SAMPLES)
     num_samples = len(samples["slot"])
     genre = pick_genres(rng.random(num_samples), samples["user"], "shown", samples["query"])
-    item = items_at(rng.random(num_samples), genre, plan.popularity)
+    item = items_at(rng.random(num_samples), genre)
     logit = click_logit(samples["user"], item, samples["query"], samples["position"])
     probability = 1.0 / (1.0 + np.exp(-logit))
     clicked = (rng.random(num_samples) < probability).astype(np.int8)
@@ -345,7 +341,6 @@ def _shown_items(
 
 
 def _append(
-    plan: SessionPlan,
     user: np.ndarray,
     day: np.ndarray,
     kind: str,
@@ -377,7 +372,5 @@ def _append(
     event = mix((user << 24)[owner] + day[owner] * NIGHTLY_SHIFT + j, stream + 2)
     genre_at = (event >> np.uint64(32)) * 2.0**-32
     genre = pick_genres(genre_at, user[owner], kind)
-    values[first[owner] + j] = items_at(
-        (event & np.uint64(0xFFFFFFFF)) * 2.0**-32, genre, plan.popularity
-    )
+    values[first[owner] + j] = items_at((event & np.uint64(0xFFFFFFFF)) * 2.0**-32, genre)
     return Histories(values, total), end
