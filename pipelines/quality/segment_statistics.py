@@ -7,7 +7,7 @@ both. A feature has one kind of statistics only: distinct and frequent values of
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, islice
 from pathlib import Path
@@ -24,10 +24,8 @@ from pipelines.quality.column_statistics import (
     sum_buckets,
     sum_tables,
 )
-from schemas.config.job import DataConfig
 from schemas.dataset import Segment
 from schemas.errors import SchemaError
-from schemas.features import FeatureSet
 from schemas.files import read_verified
 from schemas.layout import EVALUATION, STATISTICS, TRAIN
 from schemas.storage import Location
@@ -43,47 +41,47 @@ _last_written: dict[str, statistics_pb2.DatasetFeatureStatisticsList] = {}
 them would take most of the time of a small build."""
 
 
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """Statistics of some of a segment's samples.
+def statistics_text(
+    slices: Mapping[str, SliceStatistics], session_key: str, label_times: Iterable[str] = ()
+) -> str:
+    """Return the statistics of slices, by name, as the text of a DatasetFeatureStatisticsList.
 
-    Attributes:
-        name: `segment`, `train` or `evaluation`.
-        num_samples: number of samples.
-        columns: by name; those of a group are over its unique tuples.
-        extra: column to name to custom statistics: numbers, or histograms (bucket to count).
+    Features are in name order; that of the session key has the statistics of sessions.
     """
-
-    name: str
-    num_samples: int
-    columns: Mapping[str, ColumnStatistics]
-    extra: Mapping[str, Mapping[str, float | Mapping[int, int]]]
-
-
-def statistics_proto(slices: list[Slice]) -> statistics_pb2.DatasetFeatureStatisticsList:
-    """Return statistics as a proto, features in name order."""
     proto = statistics_pb2.DatasetFeatureStatisticsList()
-    for each in slices:
-        dataset = proto.datasets.add(name=each.name, num_examples=each.num_samples)
+    for slice_name, each in slices.items():
+        dataset = proto.datasets.add(name=slice_name, num_examples=each.num_samples)
+        extra = _custom_statistics(each, session_key, label_times)
         for name in sorted(each.columns):
             feature = dataset.features.add()
             _fill(feature, name, each.columns[name])
-            for key, value in sorted(each.extra.get(name, {}).items()):
+            for key, value in sorted(extra.get(name, {}).items()):
                 custom = feature.custom_stats.add(name=key)
                 if isinstance(value, Mapping):
                     _fill_histogram(custom.histogram, value)
                 else:
                     custom.num = value
-    return proto
-
-
-def statistics_text(slices: list[Slice]) -> str:
-    """Return statistics as the text of a DatasetFeatureStatisticsList."""
-    proto = statistics_proto(slices)
     text = text_format.MessageToString(proto)
     _last_written.clear()
     _last_written[text] = proto
     return text
+
+
+def _custom_statistics(
+    statistics: SliceStatistics, session_key: str, label_times: Iterable[str]
+) -> dict[str, dict[str, float | Mapping[int, int]]]:
+    """Return custom statistics by column: numbers, or histograms (bucket to count)."""
+    dedup_factors = {
+        f"{DEDUP_FACTOR}{group}": statistics.num_samples / count
+        for group, count in statistics.num_unique.items()
+        if count
+    }
+    extra: dict[str, dict[str, float | Mapping[int, int]]] = {
+        session_key: {SAMPLES_PER_SESSION: statistics.session_lengths, **dedup_factors}
+    }
+    for label_time in label_times:
+        extra.setdefault(label_time, {})[LABEL_DELAY_SEC] = statistics.label_delays
+    return extra
 
 
 def _fill(
@@ -264,8 +262,8 @@ the launcher."""
 
 
 def segment_slices(
-    parts: Mapping[int, Mapping[str, SliceStatistics]], data: DataConfig, features: FeatureSet
-) -> list[Slice]:
+    parts: Mapping[int, Mapping[str, SliceStatistics]],
+) -> dict[str, SliceStatistics]:
     """Return the slices of a segment's statistics: `segment`, and its splits if it has both.
 
     `parts` are by number, ascending. Those of a group of `PARTS_PER_SUM` may be added up in one of
@@ -274,19 +272,4 @@ def segment_slices(
     groups = groupby(parts, key=lambda number: number // PARTS_PER_SUM)
     sums = [sum_by_split([parts[number] for number in numbers]) for _, numbers in groups]
     splits = sum_by_split(sums)
-    slices = {"segment": sum_slices(list(splits.values())), **(splits if len(splits) > 1 else {})}
-    return [_slice(name, each, data, features) for name, each in slices.items()]
-
-
-def _slice(name: str, statistics: SliceStatistics, data: DataConfig, features: FeatureSet) -> Slice:
-    dedup_factors = {
-        f"{DEDUP_FACTOR}{group}": statistics.num_samples / count
-        for group, count in statistics.num_unique.items()
-        if count
-    }
-    extra: dict[str, dict[str, float | Mapping[int, int]]] = {
-        data.session.key: {SAMPLES_PER_SESSION: statistics.session_lengths, **dedup_factors}
-    }
-    for label_time in features.with_role("label_time"):
-        extra.setdefault(label_time, {})[LABEL_DELAY_SEC] = statistics.label_delays
-    return Slice(name, statistics.num_samples, statistics.columns, extra)
+    return {"segment": sum_slices(list(splits.values())), **(splits if len(splits) > 1 else {})}

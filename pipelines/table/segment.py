@@ -186,8 +186,8 @@ def finish_segment(
         blocks_sha256 = describe_file(partial, BLOCKS).sha256
     number_reject_files(root)
     slices = {result.file_index: result.slices for result in results}
-    text = statistics_text(segment_slices(slices, data, features))
-    write_statistics(root, text)
+    label_times = features.with_role("label_time")
+    write_statistics(root, statistics_text(segment_slices(slices), data.session.key, label_times))
     groups = list(results[0].groups)
     written = (each.files for each in (*results, *tables.values()))
     entries = describe_files(root, chain.from_iterable(written))

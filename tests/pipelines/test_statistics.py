@@ -18,7 +18,7 @@ from pipelines.quality.column_statistics import (
     table_statistics,
 )
 from pipelines.quality.segment_statistics import (
-    Slice,
+    SliceStatistics,
     read_statistics,
     statistics_text,
     write_statistics,
@@ -31,10 +31,15 @@ from schemas.layout import STATISTICS
 from schemas.storage import Location
 
 
+def text_of(table: pa.Table) -> str:
+    statistics = SliceStatistics(table.num_rows, table_statistics(table), {}, {}, {})
+    return statistics_text({"segment": statistics}, "session")
+
+
 def test_statistics_of_the_largest_numbers_are_finite() -> None:
     largest = np.finfo(np.float64).max
     table = pa.table({"x": [largest, -largest, 1.0], "y": [largest, largest, 0.0]})
-    text = statistics_text([Slice("segment", 3, table_statistics(table), {})])
+    text = text_of(table)
     proto = text_format.Parse(text, statistics_pb2.DatasetFeatureStatisticsList())
     x, y = (feature.num_stats for feature in proto.datasets[0].features)
     assert (x.min, x.max) == (-largest, largest)
@@ -67,7 +72,7 @@ def test_limits_do_not_depend_on_the_order_of_signed_zeros(zeros: list[float]) -
 def test_statistics_text_says_what_numpy_says() -> None:
     values = np.array([3.0, 5.0, 10.0])
     table = pa.table({"x": pa.array([*values, None]), "h": pa.array([[1], [], [2, 3], None])})
-    text = statistics_text([Slice("segment", 4, table_statistics(table), {})])
+    text = text_of(table)
     proto = text_format.Parse(text, statistics_pb2.DatasetFeatureStatisticsList())
     lists, numbers = proto.datasets[0].features
     assert proto.datasets[0].num_examples == 4
@@ -151,7 +156,7 @@ def test_list_index_counts_the_samples_of_each_row() -> None:
 
 
 def test_statistics_are_read_back_compressed(tmp_path: Path) -> None:
-    text = statistics_text([Slice("segment", 3, table_statistics(pa.table({"a": [1, 2, 2]})), {})])
+    text = text_of(pa.table({"a": [1, 2, 2]}))
     write_statistics(tmp_path, text)
     assert (tmp_path / STATISTICS).stat().st_size < len(text) / 2
     proto = read_statistics(Location.parse(tmp_path))
@@ -160,7 +165,7 @@ def test_statistics_are_read_back_compressed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", [slice(5, None), slice(None, -9)])
 def test_damaged_statistics_are_refused_by_name(tmp_path: Path, damage: slice) -> None:
-    write_statistics(tmp_path, statistics_text([Slice("segment", 3, {}, {})]))
+    write_statistics(tmp_path, text_of(pa.table({})))
     (tmp_path / STATISTICS).write_bytes((tmp_path / STATISTICS).read_bytes()[damage])
     with pytest.raises(SchemaError, match=r"statistics cannot be read: .*statistics\.pbtxt\.zst"):
         read_statistics(Location.parse(tmp_path))
