@@ -30,7 +30,6 @@ from pipelines.sources.rejects import (
     RejectCounts,
     count_segment_rejects,
     merge_counts,
-    number_reject_files,
     rejects_summary,
     summary_lines,
 )
@@ -241,7 +240,6 @@ def _stopped_error(
 ) -> GateError:
     """Keep the rejects of a build that stopped early; return the error to raise."""
     refused = refused_path(request.dataset, key)
-    number_reject_files(context.segment_root)
     keep_rejects(context.segment_root, refused)
     lines = "\n".join(summary_lines(rejects, 0, f"{refused}/rejects"))
     return GateError(

@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from schemas.layout import REJECTS_SCHEMA, part_path
+from schemas.layout import REJECTS_SCHEMA
 from schemas.manifest import InputFile
 from schemas.storage import Entry, Location
 
@@ -210,7 +210,6 @@ _GROUP_BYTES = 32 << 20
 _RANGE_ROWS = 1 << 18
 """Input rows of a larger file whose rejects go into one file."""
 _DIRECTORY = "rejects"
-_UNNUMBERED = "place-"
 
 
 @dataclass(frozen=True, slots=True)
@@ -377,7 +376,7 @@ def merge_counts(counts: Iterable[RejectCounts]) -> RejectCounts:
     return _limit_kinds(reduce(RejectCounts.__add__, counts, RejectCounts()))
 
 
-# Files in `rejects/`: written by range of positions, numbered when all are written.
+# Files in `rejects/`: written by range of positions.
 
 
 def range_keys(table: pa.Table, listing: Sequence[InputFile]) -> np.ndarray:
@@ -413,27 +412,12 @@ def write_rejects(
     """Write all rejects of one range, given in any order; a retry writes the same bytes."""
     rows = sorted_rejects(tables)
     if rows.num_rows:
-        path = f"{_DIRECTORY}/{_UNNUMBERED}{range_key:020}.parquet"
+        group, part = divmod(range_key, 1 << 32)
+        path = f"{_DIRECTORY}/{group:05d}-{part:05d}.parquet"
         with (Location.parse(root) / path).new_file() as partial:
             stored = rows.select(REJECTS_SCHEMA.names)
             pq.write_table(stored, partial, compression="zstd", write_page_checksum=True)
     return count_rejects(rows)
-
-
-def number_reject_files(root: Location | Path) -> None:
-    """Rename the files of `write_rejects` to their numbers.
-
-    Can be repeated after a crash, but not at an object store, where each file is copied.
-    """
-    root = Location.parse(root)
-    files = [entry.path for entry in reject_files(root)]
-    unnumbered = [path for path in files if path.startswith(f"{_DIRECTORY}/{_UNNUMBERED}")]
-    for number, path in enumerate(unnumbered, len(files) - len(unnumbered)):
-        if root.local is not None:
-            (root.local / path).rename(root.local / part_path(number, "rejects"))
-            continue
-        (root / part_path(number, "rejects")).copy_from(root / path)
-        root.remove([path])
 
 
 def reject_files(root: Location) -> list[Entry]:

@@ -23,7 +23,7 @@ from pipelines.clustering.writer import LOOKUPS, merge_blocks
 from pipelines.oracle.numbering import NumberedTable
 from pipelines.quality.segment_statistics import segment_slices, statistics_text, write_statistics
 from pipelines.shuffle import SHUFFLE
-from pipelines.sources.rejects import RejectCounts, number_reject_files
+from pipelines.sources.rejects import RejectCounts
 from schemas.config.job import DataConfig
 from schemas.dataset import type_name
 from schemas.errors import SchemaError
@@ -184,7 +184,6 @@ def finish_segment(
         with open_writer(partial, blocks.schema, encodings) as writer:
             writer.write_table(blocks)
         blocks_sha256 = describe_file(partial, BLOCKS).sha256
-    number_reject_files(root)
     slices = {result.file_index: result.slices for result in results}
     label_times = features.with_role("label_time")
     write_statistics(root, statistics_text(segment_slices(slices), data.session.key, label_times))

@@ -31,9 +31,9 @@ def write_rows(log: Path, rows: Rows | pa.Table, name: str = "log-0.parquet") ->
 
 def rejects_of(dataset: Path) -> Rows:
     segment = open_dataset(dataset).segments[0]
-    if "rejects/00000.parquet" not in segment.files:
+    if "rejects/00000-00000.parquet" not in segment.files:
         return []
-    return segment.file("rejects/00000.parquet").read().to_pylist()
+    return segment.file("rejects/00000-00000.parquet").read().to_pylist()
 
 
 def expanded(dataset: Path, target: Path) -> list[tuple[object, ...]]:
