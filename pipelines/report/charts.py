@@ -122,23 +122,14 @@ class Bar:
 @rc_context(STYLE)
 def bar_chart(title: str, bars: Sequence[Bar]) -> str:
     """Return horizontal bars, the first on top."""
-    figure, axes = _bar_canvas([b.name for b in bars])
+    figure, axes = canvas(34 * len(bars) + 8)
+    axes.set_yticks(range(len(bars)), [b.name for b in bars], color=INK)
+    axes.set_ylim(len(bars) - 0.5, -0.5)
+    axes.margins(x=0.0)
+    axes.set_xticks([])
+    axes.spines["bottom"].set_visible(False)
     drawn = axes.barh(
         range(len(bars)), [b.value for b in bars], 0.62, color=[b.color for b in bars]
     )
     axes.bar_label(drawn, [b.text for b in bars], padding=7)
-    return to_svg(figure, _label(title, bars))
-
-
-def _label(title: str, bars: Sequence[Bar]) -> str:
-    return f"{title}: " + "; ".join(f"{bar.name} {bar.text}" for bar in bars)
-
-
-def _bar_canvas(names: Sequence[str]) -> tuple[Figure, Axes]:
-    figure, axes = canvas(34 * len(names) + 8)
-    axes.set_yticks(range(len(names)), names, color=INK)
-    axes.set_ylim(len(names) - 0.5, -0.5)
-    axes.margins(x=0.0)
-    axes.set_xticks([])
-    axes.spines["bottom"].set_visible(False)
-    return figure, axes
+    return to_svg(figure, f"{title}: " + "; ".join(f"{bar.name} {bar.text}" for bar in bars))
