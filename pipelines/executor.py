@@ -47,7 +47,6 @@ from pipelines.stages import (
     partition_samples,
     partition_side,
     read_rows,
-    sides_in_memory,
     split_file,
     write_side,
 )
@@ -159,19 +158,18 @@ def split_files(worker: Worker, files: Sequence[InputSplit]) -> TaskResult:
     return outputs.result(sizes)
 
 
-SideTables = Sides | Mapping[str, str]
-"""Small side tables in memory, or the paths of their files."""
+SidePaths = Mapping[str, str]
+"""Small side tables to the paths of their files."""
 
 
 class TaskOutputs(Outputs):
     """Outputs of a task, and what it sends to later ones."""
 
-    def __init__(self, worker: Worker, sides: SideTables | None = None) -> None:
+    def __init__(self, worker: Worker, sides: SidePaths | None = None) -> None:
         """Begin a task that reads small side tables, or makes no samples."""
         super().__init__(worker.context)
-        self._worker, self._sides = worker, Sides()
-        if sides is not None:
-            self._sides = sides if isinstance(sides, Sides) else worker.loaded_sides(sides)
+        self._worker = worker
+        self._sides = Sides() if sides is None else worker.loaded_sides(sides)
         self._result = TaskResult()
         self._samples: list[Tuples] = []
         self._num_bytes = 0
@@ -257,14 +255,12 @@ def _side_of(index: int) -> str:
     return f"side of look-up {index}"
 
 
-def read_sides(context: BuildContext, exchange: Exchange, bundles: Sequence[Bundle]) -> SideTables:
+def read_sides(context: BuildContext, exchange: Exchange, bundles: Sequence[Bundle]) -> SidePaths:
     """Read the side tables; return the small ones. The rows of others are sent by key."""
     exchange.run("sides", read_side_rows, bundles)
     small = exchange.take(SIDES)
     names = list(context.data.sides)
     rows = {names[number]: list(Received(sent)) for number, sent in small.items()}
-    if exchange.in_memory:
-        return sides_in_memory(context, rows)
     return {name: str(write_side(context, name, tables)) for name, tables in rows.items()}
 
 
@@ -290,7 +286,7 @@ def read_side_rows(worker: Worker, bundle: Bundle) -> TaskResult:
     return outputs.result()
 
 
-def map_rows(worker: Worker, bundle: Bundle, side_tables: SideTables) -> TaskResult:
+def map_rows(worker: Worker, bundle: Bundle, side_tables: SidePaths) -> TaskResult:
     """Send the samples of the raw rows of some splits."""
     outputs = TaskOutputs(worker, side_tables)
     for split in bundle:
@@ -300,7 +296,7 @@ def map_rows(worker: Worker, bundle: Bundle, side_tables: SideTables) -> TaskRes
 
 
 def map_keys(
-    worker: Worker, keyed: tuple[int, Sequence[Sent]], side_tables: SideTables
+    worker: Worker, keyed: tuple[int, Sequence[Sent]], side_tables: SidePaths
 ) -> TaskResult:
     """Send the samples of all rows of some keys."""
     outputs = TaskOutputs(worker, side_tables)
@@ -313,7 +309,7 @@ def map_keys(
 
 
 def look_up_by_key(
-    worker: Worker, task: tuple[int, Sequence[Sent], Sequence[Sent]], side_tables: SideTables
+    worker: Worker, task: tuple[int, Sequence[Sent], Sequence[Sent]], side_tables: SidePaths
 ) -> TaskResult:
     """Send the samples of some keys after a look-up in a large side table."""
     outputs = TaskOutputs(worker, side_tables)

@@ -296,17 +296,6 @@ def load_sides(paths: Mapping[str, str], context: BuildContext) -> Sides:
     return sides
 
 
-def sides_in_memory(context: BuildContext, tables: Mapping[str, Sequence[pa.Table]]) -> Sides:
-    """Return the small side tables of a build from their rows."""
-    return Sides(
-        {
-            name: side_table(sort_side(context, name, tables.get(name, [])), config)
-            for name, config in context.data.sides.items()
-            if name in context.broadcast
-        }
-    )
-
-
 def visible_columns(side: SideTable) -> pa.Table:
     """Return the columns of a side table that SQL can read."""
     return side.rows.drop_columns([n for n in side.rows.column_names if n in HIDDEN])

@@ -237,7 +237,7 @@ class ChosenRows:
 
 
 def map_chosen_rows(
-    worker: Worker, chosen: ChosenRows, side_tables: executor.SideTables
+    worker: Worker, chosen: ChosenRows, side_tables: executor.SidePaths
 ) -> TaskResult:
     """Send the samples of chosen rows."""
     outputs = executor.TaskOutputs(worker, side_tables)
