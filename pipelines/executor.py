@@ -37,7 +37,6 @@ from pipelines.stages import (
     SAMPLES,
     Outputs,
     SampleStage,
-    Sides,
     good_side_rows,
     keyed_rows,
     look_up_broadcast,
@@ -168,8 +167,7 @@ class TaskOutputs(Outputs):
     def __init__(self, worker: Worker, sides: SidePaths | None = None) -> None:
         """Begin a task that reads small side tables, or makes no samples."""
         super().__init__(worker.context)
-        self._worker = worker
-        self._sides = Sides() if sides is None else worker.loaded_sides(sides)
+        self._worker, self._sides = worker, sides or {}
         self._result = TaskResult()
         self._samples: list[Tuples] = []
         self._num_bytes = 0
@@ -205,7 +203,7 @@ class TaskOutputs(Outputs):
         context = self.context
         for index, join in enumerate(context.data.samples.joins[first_join:], first_join):
             if join.side in context.broadcast:
-                samples = look_up_broadcast(samples, self._sides, context, index)
+                samples = look_up_broadcast(samples, self.stage.sides, context, index)
                 continue
             count = num_lookup_partitions(context, join.side)
             for partition, rows in partition_samples(context, index, count, samples):

@@ -18,7 +18,7 @@ from multiprocessing import connection
 from typing import TypeVar
 
 from pipelines.context import BuildContext
-from pipelines.stages import SampleStage, Sides, load_sides
+from pipelines.stages import SampleStage, load_sides
 from pipelines.transforms.fit import load_staged
 from schemas.errors import SchemaError
 from schemas.fitted import FittedValues
@@ -47,24 +47,17 @@ class Worker:
     def __init__(self, context: BuildContext) -> None:
         """Store the context."""
         self.context = context
-        self._sides: Sides | None = None
         self._fitted: tuple[Mapping[str, str], FittedValues] | None = None
 
     @cached_property
     def _stage(self) -> SampleStage:
         return SampleStage(self.context)
 
-    def sample_stage(self, sides: Sides) -> SampleStage:
-        """Return the stage that makes samples, with the small side tables of the build."""
-        if sides and not self._stage.sides:
-            self._stage.use_sides(sides)
+    def sample_stage(self, sides: Mapping[str, str]) -> SampleStage:
+        """Return the stage that makes samples; `sides` are the files of the small side tables."""
+        if not self._stage.sides:
+            self._stage.use_sides(load_sides(sides, self.context))
         return self._stage
-
-    def loaded_sides(self, paths: Mapping[str, str]) -> Sides:
-        """Return the small side tables of the build; `paths` are those of their files."""
-        if self._sides is None:
-            self._sides = load_sides(paths, self.context)
-        return self._sides
 
     def fitted(self, files: Mapping[str, str]) -> FittedValues:
         """Return the fitted values of the build's transforms; `files` are path to sha256."""
