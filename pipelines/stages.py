@@ -170,7 +170,8 @@ class SampleStage:
         """Set the side tables that every worker holds, and register them for SQL."""
         self.sides = sides
         for name, side in sides.items():
-            self.connection.register(name, visible_columns(side))
+            hidden = [n for n in side.rows.column_names if n in HIDDEN]
+            self.connection.register(name, side.rows.drop_columns(hidden))
 
     def from_rows(
         self, outputs: Outputs, source: str, table: pa.Table
@@ -294,11 +295,6 @@ def load_sides(paths: Mapping[str, str], context: BuildContext) -> Sides:
             rows = sort_side(context, name, [])
         sides[name] = side_table(rows, context.data.sides[name])
     return sides
-
-
-def visible_columns(side: SideTable) -> pa.Table:
-    """Return the columns of a side table that SQL can read."""
-    return side.rows.drop_columns([n for n in side.rows.column_names if n in HIDDEN])
 
 
 def look_up_broadcast(
