@@ -105,24 +105,6 @@ from schemas.samples import blocks_of_row_group, read_sample_column, row_groups,
 from schemas.storage import Location
 from schemas.versions import backoff
 
-REWRITTEN_FIELDS = (
-    "num_samples",
-    "num_sessions",
-    "num_rejects",
-    "num_source_rows",
-    "dataset_bytes",
-    "oracle_bytes",
-    "splits",
-    "groups",
-    "tables",
-    "blocks_sha256",
-    "files_sha256",
-    "columns",
-    "directories",
-    "fitted",
-)
-"""Fields of a segment's manifest that come from the new files."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompactionRequest:
@@ -208,15 +190,8 @@ def id_texts(values: Sequence[Any]) -> frozenset[str]:
 
 def _has_text_in_rejects(segment: Segment, texts: frozenset[str]) -> bool:
     """Return whether the rejects or late events of a segment contain one of some texts."""
-    if not texts:
-        return False
-    for path in segment.files:
-        if path.startswith(("rejects/", "late/")):
-            table = segment.file(path).read()
-            lines = [*table["value"].to_pylist(), *table["reason"].to_pylist()]
-            if any(text in line for line in lines for text in texts):
-                return True
-    return False
+    paths = [path for path in segment.files if path.startswith(REJECT_PREFIXES)] if texts else []
+    return any(len(_remaining_lines(segment, p, texts)) < segment.file(p).num_rows for p in paths)
 
 
 def _rewrite(
@@ -411,7 +386,7 @@ def compact_segment(
         results = _rewrite_parts(request, building, parts, layout, features, data)
         rejects = _copy_rejects(segment, building, texts)
         _copy_late_events(segment, building, texts)
-        new = finish_segment(
+        finish_segment(
             building,
             results["parts"],
             rejects,
@@ -423,8 +398,6 @@ def compact_segment(
             fitted,
             old.num_parts,
         )
-        fields = {field: getattr(new, field) for field in REWRITTEN_FIELDS}
-        write_manifest(building, replace(old, **fields))
     return True
 
 

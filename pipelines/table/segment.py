@@ -168,7 +168,7 @@ def finish_segment(
     features: FeatureSet,
     fitted: Mapping[str, str],
     num_parts: int,
-) -> SegmentManifest:
+) -> None:
     """Complete a segment whose parts are written; its manifest is written last.
 
     `results` are of all parts in order, at least one; `hashes` are the sha256 of the job's data
@@ -214,7 +214,6 @@ def finish_segment(
         fitted=fitted,
     )
     write_manifest(root, manifest)
-    return manifest
 
 
 def stored_columns(
