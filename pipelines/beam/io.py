@@ -141,10 +141,11 @@ class WriteDataset(beam.PTransform):
         typed = _typed_rows(in_one_window, pending.context)
         rows = {SAMPLES: typed[SAMPLES], REJECTS: typed[REJECTS]}
         outputs = segment_of_rows(rows, pending.context)
+        (file,) = pending.context.listing
         listing = (
             typed[CONTENT]
-            | "sum content" >> beam.CombineGlobally(sum_content)
-            | "name rows" >> beam.Map(listing_of, pending.context.listing[0])
+            | "sum content" >> beam.CombineGlobally(lambda hashes: sum(hashes, ContentHash()))
+            | "name rows" >> beam.Map(lambda rows: (replace(file, sha256=hash_of(str(rows))),))
         )
         return add_commit(listing, outputs, pending)
 
@@ -256,7 +257,11 @@ class ReadSource(beam.PTransform):
         )
         read = input_or_inputs | "read" >> ReadRows(context)
         return {
-            ROWS: read[SAMPLES] | "rows" >> beam.Map(_without_origin).with_output_types(pa.Table),
+            ROWS: read[SAMPLES]
+            | "rows"
+            >> beam.MapTuple(lambda _, rows: rows.drop_columns([ORIGIN])).with_output_types(
+                pa.Table
+            ),
             REJECTS: read[REJECTS] | "rejects" >> EachReject(),
         }
 
@@ -388,10 +393,6 @@ def _declared_columns(samples: Tuples, context: BuildContext) -> pa.Table:
     derived = context.data.derived_columns
     names = [name for name in context.features.names if name not in derived]
     return pa.table({name: samples.column(name) for name in names})
-
-
-def _without_origin(rows: tuple[str, pa.Table]) -> pa.Table:
-    return rows[1].drop_columns([ORIGIN])
 
 
 # Commit as the last step of a pipeline.
@@ -533,13 +534,3 @@ def select_columns(element: pa.Table | pa.RecordBatch, names: Iterable[str], fil
                 file=file,
             )
     return element.select(list(names))
-
-
-def sum_content(values: Iterable[ContentHash]) -> ContentHash:
-    """Return the hash of all rows together."""
-    return sum(values, ContentHash())
-
-
-def listing_of(content: ContentHash, file: InputFile) -> tuple[InputFile, ...]:
-    """Return the listing of a segment of such rows: their name and the hash of their content."""
-    return (replace(file, sha256=hash_of(str(content))),)
