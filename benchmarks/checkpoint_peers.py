@@ -38,8 +38,7 @@ from schemas.arrays import Array
 from schemas.config.train import CheckpointConfig, TrainConfig
 from schemas.run_log import CHECKPOINTS
 from trainer.checkpoint.load import load_rows, newest_checkpoint, open_checkpoint
-from trainer.checkpoint.manager import BackgroundSaver, RunState
-from trainer.checkpoint.snapshot import SnapshotMemory, memory_path
+from trainer.checkpoint.manager import BackgroundSaver
 from trainer.components import Components
 from trainer.embedding.cache import DirectSource
 from trainer.embedding.changes import Changes
@@ -126,15 +125,8 @@ def open_saver(run: Path, tables: Tables, num_bytes: int) -> tuple[BackgroundSav
     components = Components(tables.store, embedding, model, optimizer)
     changes = Changes(tables.layouts, run)
     tables.source.track_changes(changes)
-    saver = BackgroundSaver(
-        run,
-        SnapshotMemory(memory_path(Path(config.copy_to), run)),
-        RunState(components, RunRows(tables.source, tables.store), changes, dict),
-        layouts=tables.layouts,
-        first_step=0,
-        loaded=False,
-        config=config,
-    )
+    rows = RunRows(tables.source, tables.store)
+    saver = BackgroundSaver(run, components, rows, changes, dict, config, None)
     saver.start(num_bytes + num_bytes // 10)
     return saver, changes
 

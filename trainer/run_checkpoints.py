@@ -11,16 +11,9 @@ from schemas.config.job import Job
 from schemas.config.train import CacheConfig, CheckpointConfig
 from schemas.errors import SchemaError
 from trainer.checkpoint.load import fingerprint_of, newest_checkpoint, save_checkpoint, step_of
-from trainer.checkpoint.manager import BackgroundSaver, RunState, claim_leftovers, dense_bytes
+from trainer.checkpoint.manager import BackgroundSaver, claim_leftovers, dense_bytes
 from trainer.checkpoint.manifest import has_files, step_of_newest
-from trainer.checkpoint.snapshot import (
-    DATA_OFFSET,
-    SnapshotMemory,
-    copy_bytes,
-    free_bytes,
-    memory_path,
-    no_room,
-)
+from trainer.checkpoint.snapshot import DATA_OFFSET, copy_bytes, free_bytes, no_room
 from trainer.components import Components, build_components
 from trainer.context import RunContext
 from trainer.data.decode import spec_of
@@ -117,13 +110,12 @@ class RunCheckpoints:
         self._run, self._config = context.run, context.job.train.checkpoint
         self._copy_bytes = copy_bytes
         self._save_all = save_all
-        self._layouts = context.components.store.layouts
         self._changes: Changes | None = None
         if self._config.every_steps is not None:
-            self._changes = Changes(self._layouts, context.run)
+            self._changes = Changes(context.components.store.layouts, context.run)
             context.rows.track_changes(self._changes)
         self._dropped_before = 0
-        self._active: tuple[BackgroundSaver, RunState] | None = None
+        self._active: BackgroundSaver | None = None
         self._releasing: threading.Thread | None = None
         self._warned = False
         self._reserved = False
@@ -173,7 +165,7 @@ class RunCheckpoints:
         """Release the memory of copies in the background, after they are written."""
         if self._active is not None:
             self._releasing = threading.Thread(
-                target=_close, args=self._active, name="release", daemon=True
+                target=self._active.close, name="release", daemon=True
             )
             self._releasing.start()
             self._active = None
@@ -191,7 +183,7 @@ class RunCheckpoints:
         changes, since = self._changes, max(self._context.rows.tracked_since, self._dropped_before)
         if changes is not None and base >= since and (newest is None or has_files(newest)):
             try:
-                saver, _ = self._active = self._active or self._start(changes)
+                saver = self._active = self._active or self._start(changes)
                 saver.rebase_on(base)
                 save(saver, train_step)
             except RowsLostError:
@@ -207,7 +199,7 @@ class RunCheckpoints:
         self._save_all(self._context, train_step)
         return True
 
-    def _start(self, changes: Changes) -> tuple[BackgroundSaver, RunState]:
+    def _start(self, changes: Changes) -> BackgroundSaver:
         """Create the memory of copies and start an agent.
 
         Raises:
@@ -217,28 +209,17 @@ class RunCheckpoints:
         context = self._context
         claim_leftovers(self._run, self._config, resume=True, wait_sec=_HAND_OVER_SEC)
         newest = newest_checkpoint(self._run)
-        memory = SnapshotMemory(memory_path(Path(self._config.copy_to), self._run))
-        state = RunState(
+        saver = BackgroundSaver(
+            self._run,
             context.components,
             context.rows,
             changes,
             lambda: fingerprint_of(context.job, context.span.dataset),
+            self._config,
+            None if newest is None else step_of(newest),
         )
-        saver = BackgroundSaver(
-            self._run,
-            memory,
-            state,
-            layouts=self._layouts,
-            first_step=step_of(newest),
-            loaded=newest is not None,
-            config=self._config,
-        )
-        try:
-            saver.start(self._copy_bytes)
-        except BaseException:
-            state.close()
-            raise
-        return saver, state
+        saver.start(self._copy_bytes)
+        return saver
 
     def _warn(self, train_step: int, error: Exception) -> None:
         if not self._warned:
@@ -249,8 +230,3 @@ class RunCheckpoints:
                 error,
             )
         self._warned = True
-
-
-def _close(saver: BackgroundSaver, state: RunState) -> None:
-    saver.close()
-    state.close()

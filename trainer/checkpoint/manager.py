@@ -32,10 +32,9 @@ from trainer.checkpoint.snapshot import (
 )
 from trainer.components import Components
 from trainer.embedding.cache import arrays_of_cached
-from trainer.embedding.changes import Changed, Changes
+from trainer.embedding.changes import Changes
 from trainer.run_rows import RunRows
 from trainer.runtime import close_pipes, is_readable, start_child
-from trainer.stores.api import TableLayout
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +56,10 @@ class CheckpointEvent:
     """Bytes reserved for copies, including copies of evicted rows."""
 
 
+GetFingerprint = Callable[[], Mapping[str, Any]]
+"""Returns the fingerprint of the run (`load.fingerprint_of`)."""
+
+
 class BackgroundSaver:
     """Copies state at step boundaries; an agent process writes one copy at a time to disk.
 
@@ -67,35 +70,35 @@ class BackgroundSaver:
     def __init__(
         self,
         run: Path,
-        memory: SnapshotMemory,
-        state: RunState,
-        *,
-        layouts: Mapping[str, TableLayout],
-        first_step: int,
-        loaded: bool,
+        components: Components,
+        rows: RunRows,
+        changes: Changes,
+        get_fingerprint: GetFingerprint,
         config: CheckpointConfig,
+        base_step: int | None,
     ) -> None:
         """Store the components; `start` creates the memory and the agent.
 
         Args:
             run: run folder.
-            memory: for copies, not created yet.
-            state: to save.
-            layouts: tables by name.
-            first_step: first step to train.
-            loaded: whether a checkpoint before that step was loaded.
+            components: of the run.
+            rows: of the process.
+            changes: recorded by the source of the rows.
+            get_fingerprint: returns the fingerprint of the run.
             config: of the job.
+            base_step: of the newest checkpoint, None if there is none.
         """
         self._run = run
-        self._memory = memory
-        self._state = state
-        self._layouts = layouts
-        self._newest = first_step  # nothing to save before this step
-        self._base_step = first_step if loaded else None
+        self._memory = SnapshotMemory(memory_path(Path(config.copy_to), run))
+        self._components, self._rows, self._changes = components, rows, changes
+        self._get_fingerprint = get_fingerprint
+        self._base_step = base_step
         self._pending: int | None = None
         self._failed: str | None = None
         self._config = config
         self._agent: subprocess.Popen[bytes] | None = None
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="truncate")
+        self._truncating: Future[None] | None = None
 
     def start(self, num_bytes: int) -> None:
         """Create the memory and start the agent.
@@ -115,7 +118,7 @@ class BackgroundSaver:
         self._poll_agent()
         if self._config.late == "wait":
             self.settle()
-        copied, plan = 0, self._state.plan(train_step)
+        copied, plan = 0, arrays_of_cached(self._rows.cached(train_step))
         if self._pending is not None:
             logger.warning(
                 "checkpoint is skipped, the one before is still being written; save less often "
@@ -129,7 +132,7 @@ class BackgroundSaver:
             train_step=train_step,
             pause_sec=time.perf_counter() - start,
             num_bytes=copied,
-            memory_bytes=self._memory.num_bytes + self._state.evicted_bytes,
+            memory_bytes=self._memory.num_bytes + self._changes.evicted_bytes,
         )
         with (self._run / CHECKPOINT_LOG).open("a", encoding="utf-8") as file:
             file.write(f"{canonical_json(asdict(event))}\n")
@@ -137,7 +140,7 @@ class BackgroundSaver:
     def rebase_on(self, train_step: int) -> None:
         """Use a newer checkpoint of another process as the base of the next one."""
         self._poll_agent()
-        if self._pending is None and self._newest < train_step:
+        if self._pending is None and (self._base_step or 0) < train_step:
             self._is_saved(train_step)
 
     def settle(self) -> None:
@@ -152,7 +155,7 @@ class BackgroundSaver:
             SchemaError: it cannot be written.
         """
         self.settle()
-        if self._newest < train_step or self._failed is not None:
+        if (self._base_step or 0) < train_step or self._failed is not None:
             self.save(train_step)
             self.settle()
         if self._failed is not None:
@@ -160,6 +163,10 @@ class BackgroundSaver:
 
     def close(self) -> None:
         """Stop the agent after its pending copy, and remove the memory."""
+        self._close_memory()
+        self._pool.shutdown()
+
+    def _close_memory(self) -> None:
         agent, self._agent = self._agent, None
         if agent is None or _stop_agent(agent):
             self._memory.remove()
@@ -170,11 +177,12 @@ class BackgroundSaver:
         header = SnapshotHeader(
             train_step=train_step,
             since=self._base_step,
-            fingerprint=self._state.fingerprint(),
-            layouts=self._layouts,
+            fingerprint=self._get_fingerprint(),
+            layouts=self._components.store.layouts,
         )
-        changed = self._state.changed(0 if self._base_step is None else self._base_step)
-        arguments = header, self._state.dense(), plan, changed
+        dense = state_of(self._components.model, self._components.optimizer)
+        changed = self._changes.since(self._base_step or 0, self._rows.source.rows_at)
+        arguments = header, dense, plan, changed
         try:
             num_bytes = commit_snapshot(self._memory, *arguments)
         except OSError:  # no room, since a checkpoint was skipped: more rows changed
@@ -191,7 +199,7 @@ class BackgroundSaver:
             "often, or enlarge the memory directory=%s",
             self._memory.path.parent,
         )
-        self.close()
+        self._close_memory()
         self._memory = SnapshotMemory(memory_path(self._run, self._run))
         self._memory.create(0)
         self._agent = self._start_agent()
@@ -227,8 +235,14 @@ class BackgroundSaver:
         return True
 
     def _is_saved(self, train_step: int) -> None:
-        self._newest = self._base_step = train_step
-        self._state.truncate_stores(train_step)
+        """Build on a checkpoint, and let stores truncate their logs in the background."""
+        self._base_step = train_step
+        if self._truncating is None or self._truncating.done():
+            truncating, self._truncating = self._truncating, None
+            if truncating is not None:
+                truncating.result()
+            notify = self._components.store.notify_checkpoint
+            self._truncating = self._pool.submit(notify, train_step)
 
     def _on_failure(self, error: str) -> None:
         self._failed = error
@@ -266,10 +280,6 @@ def _stop_agent(agent: subprocess.Popen[bytes]) -> bool:
     return True
 
 
-GetFingerprint = Callable[[], Mapping[str, Any]]
-"""Returns the fingerprint of the run (`load.fingerprint_of`)."""
-
-
 def claim_leftovers(
     run: Path, config: CheckpointConfig, *, resume: bool, wait_sec: float = WAIT_SEC
 ) -> None:
@@ -299,72 +309,3 @@ def claim_leftovers(
 def dense_bytes(components: Components) -> int:
     """Return an upper bound of the dense state: each value and two optimizer values."""
     return 3 * sum(a.nbytes for a in state_of(components.model, None).values())
-
-
-class RunState:
-    """The state of a run that a checkpoint saves, read at a step boundary."""
-
-    def __init__(
-        self,
-        components: Components,
-        rows: RunRows,
-        changes: Changes,
-        get_fingerprint: GetFingerprint,
-    ) -> None:
-        """Store the components.
-
-        Args:
-            components: components of the run.
-            rows: of the process.
-            changes: recorded by the source of the rows.
-            get_fingerprint: returns the fingerprint of the run.
-        """
-        self._components = components
-        self._rows = rows
-        self._changes = changes
-        self._get_fingerprint = get_fingerprint
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="truncate")
-        self._truncating: Future[None] | None = None
-
-    @property
-    def dense_bytes(self) -> int:
-        """Bytes of the dense state."""
-        return dense_bytes(self._components)
-
-    @property
-    def evicted_bytes(self) -> int:
-        """Bytes of the copies of evicted rows."""
-        return self._changes.evicted_bytes
-
-    def fingerprint(self) -> Mapping[str, Any]:
-        """Return the fingerprint of the run."""
-        return self._get_fingerprint()
-
-    def dense(self) -> Mapping[str, Array]:
-        """Return the dense state, by name."""
-        return state_of(self._components.model, self._components.optimizer)
-
-    def plan(self, train_step: int) -> Mapping[str, Array]:
-        """Return the state of the planned cache before a step, {} without one."""
-        return arrays_of_cached(self._rows.cached(train_step))
-
-    def changed(self, since: int) -> Mapping[str, list[Changed]]:
-        """Return by table the rows used by steps >= `since`, and their positions."""
-        return self._changes.since(since, self._rows.source.rows_at)
-
-    def truncate_stores(self, train_step: int) -> None:
-        """Let stores truncate their logs in the background, after a checkpoint."""
-        if self._truncating is None or self._truncating.done():
-            self.check()
-            notify = self._components.store.notify_checkpoint
-            self._truncating = self._pool.submit(notify, train_step)
-
-    def check(self) -> None:
-        """Raise the error of the last truncation, if any."""
-        truncating, self._truncating = self._truncating, None
-        if truncating is not None:
-            truncating.result()
-
-    def close(self) -> None:
-        """Stop the thread."""
-        self._pool.shutdown()
