@@ -45,9 +45,9 @@ from trainer.context import RunContext
 from trainer.data.decode import spec_of
 from trainer.embedding.cache import DirectSource, PlannedCache, RowSource
 from trainer.follow import Horizon, Span
+from trainer.options import TrainOptions
 from trainer.run_checkpoints import RunCheckpoints, copy_bytes_of
 from trainer.run_rows import RunRows
-from trainer.setup import TrainOptions
 from trainer.step import PhaseTimer
 from trainer.stores.factory import open_store
 

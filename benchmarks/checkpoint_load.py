@@ -41,7 +41,7 @@ from schemas.run_manifest import ALL, fetch_run, read_newest_state
 from schemas.storage import Location
 from tests.object_store import new_url, s3_environment, s3_server
 from trainer.checkpoint.format import RowsAndRecords
-from trainer.checkpoint.load import load_rows, newest_checkpoint, open_checkpoint
+from trainer.checkpoint.load import load_rows, newest_checkpoint, verify_checkpoint
 from trainer.checkpoint.manifest import NewCheckpoint, folder_name
 from trainer.checkpoint.upload import RunUploader
 from trainer.stores.api import Records, TableLayout
@@ -106,7 +106,7 @@ def load_run(run: Path, layouts: dict[str, TableLayout], kind: str) -> LocalStor
     store = memory_store(layouts) if kind == "memory" else mmap_store(layouts, folder)
     checkpoint = newest_checkpoint(run)
     assert checkpoint is not None, "the run has a checkpoint"
-    load_rows(checkpoint, open_checkpoint(checkpoint), store)
+    load_rows(checkpoint, verify_checkpoint(checkpoint, with_rows=False), store)
     return store
 
 

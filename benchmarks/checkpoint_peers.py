@@ -37,7 +37,7 @@ from benchmarks.logs import write_result
 from schemas.arrays import Array
 from schemas.config.train import CheckpointConfig, TrainConfig
 from schemas.run_log import CHECKPOINTS
-from trainer.checkpoint.load import load_rows, newest_checkpoint, open_checkpoint
+from trainer.checkpoint.load import load_rows, newest_checkpoint, verify_checkpoint
 from trainer.checkpoint.manager import BackgroundSaver
 from trainer.components import Components
 from trainer.embedding.cache import DirectSource
@@ -149,7 +149,7 @@ def load_ours(run: Path, layouts: Mapping[str, TableLayout]) -> LocalStore:
     newest = newest_checkpoint(run)
     assert newest is not None, "the run is saved"
     store = memory_store(layouts)
-    load_rows(newest, open_checkpoint(newest), store)
+    load_rows(newest, verify_checkpoint(newest, with_rows=False), store)
     return store
 
 

@@ -33,7 +33,7 @@ from benchmarks.logs import (
 from schemas.config.job import load_job
 from schemas.run_log import METRICS, StepMetric, read_metrics
 from schemas.storage import Location
-from trainer.setup import TrainOptions
+from trainer.options import TrainOptions
 from trainer.train import train
 
 WARM_UP = 5

@@ -36,7 +36,7 @@ from pipelines.table.rows import expand
 from schemas.dataset import open_dataset
 from schemas.layout import TRAIN
 from schemas.storage import Location
-from trainer.setup import TrainOptions
+from trainer.options import TrainOptions
 from trainer.train import train
 
 CLUSTERED, BLOCKS, SHUFFLED, BY_TIME = "clustered", "clustered, blocks shuffled", "shuffled", "time"

@@ -45,7 +45,7 @@ from schemas.config.job import load_job
 from schemas.dataset import open_dataset
 from schemas.run_log import METRICS, read_metrics
 from trainer.elastic.membership import Lighthouse
-from trainer.run import start_run
+from trainer.run import identity_of, start_run
 
 LOGS, DIM, BATCH, STEPS = ("mind", "demo"), 64, 4096, 6
 HEARTBEAT_SEC = 5.0
@@ -146,7 +146,8 @@ def measure(
         scratch: folder for our run.
     """
     run = scratch / f"run-{count}"
-    start_run(run, job, open_dataset(dataset), load_job(job).train)
+    opened = open_dataset(dataset)
+    start_run(run, job, opened, identity_of(opened, load_job(job).train, follows=False))
     # one step more: our replicas wait for the next turn before a step
     num_steps = (rounds + 1) * STEPS + 1
     with ExitStack() as stack:

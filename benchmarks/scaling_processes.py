@@ -49,10 +49,10 @@ from trainer.follow import FollowedDataset
 from trainer.frontier import Frontier
 from trainer.loop import TrainingLoop
 from trainer.models.torchrec_models import build_dlrm, dense_inputs
+from trainer.options import TrainOptions
 from trainer.recovery import Drain, Watchdog
 from trainer.run_checkpoints import RunCheckpoints
 from trainer.run_output import RunOutput
-from trainer.setup import TrainOptions, follow_options
 from trainer.step import PartialSums, PhaseTimer, Tree
 from trainer.stores.remote.connection import Access
 
@@ -138,7 +138,7 @@ def run_replica(config: ProcessConfig, connection: Connection) -> None:
     job, dataset = load_job(config.job), open_dataset(config.dataset)
     spec, choice = spec_of(dataset, job.train.dtype), TrainOptions(steps=config.num_steps)
     components = build_components(spec, job.train)
-    data = FollowedDataset(Location.parse(config.dataset), job, follow_options(choice), Drain())
+    data = FollowedDataset(Location.parse(config.dataset), job, choice, Drain())
     data.wait_for(0)
     frontier = Frontier(data, data.refresh(), Drain(), poll_sec=1.0)
     rows = MemoryRows(components.store, components.embedding)

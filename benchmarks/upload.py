@@ -31,8 +31,8 @@ from schemas.run_log import METRICS, read_metrics
 from schemas.run_manifest import local_run
 from schemas.storage import Location
 from trainer.checkpoint.upload import open_output
+from trainer.options import TrainOptions
 from trainer.recovery import Drain
-from trainer.setup import TrainOptions
 from trainer.train import train
 
 

@@ -165,8 +165,8 @@ def _train_until(drain: Drain, arguments: argparse.Namespace) -> int:
     from schemas.run_log import to_line
     from trainer.checkpoint.upload import open_output
     from trainer.elastic.launcher import LaunchOptions, start_replica, train_replicas
+    from trainer.options import TrainOptions
     from trainer.runtime import show_progress
-    from trainer.setup import TrainOptions
     from trainer.train import train
 
     _set_threads(job)

@@ -19,8 +19,8 @@ from trainer.data.collate import Batch, Microbatches
 from trainer.data.decode import spec_of
 from trainer.data.reader import Reader
 from trainer.follow import Span
+from trainer.options import TrainOptions
 from trainer.run_rows import RunRows
-from trainer.setup import TrainOptions
 from trainer.step import Clock
 
 _ACCESS_LIST_BYTES = 128 << 20

@@ -16,7 +16,7 @@ from schemas.arrays import Array
 from schemas.errors import SchemaError
 from schemas.run_log import METRICS, read_metrics
 from trainer.checkpoint.format import RowsAndRecords, read_parts, select
-from trainer.checkpoint.load import newest_checkpoint, read_dense
+from trainer.checkpoint.load import read_dense, require_checkpoint
 from trainer.checkpoint.manifest import CheckpointManifest, read_checkpoint_manifest
 
 
@@ -45,7 +45,7 @@ def compare_runs(one: Path, other: Path) -> Comparison:
         SchemaError: a folder holds no run with a checkpoint.
     """
     losses, other_losses = (_losses(run) for run in (one, other))
-    a, b = (_newest(run) for run in (one, other))
+    a, b = (require_checkpoint(run) for run in (one, other))
     tensors = [read_dense(checkpoint) for checkpoint in (a, b)]
     manifests = [read_checkpoint_manifest(checkpoint) for checkpoint in (a, b)]
     tables = [sorted(manifest.parts) for manifest in manifests]
@@ -73,13 +73,6 @@ def _losses(run: Path) -> list[float]:
     if not (run / METRICS).is_file():
         raise SchemaError("found no run; train first", file=str(run))
     return [metric.loss for metric in read_metrics(run / METRICS)]
-
-
-def _newest(run: Path) -> Path:
-    checkpoint = newest_checkpoint(run)
-    if checkpoint is None:
-        raise SchemaError("run has no checkpoint; train again", file=str(run))
-    return checkpoint
 
 
 def _compare_losses(one: list[float], other: list[float]) -> str | None:

@@ -10,7 +10,6 @@ import torch
 from schemas.config.job import Job, load_job
 from schemas.config.train import EVALUATE
 from schemas.dataset import Dataset, open_dataset, select_segments, select_segments_by_hash
-from schemas.errors import SchemaError
 from schemas.layout import MANIFEST
 from schemas.run_log import RUN_FILE
 from schemas.storage import Location
@@ -18,8 +17,8 @@ from trainer.checkpoint.load import (
     check_model,
     fingerprint_of,
     load_checkpoint,
-    newest_checkpoint,
     open_rows,
+    require_checkpoint,
     verify_checkpoint,
 )
 from trainer.components import (
@@ -63,14 +62,12 @@ def evaluate_run(
         dataset = select_segments(dataset, segments)
         check_schema(run / RUN_FILE, identity, dataset)
     else:
-        if identity.chosen:
-            dataset = select_segments_by_hash(dataset, identity.segments)
+        if identity.selected is not None:
+            dataset = select_segments_by_hash(dataset, identity.selected)
         check_run(run, dataset, job.train)
     spec = spec_of(dataset, job.train.dtype)
     components = build_components(spec, job.train)
-    checkpoint = newest_checkpoint(run)
-    if checkpoint is None:
-        raise SchemaError("run has no checkpoint; train again", file=str(run))
+    checkpoint = require_checkpoint(run)
     fingerprint = fingerprint_of(job, dataset)
     manifest = verify_checkpoint(checkpoint, fingerprint if segments is None else None)
     check_model(manifest.fingerprint, fingerprint, str(checkpoint / MANIFEST))

@@ -41,19 +41,19 @@ from schemas.model_inputs import (
     rows_key,
     weights_key,
 )
-from schemas.run_log import CHECKPOINTS, RUN_FILE
+from schemas.run_log import RUN_FILE
 from schemas.run_manifest import local_run
 from schemas.storage import Location
 from trainer.checkpoint.format import NpyFile
 from trainer.checkpoint.load import (
     CheckpointTable,
     load_state,
-    newest_checkpoint,
     read_dense,
+    require_checkpoint,
     table_rows,
     verify_checkpoint,
 )
-from trainer.checkpoint.manifest import DENSE_FILE, CheckpointManifest, folder_name
+from trainer.checkpoint.manifest import DENSE_FILE, CheckpointManifest
 from trainer.components import build_model, layouts_of, table_specs
 from trainer.data.decode import BatchSpec, spec_of_columns
 from trainer.data.history import QueryBuckets
@@ -82,7 +82,7 @@ class Exported:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A verify_checkpoint checkpoint of a run."""
+    """A verified checkpoint of a run."""
 
     run: Path
     job: Job
@@ -129,13 +129,7 @@ def open_source(run: Path, train_step: int | None = None) -> Source:
             file=str(run),
         )
     job, features = load_job(run / JOB), load_features(run / SCHEMA)
-    checkpoint = newest_checkpoint(run)
-    if train_step is not None:
-        checkpoint = run / CHECKPOINTS / folder_name(train_step)
-    if checkpoint is None or not (checkpoint / MANIFEST).is_file():
-        steps = sorted(int(p.parent.name) for p in (run / CHECKPOINTS).glob(f"*/{MANIFEST}"))
-        missing = "checkpoint" if train_step is None else f"checkpoint of step {train_step}"
-        raise SchemaError(f"run has no {missing}: it has {steps}; use one of these", file=str(run))
+    checkpoint = require_checkpoint(run, train_step)
     spec = spec_of_columns(features, job.data, job.train.dtype)
     return Source(run, job, spec, checkpoint, verify_checkpoint(checkpoint))
 

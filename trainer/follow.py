@@ -30,6 +30,7 @@ from schemas.storage import Location
 from schemas.versions import Versions
 from trainer.components import order_of, plans_of
 from trainer.embedding.cache import PlannedCache, RowSource, TablePlan
+from trainer.options import TrainOptions
 from trainer.recovery import Drain
 from trainer.stores.api import Store
 from trainer.stores.future_log import FutureLog, NextUseLookup
@@ -156,22 +157,6 @@ class Span:
     horizon: Horizon
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FollowOptions:
-    """How a run opens its dataset."""
-
-    follow: bool
-    """Whether more segments may come."""
-    stop: int | None
-    """Step before which the run stops."""
-    planned: bool
-    """Whether an index must cover the segments."""
-    min_segments: int = 0
-    """Segments to wait for at the start, since other processes have trained them."""
-    selected: tuple[str, ...] | None = None
-    """Hashes of the manifests of the segments to train; None for all segments."""
-
-
 class FollowedDataset:
     """Opens committed segments, and waits for more."""
 
@@ -179,25 +164,32 @@ class FollowedDataset:
         self,
         path: Location,
         job: Job,
-        options: FollowOptions,
+        options: TrainOptions,
         drain: Drain,
         progress: Callable[[str], None] = lambda _: None,
         check: Callable[[Dataset], None] = lambda _: None,
+        *,
+        min_segments: int = 0,
+        selected: tuple[str, ...] | None = None,
     ) -> None:
         """Store the arguments; nothing is opened yet.
 
         Args:
             path: dataset folder.
             job: of the run.
-            options: how to open it.
+            options: of the run; with `--embedding cached` an index must cover the segments.
             drain: interrupts a wait.
             progress: called with a message while waiting.
             check: raises if the first dataset does not fit the run.
+            min_segments: segments to wait for at the start, since other processes have trained
+                them.
+            selected: hashes of the manifests of the segments to train; None for all segments.
         """
         self.location = path
         """Path or URL of the dataset."""
         self._job = job
         self._options = options
+        self._min_segments, self._selected = min_segments, selected
         self._drain = drain
         self._progress = progress
         self._check = check
@@ -254,7 +246,7 @@ class FollowedDataset:
         """
         span = self.current()
         self._used = directories_of(span.dataset)
-        return replace(span, horizon=horizon_of(span.order, extent, self._options.stop))
+        return replace(span, horizon=horizon_of(span.order, extent, self._options.steps))
 
     def wait_for(self, train_step: int) -> Span:
         """Return the span that has a step, or the last one if none has it.
@@ -297,9 +289,9 @@ class FollowedDataset:
             return previous
         if span is None:
             self.wait_reason = "no segment with training samples is committed yet"
-            if self._options.min_segments:
+            if self._min_segments:
                 self.wait_reason = (
-                    f"fewer than the {self._options.min_segments} segments of the run are visible"
+                    f"fewer than the {self._min_segments} segments of the run are visible"
                 )
             return None
         ids = [s.id for s in span.dataset.segments]
@@ -315,16 +307,16 @@ class FollowedDataset:
             root = read_dataset(self.location)
             if self._span is not None:
                 check_continues(self._span.dataset.manifest, root, self.location)
-            elif len(root.segments) < self._options.min_segments:
+            elif len(root.segments) < self._min_segments:
                 return None
             try:
                 dataset = open_dataset(self.location)
-                if self._options.selected is not None:
-                    dataset = select_segments_by_hash(dataset, self._options.selected)
+                if self._selected is not None:
+                    dataset = select_segments_by_hash(dataset, self._selected)
                 if self._span is None:
                     self._check(dataset)
                 span = self._span_of(dataset)
-                if span is not None and self._options.planned:
+                if span is not None and self._options.embedding == "cached":
                     self._check_index(span)
                 self._lease.hold({*directories_of(dataset), *self._used})
                 if read_dataset(self.location) != root:
@@ -341,7 +333,7 @@ class FollowedDataset:
             return None
         order = order_of(self._job, dataset)
         extent = DatasetExtent(num_segments=len(dataset.segments), sealed=sealed)
-        return Span(dataset, order, horizon_of(order, extent, self._options.stop))
+        return Span(dataset, order, horizon_of(order, extent, self._options.steps))
 
     def _check_index(self, span: Span) -> None:
         try:

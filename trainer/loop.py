@@ -38,7 +38,7 @@ from trainer.context import RunContext
 from trainer.follow import Span, next_action
 from trainer.frontier import DatasetRefusedError, Frontier
 from trainer.recovery import Drain, Watchdog
-from trainer.run import write_dataset
+from trainer.run import identity_of, write_dataset
 from trainer.run_checkpoints import RunCheckpoints
 from trainer.run_log import LogWriter
 from trainer.run_output import RunOutput
@@ -312,7 +312,8 @@ class TrainingLoop:
         """
         span, follows = self.context.span, self.context.options.follow
         if follows and self._written_span is not span:
-            write_dataset(self.context.run, span.dataset, self.context.job.train, follows=True)
+            identity = identity_of(span.dataset, self.context.job.train, follows=True)
+            write_dataset(self.context.run, span.dataset, identity)
             self._written_span = span
         self.log.write()
 

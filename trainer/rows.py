@@ -28,9 +28,9 @@ from trainer.checkpoint.load import (
     NextUseOf,
     load_rows,
     newest_checkpoint,
-    open_checkpoint,
     open_rows,
     step_of,
+    verify_checkpoint,
     write_checkpoint,
 )
 from trainer.checkpoint.manifest import NewCheckpoint
@@ -308,7 +308,7 @@ class EmbeddingRows:
         checkpoint = newest_checkpoint(Path(folder).absolute())
         if checkpoint is None:
             return None
-        manifest = open_checkpoint(checkpoint)
+        manifest = verify_checkpoint(checkpoint, with_rows=False)
         difference = first_difference(manifest.fingerprint, self._fingerprint(), "")
         if difference is not None:
             name, saved, ours = difference

@@ -55,6 +55,11 @@ class RunIdentity:
     origin: Mapping[str, Any] | None = None
     """Run, checkpoint and segments of a warm start (`warm_start.py`)."""
 
+    @property
+    def selected(self) -> tuple[str, ...] | None:
+        """Hashes of the segments that the run selected, None for all of the dataset."""
+        return self.segments if self.chosen else None
+
 
 def identity_of(
     dataset: Dataset,
@@ -107,26 +112,8 @@ def check_no_run(run: Path | Location) -> None:
         )
 
 
-def start_run(
-    run: Path,
-    job: Path | Location,
-    dataset: Dataset,
-    config: TrainConfig,
-    *,
-    follows: bool = False,
-    chosen: bool = False,
-    origin: Mapping[str, Any] | None = None,
-) -> None:
-    """Create the folder of a new run.
-
-    Args:
-        run: run folder.
-        job: job file.
-        dataset: open dataset.
-        config: train section of the job.
-        follows: whether more segments may come.
-        chosen: whether its segments were selected from those of the dataset.
-        origin: of a warm start.
+def start_run(run: Path, job: Path | Location, dataset: Dataset, identity: RunIdentity) -> None:
+    """Create the folder of a new run of a job file.
 
     Raises:
         SchemaError: the folder has a run already.
@@ -136,23 +123,14 @@ def start_run(
     (run / JOB).write_bytes(job.read_bytes())
     for name in (METRICS, LEDGER):
         (run / name).write_text("", encoding="utf-8")
-    write_dataset(run, dataset, config, follows=follows, chosen=chosen, origin=origin)
+    write_dataset(run, dataset, identity)
 
 
-def write_dataset(
-    run: Path,
-    dataset: Dataset,
-    config: TrainConfig,
-    *,
-    follows: bool,
-    chosen: bool = False,
-    origin: Mapping[str, Any] | None = None,
-) -> None:
+def write_dataset(run: Path, dataset: Dataset, identity: RunIdentity) -> None:
     """Write the blocks to train, the schema and the identity; again if the dataset has grown."""
-    _write_blocks(run, dataset, config.epochs)
+    _write_blocks(run, dataset, identity.train["epochs"])
     schema = read_version(dataset.directory, SCHEMA, dataset.manifest.schema_sha256)
     replace_bytes(run / SCHEMA, schema)
-    identity = identity_of(dataset, config, follows=follows, chosen=chosen, origin=origin)
     replace_bytes(run / RUN_FILE, canonical_json(asdict(identity)).encode())
 
 

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,13 +20,15 @@ from trainer.checkpoint.load import newest_checkpoint, step_of, verify_checkpoin
 from trainer.checkpoint.manager import claim_leftovers
 from trainer.checkpoint.manifest import complete_checkpoints, set_aside
 from trainer.components import order_of
-from trainer.follow import FollowedDataset, FollowOptions
+from trainer.follow import FollowedDataset
+from trainer.options import TrainOptions
 from trainer.recovery import Drain, Watchdog
 from trainer.run import (
     RunIdentity,
     check_no_run,
     check_run,
     has_run,
+    identity_of,
     read_identity,
     start_run,
     write_dataset,
@@ -39,53 +41,6 @@ from trainer.warm_start import (
     untrained_segments,
     write_initial_checkpoint,
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainOptions:
-    """Command-line options of `train`."""
-
-    embedding: str = "plain"
-    """plain: all rows in memory; cached: the planned cache in front of a store; lru: an LRU cache
-    in front of the same store; uncached: that store without a cache."""
-    expanded: bool = False
-    """Undo the deduplication, for comparison."""
-    steps: int | None = None
-    """Stop before this step; None for the whole run."""
-    resume: bool = False
-    """Resume from the newest checkpoint of the run."""
-    stores: int | None = None
-    """Store processes to start on this machine; None for those of the job."""
-    follow: bool = False
-    """Train on committed segments while later ones are built, until the dataset is sealed."""
-    fast: bool = False
-    """Compute all samples of a step at once; equal to microbatches up to rounding."""
-    start_from: Path | Location | None = None
-    """Run whose newest checkpoint a new run starts from."""
-    output: Location | None = None
-    """URL of the run; None if it stays in its folder."""
-    segments: tuple[str, ...] | None = None
-    """Ids or days of the segments to train on; None for all that are not trained yet."""
-    expire_days: int | None = None
-    """Drop rows that no segment of the last so many days uses; None keeps all."""
-
-    def __post_init__(self) -> None:
-        if self.expire_days is not None and self.start_from is None:
-            raise ValueError(
-                f"rows must be those of a run to expire, got expire_days={self.expire_days} "
-                "without a run; use --start-from"
-            )
-        if self.follow and (self.start_from is not None or self.segments is not None):
-            raise ValueError(
-                "segments must be known when the run begins, got --follow with --start-from or "
-                "--segments; leave --follow out, and train the next day as the next run"
-            )
-        if self.stores is not None and self.embedding == "plain":
-            raise ValueError(
-                f"stores must hold the rows, got stores={self.stores} and the embedding 'plain', "
-                "which has all rows in memory; use --embedding cached"
-            )
-
 
 logger = logging.getLogger(__name__)
 
@@ -130,9 +85,7 @@ def open_run(
         if options.start_from is not None:
             warm_start = opened.enter_context(open_warm_start(options.start_from))
         selected = _select_segments(warm_start, dataset_path, options)
-        data = FollowedDataset(
-            dataset_path, job, follow_options(options, selected=selected), drain, progress
-        )
+        data = FollowedDataset(dataset_path, job, options, drain, progress, selected=selected)
         with watchdog(WAIT):
             dataset = data.wait_for(0).dataset
         drain.check()
@@ -141,15 +94,9 @@ def open_run(
         if warm_start is not None:
             origin = write_initial_checkpoint(warm_start, run, job, dataset, options.expire_days)
             origin["run"] = _name_of_origin(run, options)
-    start_run(
-        run,
-        job_path,
-        dataset,
-        config,
-        follows=options.follow,
-        chosen=selected is not None,
-        origin=origin,
-    )
+    chosen = selected is not None
+    identity = identity_of(dataset, config, follows=options.follow, chosen=chosen, origin=origin)
+    start_run(run, job_path, dataset, identity)
     claim_leftovers(run, config.checkpoint, resume=False)
     return data
 
@@ -172,19 +119,13 @@ def _resume_run(
     def check(dataset: Dataset) -> None:
         check_run(run, dataset, config, follows=options.follow)
 
-    how = follow_options(options, selected=selected_segments(identity))
-    data = FollowedDataset(dataset_path, job, how, drain, progress, check)
+    selected = identity.selected
+    data = FollowedDataset(dataset_path, job, options, drain, progress, check, selected=selected)
     with watchdog(WAIT):
         span = data.wait_for(0)
     drain.check()
-    write_dataset(
-        run,
-        span.dataset,
-        config,
-        follows=options.follow,
-        chosen=identity.chosen,
-        origin=identity.origin,
-    )
+    now = identity_of(span.dataset, config, follows=options.follow)
+    write_dataset(run, span.dataset, replace(now, chosen=identity.chosen, origin=identity.origin))
     return data
 
 
@@ -248,11 +189,6 @@ def _check_same_start(
         )
 
 
-def selected_segments(identity: RunIdentity) -> tuple[str, ...] | None:
-    """Return the hashes of the segments that a run selected, None for all of the dataset."""
-    return identity.segments if identity.chosen else None
-
-
 def first_checkpoint(run: Path, options: TrainOptions) -> Path | None:
     """Return the checkpoint that training starts from, None for none."""
     may_have_one = options.resume or options.start_from is not None
@@ -314,25 +250,6 @@ def _restart_hint(run: Path, origin: Mapping[str, Any] | None) -> str:
         return f"remove {run / CHECKPOINTS} and use --resume to train again from step 0"
     old = origin["run"] if "://" in origin["run"] else os.path.normpath(run / origin["run"])
     return f"begin again in another folder with --start-from {old}"
-
-
-def follow_options(
-    options: TrainOptions, min_segments: int = 0, selected: tuple[str, ...] | None = None
-) -> FollowOptions:
-    """Return the options with which a run opens its dataset.
-
-    Args:
-        options: of the command line.
-        min_segments: segments to wait for at the start.
-        selected: hashes of the segments to train; None for all.
-    """
-    return FollowOptions(
-        follow=options.follow,
-        stop=options.steps,
-        planned=options.embedding == "cached",
-        min_segments=min_segments,
-        selected=selected,
-    )
 
 
 T = TypeVar("T")

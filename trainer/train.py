@@ -21,9 +21,9 @@ from trainer.checkpoint.load import (
     has_plan_of,
     load_checkpoint,
     newest_checkpoint,
-    open_checkpoint,
     open_rows,
     read_cached,
+    verify_checkpoint,
 )
 from trainer.checkpoint.manager import claim_leftovers
 from trainer.checkpoint.manifest import PLAN_FILE
@@ -40,6 +40,7 @@ from trainer.follow import FollowedDataset, Span, plans_of_span
 from trainer.frontier import Frontier
 from trainer.loop import Peers, TrainingLoop
 from trainer.metrics import Evaluation
+from trainer.options import TrainOptions
 from trainer.recovery import Drain, Watchdog, resume_hint
 from trainer.run import RunIdentity, read_identity, write_summary
 from trainer.run_checkpoints import RunCheckpoints, copy_bytes_of
@@ -48,7 +49,6 @@ from trainer.run_output import RunOutput
 from trainer.run_rows import RunRows
 from trainer.setup import (
     Rollbacks,
-    TrainOptions,
     first_checkpoint,
     open_run,
     with_rollbacks,
@@ -324,7 +324,7 @@ def _load_start(
         if isinstance(components.store, FutureLog):
             end, is_warm = span.horizon.known_end, identity.origin is not None
             next_use = NextUseLookup(span.dataset, span.order, end, allow_unknown=is_warm)
-        manifest = open_checkpoint(checkpoint, fingerprint_of(job, span.dataset))
+        manifest = verify_checkpoint(checkpoint, fingerprint_of(job, span.dataset), with_rows=False)
         if options.embedding == "cached" and has_plan_of(manifest, job.train.cache):
             cached = read_cached(checkpoint / PLAN_FILE, components.store.layouts)
         first = load_checkpoint(checkpoint, manifest, components, next_use=next_use, cached=cached)

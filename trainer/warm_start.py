@@ -34,8 +34,8 @@ from trainer.checkpoint.load import (
     check_model,
     fingerprint_of,
     load_state,
-    newest_checkpoint,
     read_dense,
+    require_checkpoint,
     table_rows,
     verify_checkpoint,
 )
@@ -107,12 +107,7 @@ def open_warm_start(source: Path | Location) -> Generator[WarmStart]:
         SchemaError: there is no run, or the checkpoint is missing or damaged.
     """
     with local_run(source, (RUN_FILE,), (None,)) as run:
-        identity, checkpoint = read_identity(run), newest_checkpoint(run)
-        if checkpoint is None:
-            raise SchemaError(
-                "run to start from has no checkpoint; train it to its end",
-                file=str(source),
-            )
+        identity, checkpoint = read_identity(run), require_checkpoint(run)
         yield WarmStart(
             run=run,
             checkpoint=checkpoint,

@@ -19,8 +19,8 @@ from tests.trainer.runs import final_rows, losses_of, reader_of, run_job
 from trainer.components import order_of
 from trainer.data.decode import spec_of
 from trainer.evaluate import evaluate_run
+from trainer.options import TrainOptions
 from trainer.run import verify_run
-from trainer.setup import TrainOptions
 from trainer.train import train
 
 EVALUATION_FROM = datetime(2026, 1, 1, 0, 8)

@@ -28,7 +28,8 @@ from tests.trainer.held import held_by
 from tests.trainer.make_dataset import change_root
 from tests.trainer.processes import ended, num_steps, started, trained, until
 from trainer.diff import compare_runs
-from trainer.follow import FollowedDataset, FollowOptions
+from trainer.follow import FollowedDataset
+from trainer.options import TrainOptions
 from trainer.recovery import Drain
 from trainer.run import verify_run
 
@@ -112,7 +113,7 @@ def append(job: Path, log: Path, dataset: Path, *more: str) -> int:
 
 def following(job: Path, dataset: Path) -> FollowedDataset:
     """Return what a run reads a dataset by."""
-    how = FollowOptions(follow=True, stop=None, planned=True)
+    how = TrainOptions(follow=True, embedding="cached")
     return FollowedDataset(Location.parse(dataset), load_job(job), how, Drain())
 
 

@@ -17,8 +17,8 @@ from tests.shared import make_once
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import with_keys
 from tests.trainer.runs import run_job
+from trainer.options import TrainOptions
 from trainer.recovery import Drain
-from trainer.setup import TrainOptions
 from trainer.train import train
 
 ONCE = {"epochs": "1"}

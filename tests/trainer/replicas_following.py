@@ -15,8 +15,8 @@ from tests.trainer.growing import commit
 from tests.trainer.processes import num_steps, wait_for
 from tests.trainer.runs import checkpoint_at
 from trainer.elastic.launcher import LaunchOptions, LocalReplicas, StartChild, train_replicas
+from trainer.options import TrainOptions
 from trainer.recovery import Drain
-from trainer.setup import TrainOptions
 
 KNOWN = (12, 16, 19, 20)
 """Steps that may be trained while the next version is not committed."""

@@ -23,8 +23,8 @@ from trainer.data.decode import spec_of
 from trainer.data.reader import Reader
 from trainer.diff import compare_runs
 from trainer.embedding.module import Embedding
+from trainer.options import TrainOptions
 from trainer.run import verify_run
-from trainer.setup import TrainOptions
 from trainer.train import train
 
 SEGMENTS = [[(400, 50), (333, 30)], [(250, 0)]]

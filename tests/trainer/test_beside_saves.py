@@ -25,8 +25,8 @@ from trainer.context import RunContext
 from trainer.data.decode import spec_of
 from trainer.elastic.peer_state import MemoryRows
 from trainer.follow import Horizon, Span
+from trainer.options import TrainOptions
 from trainer.run_checkpoints import RunCheckpoints
-from trainer.setup import TrainOptions
 
 TABLE = "items"
 

@@ -14,8 +14,8 @@ from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, run_job
 from trainer.diff import compare_runs
 from trainer.elastic.launcher import LaunchOptions, train_replicas
+from trainer.options import TrainOptions
 from trainer.run import verify_run
-from trainer.setup import TrainOptions
 
 NUM_STEPS = 64
 WITH_EACH_KIND = (1, 2, 14)

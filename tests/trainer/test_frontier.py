@@ -18,13 +18,13 @@ from tests.trainer.growing import commit, grown_versions
 from trainer.follow import (
     DatasetExtent,
     FollowedDataset,
-    FollowOptions,
     Horizon,
     Span,
     common_extent,
     next_action,
 )
 from trainer.frontier import DatasetRefusedError, Frontier
+from trainer.options import TrainOptions
 from trainer.recovery import Drain
 from trainer.stores.api import BehindError
 
@@ -54,7 +54,7 @@ class Member:
         job = load_job(versions[0].parent / "job" / "job.yaml")
         at_once = replace(job.train, follow=FollowConfig(poll=timedelta(microseconds=1)))
         job = replace(job, train=at_once)
-        how = FollowOptions(follow=True, stop=None, planned=True)
+        how = TrainOptions(follow=True, embedding="cached")
         data = FollowedDataset(Location.parse(dataset), job, how, Drain())
         data.wait_for(0)
         self.frontier = Frontier(data, FIRST, Drain(), 0.01)

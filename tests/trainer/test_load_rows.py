@@ -12,7 +12,7 @@ import pytest
 from schemas.cache_plan import NEVER_AGAIN
 from schemas.errors import SchemaError
 from trainer.checkpoint.format import ROW_FILES, RowsAndRecords
-from trainer.checkpoint.load import load_rows, open_checkpoint
+from trainer.checkpoint.load import load_rows, verify_checkpoint
 from trainer.checkpoint.manifest import (
     FileChecksum,
     NewCheckpoint,
@@ -88,7 +88,7 @@ def load(saved: Saved, store: Store) -> None:
     is_log = not hasattr(store, "tables")
     load_rows(
         saved.folder,
-        open_checkpoint(saved.folder),
+        verify_checkpoint(saved.folder, with_rows=False),
         store,
         (lambda table, step, rows: np.full(len(rows), NEVER_AGAIN)) if is_log else None,
     )

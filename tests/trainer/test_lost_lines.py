@@ -22,9 +22,10 @@ from tests.trainer.stores import largest_file
 from trainer.checkpoint.manifest import NewCheckpoint, complete_checkpoints
 from trainer.diff import compare_runs
 from trainer.elastic.launcher import LaunchOptions, train_replicas
+from trainer.options import TrainOptions
 from trainer.run import verify_run
 from trainer.run_log import LogWriter, truncate_logs
-from trainer.setup import TrainOptions, resumable_checkpoint
+from trainer.setup import resumable_checkpoint
 
 NUM_STEPS = 32
 

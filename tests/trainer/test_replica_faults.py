@@ -18,9 +18,9 @@ from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import PATIENCE
 from tests.trainer.runs import SEGMENTS, assert_equal, run_job
 from trainer.elastic.launcher import LaunchOptions, LocalReplicas, start_replica, train_replicas
+from trainer.options import TrainOptions
 from trainer.recovery import Drain, DrainInterrupt
 from trainer.run import read_ledger
-from trainer.setup import TrainOptions
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -28,9 +28,9 @@ from trainer.elastic.membership import (
     Lighthouse,
     Member,
 )
+from trainer.options import TrainOptions
 from trainer.recovery import Drain, DrainInterrupt
 from trainer.run import read_ledger
-from trainer.setup import TrainOptions
 
 EPOCHS = {"epochs": "8"}
 NEVER_SEC = 1000.0

@@ -21,7 +21,7 @@ from tests.trainer.test_draining import SEGMENT, with_a_fifo
 from trainer.elastic.context import read_rendezvous, write_rendezvous
 from trainer.elastic.launcher import LaunchOptions, start_replica, train_replicas
 from trainer.elastic.worker import replica_limits
-from trainer.setup import TrainOptions
+from trainer.options import TrainOptions
 
 LINE = (
     r"error: phase must end within 6 s, got phase='read', step=\d+, rank='(\d)' after \d+\.\d s; "

@@ -26,7 +26,7 @@ from trainer.checkpoint.manager import CHECKPOINT_LOG
 from trainer.checkpoint.manifest import complete_checkpoints, read_checkpoint_manifest, verify_files
 from trainer.checkpoint.snapshot import memory_path
 from trainer.elastic.launcher import LaunchOptions, LocalReplicas, train_replicas
-from trainer.setup import TrainOptions
+from trainer.options import TrainOptions
 
 
 @pytest.fixture(scope="module")

@@ -21,8 +21,8 @@ from tests.trainer.stores import kill_stores, log_files
 from trainer.checkpoint.manager import CHECKPOINT_LOG
 from trainer.checkpoint.manifest import DENSE_FILE, complete_checkpoints
 from trainer.elastic.launcher import LaunchOptions, LocalReplicas, start_replica, train_replicas
+from trainer.options import TrainOptions
 from trainer.run import read_ledger
-from trainer.setup import TrainOptions
 from trainer.stores.factory import STORE
 from trainer.stores.remote.ownership import ShardControl
 from trainer.stores.remote.wal import read_entries

@@ -12,8 +12,8 @@ from tests.trainer.make_dataset import write_job
 from tests.trainer.processes import children_of
 from tests.trainer.runs import final_rows, losses_of, plain_run, run_job
 from tests.trainer.stores import TOKEN, running, start_store
+from trainer.options import TrainOptions
 from trainer.run_log import LogWriter
-from trainer.setup import TrainOptions
 
 
 def assert_same_run(one: Path, other: Path) -> None:

@@ -32,7 +32,7 @@ from trainer.elastic.membership import (
     connect_lighthouse,
 )
 from trainer.elastic.peer_state import PeerClient, PeerError, PeerServer
-from trainer.setup import TrainOptions
+from trainer.options import TrainOptions
 from trainer.stores.remote.connection import Access
 
 ACCESS = Access(token="secret", timeout_sec=20.0)

@@ -16,8 +16,8 @@ from schemas.versions import Versions
 from tests.trainer.make_dataset import write_job
 from tests.trainer.runs import assert_equal, run_job, small_dataset
 from trainer.checkpoint.upload import open_output
+from trainer.options import TrainOptions
 from trainer.recovery import Drain
-from trainer.setup import TrainOptions
 from trainer.train import train
 
 

@@ -35,7 +35,6 @@ from trainer.checkpoint.manifest import (
     PLAN_FILE,
     CheckpointManifest,
     NewCheckpoint,
-    check_file,
     complete_checkpoints,
     folder_name,
     read_checkpoint_manifest,
@@ -471,54 +470,50 @@ def newest_checkpoint(run: Path) -> Path | None:
     return complete[-1] if complete else None
 
 
+def require_checkpoint(run: Path, train_step: int | None = None) -> Path:
+    """Return the complete checkpoint of a step, or the newest one.
+
+    Raises:
+        SchemaError: the run does not have it.
+    """
+    by_step = {int(each.name): each for each in complete_checkpoints(run / CHECKPOINTS)}
+    if not by_step:
+        raise SchemaError("run has no checkpoint; train it to its end", file=str(run))
+    chosen = max(by_step) if train_step is None else train_step
+    if chosen not in by_step:
+        raise SchemaError(
+            f"run has no checkpoint of step {chosen}: it has {list(by_step)}; use one of these",
+            file=str(run),
+        )
+    return by_step[chosen]
+
+
 def step_of(checkpoint: Path | None) -> int:
     """Return the first step to train after a checkpoint, 0 without one."""
     return 0 if checkpoint is None else int(checkpoint.name)
 
 
 def verify_checkpoint(
-    checkpoint: Path, fingerprint: Mapping[str, Any] | None = None
+    checkpoint: Path, fingerprint: Mapping[str, Any] | None = None, *, with_rows: bool = True
 ) -> CheckpointManifest:
     """Verify every byte of a checkpoint and return its manifest.
 
     Args:
         checkpoint: folder of the checkpoint.
         fingerprint: of the run that it must belong to; None for any run.
+        with_rows: also verify rows, which `load_rows` does as it reads them.
 
     Raises:
         SchemaError: a file is missing or has changed, or it does not belong to the run.
     """
-    manifest = _read_manifest(checkpoint, fingerprint)
-    verify_files(checkpoint, manifest)
-    return manifest
-
-
-def open_checkpoint(
-    checkpoint: Path, fingerprint: Mapping[str, Any] | None = None
-) -> CheckpointManifest:
-    """Verify all files of a checkpoint but its rows, which `load_rows` verifies as it reads them.
-
-    Arguments and errors are those of `verify_checkpoint`.
-    """
-    manifest = _read_manifest(checkpoint, fingerprint)
-    row_files = {
-        f"{part}/{name}.npy"
-        for parts in manifest.parts.values()
-        for part in parts
-        for name in ROW_FILES
-    }
-    for name, expected in manifest.files.items():
-        if name not in row_files:
-            check_file(checkpoint, name, expected)
-    return manifest
-
-
-def _read_manifest(checkpoint: Path, fingerprint: Mapping[str, Any] | None) -> CheckpointManifest:
     manifest = read_checkpoint_manifest(checkpoint)
     if fingerprint is not None:
         file = str(checkpoint / MANIFEST)
         check_model(manifest.fingerprint, fingerprint, file)
         _check_position(manifest.fingerprint, fingerprint, manifest.train_step, file)
+    parts = {part for parts in manifest.parts.values() for part in parts}
+    names = [n for n in manifest.files if with_rows or n.rpartition("/")[0] not in parts]
+    verify_files(checkpoint, {name: manifest.files[name] for name in names})
     return manifest
 
 
@@ -536,7 +531,7 @@ def load_checkpoint(
 
     Args:
         checkpoint: folder of the checkpoint.
-        manifest: of the checkpoint, from `open_checkpoint`.
+        manifest: of the checkpoint, from `verify_checkpoint`.
         components: of the run.
         next_use: next use of rows, for stores that are ordered by it.
         cached: rows that the cache holds, which stores that are ordered by next use do not get.

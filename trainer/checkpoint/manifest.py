@@ -113,14 +113,14 @@ def checksum_of(path: Path) -> FileChecksum:
     return FileChecksum(num_bytes=path.stat().st_size, sha256=sha256_of(path))
 
 
-def verify_files(folder: Path, manifest: CheckpointManifest) -> None:
-    """Compare every byte of a checkpoint with its manifest.
+def verify_files(folder: Path, files: Mapping[str, FileChecksum]) -> None:
+    """Compare every byte of files of a checkpoint with its manifest.
 
     Raises:
         SchemaError: a file is missing, truncated or changed; names the checkpoint to use instead.
     """
     with ThreadPoolExecutor(_VERIFIED, thread_name_prefix="verify") as pool:
-        checks = [pool.submit(check_file, folder, *each) for each in manifest.files.items()]
+        checks = [pool.submit(check_file, folder, *each) for each in files.items()]
         for check in checks:
             check.result()
 

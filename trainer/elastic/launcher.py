@@ -48,12 +48,13 @@ from trainer.elastic.context import (
 from trainer.elastic.membership import Lighthouse
 from trainer.elastic.shared_rows import BUFFER_BYTES, SharedStores, launch_shared_stores
 from trainer.follow import FollowedDataset
+from trainer.options import TrainOptions
 from trainer.recovery import Drain, DrainInterrupt, Watchdog, resume_hint
 from trainer.run_checkpoints import check_room, copy_bytes_of
 from trainer.run_log import truncate_logs
 from trainer.run_output import rows_are_lost
 from trainer.runtime import ChildProcess, close_pipes, end_children, request_leave, start_child
-from trainer.setup import Rollbacks, TrainOptions, first_checkpoint, open_run, with_rollbacks
+from trainer.setup import Rollbacks, first_checkpoint, open_run, with_rollbacks
 from trainer.stores.api import RowsLostError
 from trainer.stores.remote.wire import write_token
 

@@ -15,7 +15,7 @@ from schemas.arrays import Array
 from schemas.cache_plan import Keyframe
 from schemas.config.train import TrainConfig
 from schemas.storage import Location
-from trainer.checkpoint.load import load_rows, open_checkpoint, step_of
+from trainer.checkpoint.load import load_rows, step_of, verify_checkpoint
 from trainer.elastic.peer_state import ROWS, rows_from_arrays, rows_to_arrays
 from trainer.embedding.cache import (
     CachedRows,
@@ -203,7 +203,7 @@ def launch_shared_stores(
     with opened as store:
         assert isinstance(store, RemoteStore), "there are store processes"
         if checkpoint is not None:
-            load_rows(checkpoint, open_checkpoint(checkpoint), store)
+            load_rows(checkpoint, verify_checkpoint(checkpoint, with_rows=False), store)
         yield SharedStores(
             addresses=tuple(store.members.addresses),
             session=store.members.session,

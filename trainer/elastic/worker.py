@@ -19,7 +19,7 @@ from trainer.checkpoint.load import (
     fingerprint_of,
     load_checkpoint,
     newest_checkpoint,
-    open_checkpoint,
+    verify_checkpoint,
 )
 from trainer.components import Components, build_components, layouts_of
 from trainer.compute import StepCompute, WholeBatchCompute
@@ -32,10 +32,10 @@ from trainer.elastic.replica import ReplicaPeers
 from trainer.elastic.shared_rows import SharedRows, WriteBuffer
 from trainer.follow import FollowedDataset
 from trainer.frontier import Frontier, extent_at_step
+from trainer.options import TrainOptions
 from trainer.recovery import Drain, Watchdog, resume_hint
 from trainer.run import check_run, read_identity
 from trainer.run_output import RunOutput, replica_folder, report_lost_rows
-from trainer.setup import TrainOptions, follow_options, selected_segments
 from trainer.step import Clock
 from trainer.stores.api import BehindError, RowsLostError
 from trainer.stores.factory import store_access
@@ -183,8 +183,11 @@ def _open_dataset(
     def check(opened: Dataset) -> None:
         check_run(run, opened, job.train, follows=options.follow)
 
-    how = follow_options(options, at_least, selected_segments(identity))
-    data = FollowedDataset(dataset, job, how, drain, progress, check)
+    data = FollowedDataset(
+        *(dataset, job, options, drain, progress, check),
+        min_segments=at_least,
+        selected=identity.selected,
+    )
     data.wait_for(0)
     return data
 
@@ -199,7 +202,7 @@ def _load_newest(
     """
     while (checkpoint := newest_checkpoint(run)) is not None:
         try:
-            manifest = open_checkpoint(checkpoint, fingerprint)
+            manifest = verify_checkpoint(checkpoint, fingerprint, with_rows=False)
             return load_checkpoint(checkpoint, manifest, components, with_rows=with_rows)
         except (SchemaError, OSError):
             # another replica may have saved a newer checkpoint and deleted this one
