@@ -21,7 +21,6 @@ from trainer.data.history import HistoryLayout, lay_out_histories
 from trainer.data.lookup import (
     Inverse,
     KeyedBags,
-    MergedLookups,
     TableLookup,
     VectorLayout,
     inverse_of,
@@ -47,7 +46,7 @@ class DeviceInputs:
             other; None: all, in order.
     """
 
-    lookups: MergedLookups
+    lookups: TableLookup
     dense_group: str | None
     history: HistoryLayout | None
     row_numbers: torch.Tensor | None = None

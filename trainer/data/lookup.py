@@ -62,7 +62,13 @@ class TableLookup:
 
     def slices_of(self, feature: str) -> tuple[slice, slice]:
         """Return the look-ups and the bags of one feature."""
-        return _slices_of(self, feature)
+        index = self.features.index(feature)
+        first_value = sum(self.values_per_feature[:index])
+        first_bag = sum(self.bags_per_feature[:index])
+        return (
+            slice(first_value, first_value + self.values_per_feature[index]),
+            slice(first_bag, first_bag + self.bags_per_feature[index]),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,53 +378,8 @@ def table_lookups(
 # ---- Look-ups of all tables as those of one, for devices ----
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MergedLookups:
-    """The look-ups of all tables, whose rows are numbered one table after the other.
-
-    Attributes:
-        features: in the order of their bags.
-        bags_per_feature: bags of each feature.
-        values_per_feature: look-ups of each feature.
-        num_rows: distinct rows of all tables.
-        longest_bag: look-ups of the longest bag.
-        positions: (num_values,) int32, the row of each look-up.
-        bag_offsets: (num_bags + 1,) int32.
-        readers: (num_values,) int32, bags, sorted by the row that they read.
-        reader_offsets: (num_rows + 1,) int32, offsets of each row's readers.
-        per_sample_weights: (num_values,) weight of each look-up, None for ones.
-        reader_weights: (num_values,) weight of each reader, None for ones.
-    """
-
-    features: tuple[str, ...]
-    bags_per_feature: tuple[int, ...]
-    values_per_feature: tuple[int, ...]
-    num_rows: int
-    longest_bag: int
-    positions: torch.Tensor
-    bag_offsets: torch.Tensor
-    readers: torch.Tensor
-    reader_offsets: torch.Tensor
-    per_sample_weights: torch.Tensor | None
-    reader_weights: torch.Tensor | None
-
-    def slices_of(self, feature: str) -> tuple[slice, slice]:
-        """Return the look-ups and the bags of one feature."""
-        return _slices_of(self, feature)
-
-
-def _slices_of(lookups: TableLookup | MergedLookups, feature: str) -> tuple[slice, slice]:
-    index = lookups.features.index(feature)
-    first_value = sum(lookups.values_per_feature[:index])
-    first_bag = sum(lookups.bags_per_feature[:index])
-    return (
-        slice(first_value, first_value + lookups.values_per_feature[index]),
-        slice(first_bag, first_bag + lookups.bags_per_feature[index]),
-    )
-
-
-def merge_lookups(lookups: Mapping[str, TableLookup], layout: VectorLayout) -> MergedLookups:
-    """Return the look-ups of all tables as those of one.
+def merge_lookups(lookups: Mapping[str, TableLookup], layout: VectorLayout) -> TableLookup:
+    """Return the look-ups of all tables as those of one: rows table by table, readers are bags.
 
     Args:
         lookups: by table, at least one.
@@ -436,11 +397,11 @@ def merge_lookups(lookups: Mapping[str, TableLookup], layout: VectorLayout) -> M
             f"a batch must have at most {_INT32_MAX} look-ups on a device, got {num_values}; "
             "lower train.batch_samples"
         )
-    return MergedLookups(
+    return TableLookup(
         features=features,
         bags_per_feature=bags_per_feature,
         values_per_feature=tuple(n for t in tables for n in t.values_per_feature),
-        num_rows=sum(len(t.rows) for t in tables),
+        rows=np.concatenate([t.rows for t in tables]),
         longest_bag=max(t.longest_bag for t in tables),
         positions=_concat_counted([(t.positions, len(t.rows)) for t in tables]),
         bag_offsets=_concat_offsets([t.bag_offsets for t in tables]),

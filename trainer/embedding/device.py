@@ -223,14 +223,14 @@ class DeviceLookups:
     def sum_gradients(self) -> torch.Tensor:
         """Return the gradient of each row, (num_rows, dim)."""
         look, gradient = self._lookups, None if self._bags is None else self._bags.grad
-        sums = self._values.new_zeros(look.num_rows, self._values.shape[1])
+        sums = self._values.new_zeros(len(look.rows), self._values.shape[1])
         if gradient is not None:
             gradient = gradient if self._scales is None else gradient * self._scales
             sums = segment_sums(gradient, look.readers, look.reader_offsets, look.reader_weights)
         for feature, entries in self._entries.items():
             if entries.grad is not None:
                 rows = look.positions[look.slices_of(feature)[0]]
-                order, offsets = transpose_on_device(rows, look.num_rows)
+                order, offsets = transpose_on_device(rows, len(look.rows))
                 sums = sums + segment_sums(entries.grad, order, offsets)
         return sums
 
