@@ -129,13 +129,7 @@ def uses_shared_features(config: TrainConfig) -> bool:
 
 
 def build_model(config: TrainConfig, spec: BatchSpec, embedding: nn.Module) -> nn.Module:
-    """Build `train.model` over an embedding module; it maps a batch to (B,) logits.
-
-    Args:
-        config: train section of the job.
-        spec: columns of a batch.
-        embedding: `trainer.embedding.module.Embedding`, in `config.dtype`.
-    """
+    """Build `train.model` over an embedding module; it maps a batch to (B,) logits."""
     num_dense = len(spec.dense)
     match config.model.name:
         case "attention":

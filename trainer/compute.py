@@ -32,11 +32,6 @@ class ReadAhead(Generic[T]):
     """Calls a function of a step and its microbatches ahead of time, in one thread."""
 
     def __init__(self, function: Callable[[int, range], T]) -> None:
-        """Start no thread yet.
-
-        Args:
-            function: of step and microbatches; never called concurrently.
-        """
         self._function = function
         self._pool = ThreadPoolExecutor(
             1, "reader", initializer=torch.set_num_threads, initargs=(1,)
@@ -112,12 +107,6 @@ class StepCompute:
     """Computes microbatches, which are read ahead of time; a context for its threads."""
 
     def __init__(self, context: RunContext, timer: PhaseTimer) -> None:
-        """Start no thread yet.
-
-        Args:
-            context: of the process.
-            timer: of the phases.
-        """
         self.timer = timer
         self.speed: float | None = None  # microbatches per second; None before the first
         self._context = context

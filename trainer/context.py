@@ -33,11 +33,6 @@ class StepRows:
     def __init__(self, dataset: Dataset, order: Order, tables: Iterable[str]) -> None:
         """Open the access lists.
 
-        Args:
-            dataset: open dataset, with its oracle.
-            order: global order of the run.
-            tables: table names.
-
         Raises:
             SchemaError: the dataset has no access lists.
         """

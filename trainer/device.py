@@ -23,9 +23,6 @@ _Move = Callable[[torch.Tensor], torch.Tensor]
 def device_of(name: str) -> torch.device:
     """Return the device of `train.device`.
 
-    Args:
-        name: `cpu` or `cuda`.
-
     Raises:
         SchemaError: the device is not available.
     """
@@ -39,10 +36,6 @@ def device_of(name: str) -> torch.device:
 
 def select_device(name: str, number: int) -> None:
     """Make one of several GPUs the device `cuda` of this thread; replicas take them in turn.
-
-    Args:
-        name: `train.device`.
-        number: of the process.
 
     Raises:
         SchemaError: the device is not available.

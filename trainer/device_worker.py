@@ -35,14 +35,6 @@ class DeviceMicrobatchWorker(MicrobatchWorker):
     def __init__(
         self, components: Components, spec: BatchSpec, config: TrainConfig, device: torch.device
     ) -> None:
-        """Build the model on the device.
-
-        Args:
-            components: in host memory.
-            spec: columns of a batch.
-            config: train section of the job.
-            device: other than cpu.
-        """
         super().__init__(components.model, components.embedding)
         tables, source = table_specs(spec), DirectSource(components.store)
         self._config, self._device = config, device

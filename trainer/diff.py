@@ -37,10 +37,6 @@ class Comparison:
 def compare_runs(one: Path, other: Path) -> Comparison:
     """Compare the losses of two runs and their newest checkpoints.
 
-    Args:
-        one: run folder.
-        other: run folder.
-
     Raises:
         SchemaError: a folder holds no run with a checkpoint.
     """

@@ -57,12 +57,6 @@ def erase_ids(source: Path | Location, path: Path, table: str, work: Path) -> di
     At a URL the state without them is committed, and files with them are deleted; a process that
     trains the run ends.
 
-    Args:
-        source: path or URL of the run.
-        path: file of ids.
-        table: embedding table of the ids.
-        work: directory of work folders, for a URL.
-
     Raises:
         SchemaError: as `erase_rows` and `read_ids`.
         StorageError: the store failed; running the command again erases the rest.
@@ -90,10 +84,6 @@ def _erase_ids(run: Path, path: Path, table: str) -> dict[str, Any]:
 def read_ids(path: Path, *, is_text: bool = False) -> NDArray[np.int64]:
     """Read ids from a text file, one per line.
 
-    Args:
-        path: the file.
-        is_text: ids are strings instead of integers.
-
     Raises:
         SchemaError: the file cannot be read, or a line is no 64-bit integer.
     """
@@ -115,11 +105,6 @@ def erase_rows(run: Path, ids: NDArray[np.int64], table: str) -> dict[str, Any]:
     An erased row has its initial values when it is looked up again. In a hashed table this affects
     all ids of the row. Files of stores are removed altogether, since they are not read again; the
     state of a cache plan that lists such a row is removed and computed again.
-
-    Args:
-        run: run folder that no process uses.
-        ids: as in the features of the table.
-        table: name of the embedding table.
 
     Returns:
         `table`, `num_ids`, `num_rows`; `checkpoints`: by step the number of erased rows, without

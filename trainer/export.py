@@ -112,11 +112,7 @@ class Source:
 
 
 def open_source(run: Path, train_step: int | None = None) -> Source:
-    """Open a checkpoint of a run and verify its checksums.
-
-    Args:
-        run: run folder.
-        train_step: of the checkpoint; None: the newest.
+    """Open a checkpoint of a run, by default the newest, and verify its checksums.
 
     Raises:
         SchemaError: the run or the checkpoint is missing or damaged.
@@ -138,11 +134,6 @@ def export_run(
     run: Path | Location, output: Path | Location, train_step: int | None = None
 ) -> Exported:
     """Write the model of a run to one file.
-
-    Args:
-        run: path or URL of the run.
-        output: path or URL of the model.
-        train_step: of the checkpoint; None: the newest.
 
     Raises:
         SchemaError: the run or the checkpoint is missing or damaged, or the output is a folder.
@@ -246,14 +237,7 @@ def _example(inputs: ModelInputs, dim: int) -> dict[str, torch.Tensor]:
 def write_rows(
     chunks: Iterable[tuple[NDArray[np.int64], Array]], paths: Sequence[Path], dim: int, dtype: str
 ) -> int:
-    """Write ascending rows and their values to two `.npy` files; return the number of rows.
-
-    Args:
-        chunks: rows and (num_rows, dim) values.
-        paths: of the rows and of the values.
-        dim: width of a row.
-        dtype: of the values.
-    """
+    """Write ascending rows and their values to two `.npy` files; return the number of rows."""
     num_rows = 0
     with NpyFile(paths[0], (), np.int64) as ids, NpyFile(paths[1], (dim,), dtype) as out:
         for rows, values in chunks:
@@ -308,7 +292,6 @@ class ServedEmbedding(nn.Module):
     """The embedding interface of models, on rows that are inputs of the program."""
 
     def __init__(self, spec: BatchSpec, config: TrainConfig) -> None:
-        """Keep the features of each table."""
         super().__init__()
         self.spec = spec
         self._mean = config.pooling == "mean"
@@ -366,7 +349,6 @@ class ServedModel(nn.Module):
     """Maps the named tensors of a batch to (num_samples,) logits."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Keep a model over a `ServedEmbedding`."""
         super().__init__()
         self.model = model
 

@@ -69,9 +69,6 @@ class Horizon:
 def common_extent(extents: Sequence[DatasetExtent]) -> DatasetExtent:
     """Return the extent that all processes see; sealed only if all see the end.
 
-    Args:
-        extents: of each process, of one dataset.
-
     Example:
         >>> three = DatasetExtent(num_segments=3, sealed=True)
         >>> common_extent([three, DatasetExtent(num_segments=2, sealed=False)])
@@ -122,10 +119,6 @@ def horizon_of(order: Order, extent: DatasetExtent, stop: int | None = None) -> 
 
 def next_action(train_step: int, horizon: Horizon) -> Literal["train", "wait", "end"]:
     """Return what to do at a step, the same in every replica.
-
-    Args:
-        train_step: the next step; all steps before it are committed.
-        horizon: agreed on by all replicas.
 
     Example:
         >>> open_end = Horizon(end_step=2, known_end=2, is_final=False)
@@ -251,9 +244,6 @@ class FollowedDataset:
     def wait_for(self, train_step: int) -> Span:
         """Return the span that has a step, or the last one if none has it.
 
-        Args:
-            train_step: the next step.
-
         Raises:
             SchemaError: the dataset breaks its format, is another one, or does not fit the run.
             DrainInterrupt: shutdown was requested.
@@ -364,11 +354,6 @@ class _NoIndexError(Exception):
 
 def check_continues(old: DatasetManifest, new: DatasetManifest, path: Location) -> None:
     """Check that a dataset is an earlier one with more segments after it.
-
-    Args:
-        old: root manifest that the run has opened.
-        new: root manifest as it is now.
-        path: dataset folder.
 
     Raises:
         SchemaError: it has another job or schema, another segment, or fewer segments.

@@ -42,13 +42,6 @@ class Frontier:
     ) -> None:
         """Wait until this process sees as much of the dataset as others.
 
-        Args:
-            data: the dataset; `first` was called.
-            agreed: the part that is agreed on at the first step.
-            drain: interrupts a wait.
-            poll_sec: interval of looking for new segments.
-            progress: called with a line when training waits.
-
         Raises:
             SchemaError: the dataset was replaced.
             DrainInterrupt: the process is asked to leave.
@@ -79,11 +72,7 @@ class Frontier:
         self._drain.sleep(self._poll_sec)
 
     def refresh(self, *, at_once: bool = False) -> None:
-        """Look for new segments; a replaced dataset sets `fatal_error`, which ends the run.
-
-        Args:
-            at_once: look even if the last look was less than `train.follow.poll` ago.
-        """
+        """Look for new segments; a replaced dataset sets `fatal_error`, which ends the run."""
         try:
             self.visible = self._data.refresh(at_once=at_once)
         except SchemaError as error:

@@ -101,11 +101,6 @@ class Peers:
     def add(self, own: range, sums: Tree[Any], agreeing: Agreeing) -> StepTotal | Agreement:
         """Add the sums of all members.
 
-        Args:
-            own: microbatches that this process has computed.
-            sums: of them.
-            agreeing: on the step.
-
         Returns:
             The total; the agreement if it is of a later step.
         """
@@ -141,19 +136,6 @@ class TrainingLoop:
         watchdog: Watchdog,
         on_step: Callable[[StepMetric, int], None] = lambda metric, num_steps: None,
     ) -> None:
-        """Start at `context.first_step`.
-
-        Args:
-            context: with the state of its first step.
-            frontier: the part of the dataset that may be trained.
-            peers: the other processes that train the run.
-            compute: of this process.
-            checkpoints: of the run.
-            output: files of the run.
-            drain: asks this process to leave.
-            watchdog: limits the time of each phase.
-            on_step: called after each committed step with its metric and the number of steps.
-        """
         self.context = context
         self.checkpoints = checkpoints
         self.output = output
@@ -205,11 +187,7 @@ class TrainingLoop:
             return self.checkpoints.finish(self.step)
 
     def agree_on_end(self, *, done: bool) -> Agreement:
-        """Return an agreement after the last step.
-
-        Args:
-            done: whether this process has nothing left to do.
-        """
+        """Return an agreement after the last step."""
         self.peers.provide_state()
         agreement = self.agree(done=done)()
         self.process(agreement)
@@ -220,13 +198,7 @@ class TrainingLoop:
     def agree(
         self, microbatches: range = NO_MICROBATCHES, *, leaving: bool = False, done: bool = False
     ) -> Agreeing:
-        """Start to form the agreement of the next step.
-
-        Args:
-            microbatches: that this process computes or has computed.
-            leaving: whether the step is its last.
-            done: whether it has nothing left to do.
-        """
+        """Start to form the agreement of the next step."""
         visible = self._frontier.visible
         status = ReplicaStatus(
             speed=self._compute.speed,

@@ -449,12 +449,6 @@ class GroupAuc:
     """AUC within groups whose samples come in any order."""
 
     def __init__(self, max_samples: int = MAX_SAMPLES, num_files: int = NUM_FILES) -> None:
-        """Start empty.
-
-        Args:
-            max_samples: samples that are kept in memory.
-            num_files: files for further samples, by the hash of their group.
-        """
         self._max_samples = max_samples
         self._num_files = num_files
         self._files: list[IO[bytes]] = []

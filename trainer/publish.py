@@ -133,11 +133,6 @@ def apply_changes(
 ) -> Published:
     """Write the newer model from an older one and published changes.
 
-    Args:
-        model: export of the older checkpoint.
-        changes: folder from `publish`.
-        output: path or URL of the newer model.
-
     Raises:
         SchemaError: a file is missing or damaged, or the changes are relative to another model.
     """

@@ -153,10 +153,6 @@ class EmbeddingRows:
     ) -> None:
         """Add the tables of a collection.
 
-        Args:
-            layouts: by table.
-            features: by table, the features that look into it.
-
         Raises:
             ValueError: a table is there already, or the plan does not cover its features.
         """

@@ -156,12 +156,6 @@ def read_identity(run: Path) -> RunIdentity:
 def check_run(run: Path, dataset: Dataset, config: TrainConfig, *, follows: bool = False) -> None:
     """Check that a run is of this job and dataset, so that it can be continued or evaluated.
 
-    Args:
-        run: run folder.
-        dataset: as it is now.
-        config: train section of the job.
-        follows: whether segments may have been added to those of the run.
-
     Raises:
         SchemaError: the folder has no run, or one of another job or dataset.
     """
@@ -175,11 +169,6 @@ def check_run(run: Path, dataset: Dataset, config: TrainConfig, *, follows: bool
 
 def check_schema(path: Path, identity: RunIdentity, dataset: Dataset) -> None:
     """Check that the columns and tables of a dataset are those of a run, on any segments.
-
-    Args:
-        path: of the run's identity, for errors.
-        identity: of the run.
-        dataset: open dataset.
 
     Raises:
         SchemaError: they differ; names the first difference.

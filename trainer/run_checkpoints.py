@@ -99,13 +99,7 @@ class RunCheckpoints:
         copy_bytes: int,
         save_all: Callable[[RunContext, int], None] = save_everything,
     ) -> None:
-        """Track changes of rows from the first step on.
-
-        Args:
-            context: of the process, whose rows are not started yet.
-            copy_bytes: of the largest copy.
-            save_all: flushes rows and saves the state before a step.
-        """
+        """Track changes of rows from the first step on."""
         self._context = context
         self._run, self._config = context.run, context.job.train.checkpoint
         self._copy_bytes = copy_bytes

@@ -32,23 +32,13 @@ class LogWriter:
     """
 
     def __init__(self, run: Path) -> None:
-        """Write nothing yet.
-
-        Args:
-            run: run folder with existing log files.
-        """
         self._run = run
         self._lines: OrderedDict[int, tuple[bytes, bytes]] = OrderedDict()
         self.written = -1
         """Last step in the file when this replica wrote to it last."""
 
     def remember(self, metric: StepMetric, entries: Sequence[LedgerEntry]) -> None:
-        """Keep the lines of a committed step.
-
-        Args:
-            metric: of the step.
-            entries: one per replica that computed microbatches.
-        """
+        """Keep the lines of a committed step."""
         ledger = "".join(f"{to_line(entry)}\n" for entry in entries)
         self._lines[metric.step] = (ledger.encode(), f"{to_line(metric)}\n".encode())
 

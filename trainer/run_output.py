@@ -65,13 +65,6 @@ class RunOutput:
     """
 
     def __init__(self, folder: Path, location: Location, attempt: str) -> None:
-        """Commit nothing yet.
-
-        Args:
-            folder: local folder of the run.
-            location: the same, or the URL of the run.
-            attempt: id of the attempt.
-        """
         self.folder, self.location, self.attempt = folder, location, attempt
         self._uploader: RunUploader | None = None
         self._former: RunUploader | None = None  # which may still commit
@@ -184,12 +177,6 @@ def replica_folder(
     """Yield the work folder of a replica with the newest state of the run at a URL.
 
     It has the newest checkpoint alone. It is removed after the body, unless that raises an error.
-
-    Args:
-        run: URL of the run.
-        work: directory of work folders.
-        number: of the replica.
-        config: of the job.
 
     Raises:
         SchemaError: another process uses the folder, or the run is damaged.

@@ -25,13 +25,6 @@ class RunRows:
     tracked_since = 0
 
     def __init__(self, source: RowSource, store: Store, planned: TrainConfig | None = None) -> None:
-        """Keep the arguments; the source starts with the first step.
-
-        Args:
-            source: of the rows.
-            store: behind it.
-            planned: configuration of the cache plan; None: no plan.
-        """
         self.source = source
         self._store, self._planned = store, planned
 

@@ -64,12 +64,7 @@ def start_child(
 
 
 def end_children(children: Iterable[ChildProcess], seconds: float) -> None:
-    """Close the inputs of children, wait for them, and kill those that do not end.
-
-    Args:
-        children: processes that end with their standard input.
-        seconds: timeout for each.
-    """
+    """Close the inputs of children, wait for them, and kill those that do not end."""
     ending = list(children)
     for child in ending:
         _close(child.stdin)

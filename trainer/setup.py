@@ -57,16 +57,6 @@ def open_run(
 ) -> FollowedDataset:
     """Create or resume the folder of a run, after waiting for a first segment.
 
-    Args:
-        job_path: job file.
-        job: content of the job file.
-        dataset_path: dataset folder.
-        run: run folder.
-        options: of the command line.
-        drain: interrupts the wait.
-        progress: called with a message while waiting.
-        watchdog: limits the wait.
-
     Returns:
         The dataset, with its first span.
 

@@ -34,12 +34,6 @@ class PhaseTimer:
     """Measures the seconds of each phase of a step."""
 
     def __init__(self, clock: Clock, watch: Watch = nullcontext) -> None:
-        """Start the clock of the first step.
-
-        Args:
-            clock: seconds.
-            watch: entered for each phase, usually a watchdog.
-        """
         self._clock = clock
         self._watch = watch
         self._start = clock()
@@ -66,12 +60,7 @@ def _no_seconds() -> dict[str, float]:
 
 
 def loss_of(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
-    """Return the weighted mean of the logistic loss, 0 if all weights are 0.
-
-    Args:
-        logits: (num_samples,).
-        batch: labels and weights.
-    """
+    """Return the weighted mean of the logistic loss, 0 if all weights are 0."""
     losses = F.binary_cross_entropy_with_logits(
         logits, batch.labels, weight=batch.weights, reduction="sum"
     )
@@ -197,12 +186,6 @@ class Tree(Generic[T]):
     """Sums nodes pair by pair; thread-safe."""
 
     def __init__(self, num_leaves: int, add: Callable[[T, T], T]) -> None:
-        """Create an empty tree.
-
-        Args:
-            num_leaves: microbatches of the whole step.
-            add: returns the sum of a left and a right value.
-        """
         if num_leaves < 1:
             raise ValueError(f"num_leaves must be at least 1, got {num_leaves}; add blocks")
         self._num_leaves = num_leaves

@@ -191,15 +191,7 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class OpenedRows:
-    """Model and rows of a process at its first step.
-
-    Attributes:
-        components: model, embedding and optimizer.
-        rows: of the embedding.
-        first_step: the first step to be trained.
-        frontier: the part of the dataset that may be trained.
-        open_peers: returns the other processes of the run.
-    """
+    """Model and rows of a process at its first step."""
 
     components: Components
     rows: RunRows

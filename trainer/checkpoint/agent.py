@@ -63,11 +63,6 @@ def write_snapshot(checkpoints: Path, snapshot: Snapshot, *, keep: int) -> Path:
 
     If another process completes a later checkpoint meanwhile, that is returned instead.
 
-    Args:
-        checkpoints: folder of the run.
-        snapshot: committed.
-        keep: newest checkpoints to keep.
-
     Raises:
         SchemaError: the disk is full, or a file that it builds on has changed; this checkpoint is
             removed, and earlier ones are complete.
@@ -131,15 +126,7 @@ def _has_all(
     part: str,
     files: Mapping[str, FileChecksum],
 ) -> bool:
-    """Return whether new rows replace all rows of an old part, so that it is not needed.
-
-    Args:
-        rows: new rows.
-        order: sorts them.
-        folder: checkpoint with the old part.
-        part: its folder below `checkpoints/`.
-        files: of that checkpoint.
-    """
+    """Return whether new rows replace all rows of an old part, so that it is not needed."""
     old_rows = RowPart(folder.parent / part).rows
     if len(rows) < len(old_rows):
         return False
@@ -174,17 +161,7 @@ def run_agent(
     requests: BinaryIO,
     answer: Callable[[str], None],
 ) -> None:
-    """Write committed snapshots of a run until the trainer exits.
-
-    Args:
-        run: run folder.
-        memory_path: shared memory, created by the trainer.
-        file: descriptor of its open file.
-        keep: newest checkpoints to keep.
-        parent: process id of the trainer.
-        requests: one line per snapshot.
-        answer: called with a line of JSON per snapshot.
-    """
+    """Write committed snapshots of a run until the trainer exits."""
     os.nice(_NICENESS)
     memory = SnapshotMemory(memory_path)
     memory.inherit(file)

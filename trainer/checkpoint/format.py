@@ -184,13 +184,6 @@ class NpyFile:
     """
 
     def __init__(self, path: Path, shape: tuple[int, ...], dtype: DTypeLike) -> None:
-        """Store the arguments; the context opens the file.
-
-        Args:
-            path: of the file.
-            shape: of one row.
-            dtype: of its numbers.
-        """
         self._path = path
         self._shape = shape
         self._dtype = np.dtype(dtype)

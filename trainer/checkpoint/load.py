@@ -75,10 +75,6 @@ _STATE_KEYS: dict[type[torch.optim.Optimizer], frozenset[str]] = {
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Array]:
     """Return the state by name; in CPU memory the arrays are views of it.
 
-    Args:
-        model: dense parameters and buffers.
-        optimizer: of the parameters; None to leave it out.
-
     Raises:
         ValueError: the optimizer has a parameter that is not the model's.
     """
@@ -337,11 +333,6 @@ def has_plan_of(manifest: CheckpointManifest, cache: CacheConfig) -> bool:
 def check_model(actual: Mapping[str, Any], expected: Mapping[str, Any], file: str) -> None:
     """Check that a checkpoint is of the same model, trained on any dataset.
 
-    Args:
-        actual: fingerprint of the checkpoint.
-        expected: fingerprint of the run.
-        file: manifest of the checkpoint, for errors.
-
     Raises:
         SchemaError: they differ; names the first difference.
     """
@@ -413,14 +404,6 @@ def save_checkpoint(
 
     If another process has saved this step or a later one, that checkpoint is returned.
 
-    Args:
-        run: run folder.
-        train_step: the next step to train.
-        components: of the run.
-        keep: newest checkpoints to keep.
-        cached: state of the plan, of a planned cache.
-        fingerprint: of the run.
-
     Raises:
         SchemaError: the disk is full; this checkpoint is removed.
     """
@@ -445,16 +428,7 @@ def write_checkpoint(
     keep: int,
     fingerprint: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write all rows of a store and other files as a checkpoint; see `save_checkpoint`.
-
-    Args:
-        run: run folder.
-        train_step: the next step to train.
-        store: holds the rows.
-        write_dense: writes the other files.
-        keep: newest checkpoints to keep.
-        fingerprint: of the run.
-    """
+    """Write all rows of a store and other files as a checkpoint; see `save_checkpoint`."""
     with NewCheckpoint(run / CHECKPOINTS, train_step) as checkpoint:
         write_dense(checkpoint)
         for table, layout in store.layouts.items():
@@ -600,10 +574,6 @@ def read_dense(checkpoint: Path) -> dict[str, Array]:
 
 def read_cached(path: Path, tables: Iterable[str]) -> dict[str, CachedRows]:
     """Return the state of the plan of each table; empty if the run had no planned cache.
-
-    Args:
-        path: file of a checkpoint, which may be missing.
-        tables: all tables of the run.
 
     Raises:
         SchemaError: the file has other content.

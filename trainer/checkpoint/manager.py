@@ -77,22 +77,11 @@ class BackgroundSaver:
         config: CheckpointConfig,
         base_step: int | None,
     ) -> None:
-        """Store the components; `start` creates the memory and the agent.
-
-        Args:
-            run: run folder.
-            components: of the run.
-            rows: of the process.
-            changes: recorded by the source of the rows.
-            get_fingerprint: returns the fingerprint of the run.
-            config: of the job.
-            base_step: of the newest checkpoint, None if there is none.
-        """
         self._run = run
         self._memory = SnapshotMemory(memory_path(Path(config.copy_to), run))
         self._components, self._rows, self._changes = components, rows, changes
         self._get_fingerprint = get_fingerprint
-        self._base_step = base_step
+        self._base_step = base_step  # of the newest checkpoint; None: there is none
         self._pending: int | None = None
         self._failed: str | None = None
         self._config = config
@@ -102,9 +91,6 @@ class BackgroundSaver:
 
     def start(self, num_bytes: int) -> None:
         """Create the memory and start the agent.
-
-        Args:
-            num_bytes: bytes of the largest copy, from the oracle.
 
         Raises:
             SchemaError: there is too little memory.

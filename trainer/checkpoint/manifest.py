@@ -192,12 +192,6 @@ class NewCheckpoint:
     """
 
     def __init__(self, checkpoints: Path, train_step: int) -> None:
-        """Store the arguments; the context creates the folder.
-
-        Args:
-            checkpoints: folder of the run.
-            train_step: the next step to train.
-        """
         self._train_step = train_step
         self._folder = checkpoints / folder_name(train_step)
         unique = f"{folder_name(train_step)}.{secrets.token_hex(4)}{PARTIAL}"
@@ -238,12 +232,6 @@ class NewCheckpoint:
 
         The logs of the run are synced first, so that a checkpoint that survives a power failure has
         the lines of its steps.
-
-        Args:
-            fingerprint: of the manifest.
-            parts: of the manifest.
-            older_files: files of earlier checkpoints that it needs.
-            keep: newest checkpoints to keep.
 
         Raises:
             SchemaError: a file of an earlier checkpoint is missing.
@@ -346,10 +334,6 @@ def remove_stale(checkpoints: Path, keep: int) -> None:
     """Remove all but the newest checkpoints, and every file that these do not need.
 
     Files of later steps are kept: another process may be writing them.
-
-    Args:
-        checkpoints: folder of a run with a complete checkpoint.
-        keep: newest checkpoints to keep, at least one.
     """
     complete = complete_checkpoints(checkpoints)
     kept = complete[-max(1, keep) :]

@@ -59,7 +59,6 @@ class SnapshotMemory:
     """The memory of a run's snapshots, mapped."""
 
     def __init__(self, path: Path) -> None:
-        """Store the path; nothing is opened yet."""
         self.path = path
         self._file = -1
         self._mapped: mmap.mmap | None = None
@@ -326,13 +325,6 @@ def commit_snapshot(
 ) -> int:
     """Copy a state into memory and commit it; return its bytes.
 
-    Args:
-        memory: its previous snapshot is overwritten.
-        header: describes the state.
-        dense: arrays by name.
-        plan: arrays by name.
-        changed: by table, rows and their positions.
-
     Raises:
         OSError: there is no room.
     """
@@ -367,7 +359,6 @@ class Snapshot:
     """A committed snapshot, read in place."""
 
     def __init__(self, memory: SnapshotMemory) -> None:
-        """Read the header."""
         self._data = memory.bytes
         size = int.from_bytes(self._data[:8].tobytes(), "little")
         body = json.loads(self._data[8 : 8 + size].tobytes())

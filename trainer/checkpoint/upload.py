@@ -164,11 +164,6 @@ def work_folder(
 def locked_folder(output: Location, work: Path, suffix: str = "") -> Generator[Path]:
     """Yield the work folder of a URL, which no other process uses.
 
-    Args:
-        output: URL of the run.
-        work: directory of work folders.
-        suffix: of its name.
-
     Raises:
         SchemaError: another process uses it.
     """
@@ -279,7 +274,6 @@ class SupersededError(SchemaError):
     """Another process has committed a state of the run, and this one's is not committed."""
 
     def __init__(self, output: Location) -> None:
-        """Name the URL of the run."""
         super().__init__(
             "another process trains this run, and has committed a state since; this one ends",
             file=str(output),
@@ -523,13 +517,6 @@ class _NewState:
     def __init__(
         self, stage: Path, old_files: Mapping[str, tuple[RunObject, ...]], prefix: str
     ) -> None:
-        """Start empty.
-
-        Args:
-            stage: empty directory for links, on the filesystem of the run.
-            old_files: of the state before, whose objects are used again.
-            prefix: of the names of new objects.
-        """
         self.logged = -1  # last step in the metrics
         self.files: dict[str, tuple[RunObject, ...]] = {}
         self.uploads: list[tuple[Path, str]] = []  # local path, name of the object

@@ -75,11 +75,6 @@ class BatchSpec:
 def spec_of(dataset: Dataset, dtype: str, kept: tuple[str, ...] = ()) -> BatchSpec:
     """Return the columns of a batch of a dataset.
 
-    Args:
-        dataset: open dataset.
-        dtype: float32 or float64.
-        kept: further columns, for evaluation.
-
     Raises:
         SchemaError: a sparse feature has no table, or one of `kept` is no column.
     """

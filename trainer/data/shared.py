@@ -45,24 +45,13 @@ def find_shared_features(
     group_of: Mapping[str, str | None],
     dense: torch.Tensor,
 ) -> SharedFeatures | None:
-    """Return the cheapest division by greedy search; None if none saves a product.
-
-    Args:
-        groups: dedup groups of the batch.
-        group_of: by sparse feature, its dedup group or None.
-        dense: (num_samples, num_dense).
-    """
+    """Return the cheapest division by greedy search; None if none saves a product."""
     division = _divide(groups, group_of, dense)
     return None if division is None else _shared_features(groups, group_of, division)
 
 
 def find_dense_group(groups: Mapping[str, Inverse], dense: torch.Tensor) -> str | None:
-    """Return the smallest group whose tuples determine the dense features; None if none does.
-
-    Args:
-        groups: dedup groups of the batch.
-        dense: (num_samples, num_dense).
-    """
+    """Return the smallest group whose tuples determine the dense features; None if none does."""
     for group, inverse in sorted(groups.items(), key=lambda item: len(item[1].offsets)):
         if inverse.unique_values(dense) is not None:
             return group

@@ -62,7 +62,6 @@ class HistoryEncoder(nn.Module):
     """One self-attention layer with positions counted from the newest entry."""
 
     def __init__(self, dim: int, num_heads: int, max_history: int) -> None:
-        """Build the layer; `num_heads` divides `dim`."""
         super().__init__()
         self.num_heads = num_heads
         self.positions = nn.Parameter(torch.randn(max_history, dim) * POSITION_SCALE)
@@ -102,7 +101,6 @@ class TargetAttention(nn.Module):
     """Attention of each sample's target over its encoded history, shared or not."""
 
     def __init__(self, dim: int) -> None:
-        """Build the projections; one head."""
         super().__init__()
         self.query = nn.Linear(dim, dim)
         self.key_value = nn.Linear(dim, 2 * dim)
@@ -155,7 +153,6 @@ class AttentionModel(nn.Module):
         num_dense: int,
         embedding: nn.Module,
     ) -> None:
-        """Build the dense layers; see `build`."""
         super().__init__()
         model, dim = config.model, config.embedding_dim
         assert model.history is not None, "ModelConfig gives the attention model a history"

@@ -67,12 +67,7 @@ def vectors_by_group(
 
 
 def dense_vectors(batch: Batch, dense: torch.Tensor) -> GroupVectors:
-    """Return dense features per tuple of the smallest group that determines them, or per sample.
-
-    Args:
-        batch: with its groups.
-        dense: (num_samples, num_dense).
-    """
+    """Return dense features per tuple of the smallest group that determines them, or per sample."""
     if batch.device_inputs is not None:
         group = batch.device_inputs.dense_group
     else:
@@ -90,13 +85,7 @@ def to_samples(batch: Batch, group: str | None, vectors: torch.Tensor) -> torch.
 def sum_over_groups(
     batch: Batch, groups: Sequence[GroupVectors], term_of: Callable[[GroupVectors], torch.Tensor]
 ) -> torch.Tensor:
-    """Return (num_samples, width), the sum of a term of each group.
-
-    Args:
-        batch: with its groups.
-        groups: at least one.
-        term_of: returns (num_tuples, width) of a group.
-    """
+    """Return (num_samples, width), the sum of a term of each group."""
     first, *others = [to_samples(batch, group.name, term_of(group)) for group in groups]
     for other in others:
         first = first + other

@@ -46,9 +46,6 @@ def dense_inputs(dense: torch.Tensor) -> torch.Tensor:
 
     Without dense features it is a column of ones: interactions always contain the output of the
     dense MLP, which then is one learned vector for all samples.
-
-    Args:
-        dense: (n, num_dense).
     """
     return dense if dense.shape[1] else dense.new_ones(dense.shape[0], 1)
 
@@ -94,7 +91,6 @@ class DlrmModel(nn.Module):
     """DLRM on a batch."""
 
     def __init__(self, dlrm: DLRM) -> None:
-        """Keep the model."""
         super().__init__()
         self.dlrm = dlrm
 
@@ -140,11 +136,6 @@ def build_dlrm(config: TrainConfig, num_dense: int, embedding: nn.Module) -> Dlr
 
 def interact(rows: Vectors, own: Vectors, inverse: Inverse) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the products of two vectors of a row, and of a sample and its row.
-
-    Args:
-        rows: of num_rows rows.
-        own: of num_samples samples.
-        inverse: from samples to rows.
 
     Returns:
         `row_out` and `own_out` of `CompiledInteractions.interact`.
@@ -231,7 +222,6 @@ class DedupDlrm(nn.Module):
     """DLRM with computation per shared row, with the parameter names of `DlrmModel`."""
 
     def __init__(self, plain: DlrmModel) -> None:
-        """Take over the layers of a plain model."""
         super().__init__()
         self.dlrm: DLRM = plain.dlrm
         self._columns: dict[tuple[tuple[int, ...], tuple[int, ...]], _Columns] = {}
@@ -292,12 +282,6 @@ class DcnModel(nn.Module):
     """DLRM_DCN on a batch, optionally with computation per unique tuple."""
 
     def __init__(self, dcn: DLRM_DCN, *, dedup: bool) -> None:
-        """Keep the model.
-
-        Args:
-            dcn: TorchRec's model.
-            dedup: compute layers that depend on a unique tuple alone once per tuple.
-        """
         super().__init__()
         self.dcn = dcn
         self.dedup = dedup
@@ -387,12 +371,6 @@ class DeepFmModel(nn.Module):
     """SimpleDeepFMNN on a batch, optionally with computation per unique tuple."""
 
     def __init__(self, deepfm: SimpleDeepFMNN, *, dedup: bool) -> None:
-        """Keep the model.
-
-        Args:
-            deepfm: TorchRec's model without its sigmoid.
-            dedup: compute layers that depend on a unique tuple alone once per tuple.
-        """
         super().__init__()
         self.deepfm = deepfm
         self.dedup = dedup
@@ -478,7 +456,6 @@ class WideDeepModel(nn.Module):
     def __init__(
         self, config: TrainConfig, features: tuple[str, ...], num_dense: int, embedding: nn.Module
     ) -> None:
-        """Build the dense layers; see `build_wide_deep`."""
         super().__init__()
         model, width = config.model, config.embedding_dim - 1
         self.features, self.num_dense, self.dedup = features, num_dense, model.dedup_compute
