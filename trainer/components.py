@@ -141,10 +141,7 @@ def build_model(config: TrainConfig, spec: BatchSpec, embedding: nn.Module) -> n
         case "wide_deep":
             return torchrec_models.build_wide_deep(config, spec.sparse, num_dense, embedding)
         case "dlrm":
-            model = torchrec_models.build_dlrm(config, num_dense, embedding)
-            if uses_shared_features(config):
-                return torchrec_models.DedupDlrm(model)
-            return model
+            return torchrec_models.build_dlrm(config, num_dense, embedding)
 
 
 DECODED_BYTES = 256 << 20

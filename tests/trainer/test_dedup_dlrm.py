@@ -16,13 +16,13 @@ from trainer.data.decode import spec_of
 from trainer.data.lookup import inverse_of
 from trainer.data.shared import find_shared_features
 from trainer.embedding.module import Embedding
-from trainer.models.torchrec_models import DedupDlrm, DlrmModel, top_columns
+from trainer.models.torchrec_models import DlrmModel, top_columns
 from trainer.step import loss_of
 
 
 def plain_and_dedup(
     dataset: Path, folder: Path, pooling: str = "mean"
-) -> tuple[DlrmModel, DedupDlrm, Embedding]:
+) -> tuple[DlrmModel, DlrmModel, Embedding]:
     """Return both models over one embedding and the same parameters, in float64."""
     job = load_job(write_job(folder, dtype="float64"))
     model = replace(job.train.model, name="dlrm", top_layers=(16, 8), dedup_compute=False)
@@ -32,7 +32,7 @@ def plain_and_dedup(
     assert isinstance(components.model, DlrmModel)
     return (
         components.model,
-        DedupDlrm(components.model),
+        DlrmModel(components.model.dlrm, dedup=True),
         components.embedding,
     )
 

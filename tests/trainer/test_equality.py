@@ -18,7 +18,7 @@ from tests.trainer.make_dataset import write_job
 from tests.trainer.runs import checkpoint_at, losses_of, parts_of, reader_of, row_gradients, run_job
 from trainer.checkpoint.load import load_checkpoint, verify_checkpoint
 from trainer.data.collate import single_microbatch
-from trainer.models.torchrec_models import DedupDlrm
+from trainer.models.torchrec_models import DlrmModel
 from trainer.step import loss_of
 
 MODELS = {
@@ -126,7 +126,7 @@ def test_one_float32_step_from_a_later_state_has_the_gradients_of_expanded(
             load_checkpoint(checkpoint, manifest, parts, with_optimizer=False)
             batch = reader_of(job, dataset, expanded=expanded, find_shared=True).read(step)
             assert (batch.shared is None) == (not batch.groups) == expanded
-            assert isinstance(parts.model, DedupDlrm) == (model == "dlrm")
+            assert isinstance(parts.model, DlrmModel) == (model == "dlrm")
             parts.embedding.open(single_microbatch(batch))
             loss = loss_of(parts.model(batch), batch)
             loss.backward()

@@ -46,30 +46,6 @@ def find_shared_features(
     dense: torch.Tensor,
 ) -> SharedFeatures | None:
     """Return the cheapest division by greedy search; None if none saves a product."""
-    division = _divide(groups, group_of, dense)
-    return None if division is None else _shared_features(groups, group_of, division)
-
-
-def find_dense_group(groups: Mapping[str, Inverse], dense: torch.Tensor) -> str | None:
-    """Return the smallest group whose tuples determine the dense features; None if none does."""
-    for group, inverse in sorted(groups.items(), key=lambda item: len(item[1].offsets)):
-        if inverse.unique_values(dense) is not None:
-            return group
-    return None
-
-
-@dataclass(frozen=True, slots=True)
-class _Division:
-    """Groups of the shared rows in order of choice, these rows, and `dense` if they share it."""
-
-    members: tuple[str, ...]
-    rows: Inverse
-    shared_dense: torch.Tensor | None
-
-
-def _divide(
-    groups: Mapping[str, Inverse], group_of: Mapping[str, str | None], dense: torch.Tensor
-) -> _Division | None:
     arrays = [
         (
             inverse.indices.numpy(),
@@ -83,31 +59,32 @@ def _divide(
     chosen, is_shared, *found = kernels.shared_rows(arrays, len(group_of), len(dense), flat)
     if not chosen:
         return None
-    members = tuple(list(groups)[index] for index in chosen)
+    names = list(groups)
+    members = [names[index] for index in chosen]
     rows = groups[members[0]] if len(members) == 1 else Inverse(*map(torch.from_numpy, found))
-    return _Division(members, rows, dense[rows.first_samples] if is_shared else None)
 
-
-def _shared_features(
-    groups: Mapping[str, Inverse],
-    group_of: Mapping[str, str | None],
-    division: _Division,
-) -> SharedFeatures:
     def tuples_of_rows(group: str) -> Inverse | None:
-        if len(division.members) == 1:
+        if len(members) == 1:
             return None
-        tuples = groups[group].indices[division.rows.first_samples]
+        tuples = groups[group].indices[rows.first_samples]
         return inverse_of(tuples.numpy(), groups[group].num_unique)
 
-    def features_of(*names: str | None) -> tuple[str, ...]:
-        return tuple(f for name in names for f, group in group_of.items() if group == name)
+    def features_of(*owners: str | None) -> tuple[str, ...]:
+        return tuple(f for owner in owners for f, group in group_of.items() if group == owner)
 
-    shared = [group for group in groups if group in division.members]
-    per_sample = [group for group in groups if group not in division.members]
+    shared = [group for group in groups if group in members]
     return SharedFeatures(
-        division.rows,
+        rows,
         {group: tuples_of_rows(group) for group in shared},
         features_of(*shared),
-        features_of(None, *per_sample),
-        division.shared_dense,
+        features_of(None, *(group for group in groups if group not in members)),
+        dense[rows.first_samples] if is_shared else None,
     )
+
+
+def find_dense_group(groups: Mapping[str, Inverse], dense: torch.Tensor) -> str | None:
+    """Return the smallest group whose tuples determine the dense features; None if none does."""
+    for group, inverse in sorted(groups.items(), key=lambda item: len(item[1].offsets)):
+        if inverse.unique_values(dense) is not None:
+            return group
+    return None

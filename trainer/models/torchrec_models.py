@@ -76,7 +76,7 @@ def _check_top_layers(model: ModelConfig) -> None:
 # ---- DLRM ----
 #
 # A shared row is a distinct combination of unique tuples (`trainer.data.shared.SharedFeatures`).
-# Per shared row, `DedupDlrm` computes the bottom MLP, the products of its own vectors, and its term
+# Per shared row, `DlrmModel` computes the bottom MLP, the products of its own vectors, and its term
 # of the first top layer, which is a sum over its inputs. Products between a sample's vectors and
 # its shared row run row by row, for all samples of a row at once.
 #
@@ -85,18 +85,6 @@ def _check_top_layers(model: ModelConfig) -> None:
 #     top[0]   = W_rows inputs_rows (once per row) + W_samples inputs_samples
 #
 # Sources: DLRM (2019) for the model, RecD (MLSys 2023) for computing on unique rows.
-
-
-class DlrmModel(nn.Module):
-    """DLRM on a batch."""
-
-    def __init__(self, dlrm: DLRM) -> None:
-        super().__init__()
-        self.dlrm = dlrm
-
-    def forward(self, batch: Batch) -> torch.Tensor:
-        """Return (B,) logits."""
-        return self.dlrm(dense_inputs(batch.dense), batch.sparse).squeeze(1)
 
 
 def build_dlrm(config: TrainConfig, num_dense: int, embedding: nn.Module) -> DlrmModel:
@@ -131,7 +119,7 @@ def build_dlrm(config: TrainConfig, num_dense: int, embedding: nn.Module) -> Dlr
         )
     for name in ("dense_arch", "over_arch"):  # the embedding module has its own dtype
         dlrm.get_submodule(name).to(getattr(torch, config.dtype))
-    return DlrmModel(dlrm)
+    return DlrmModel(dlrm, dedup=model.dedup_compute)
 
 
 def interact(rows: Vectors, own: Vectors, inverse: Inverse) -> tuple[torch.Tensor, torch.Tensor]:
@@ -172,7 +160,7 @@ class _Interact(torch.autograd.Function):
 
 
 class SharedEmbedding(Protocol):
-    """The methods of the embedding module that `DedupDlrm` uses."""
+    """The methods of the embedding module that `DlrmModel` uses."""
 
     def pool_shared(self, kjt: KeyedJaggedTensor, /) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the pooled rows of shared and of per-sample features."""
@@ -218,17 +206,18 @@ def top_columns(row_vectors: tuple[int, ...], own_vectors: tuple[int, ...], dim:
     )
 
 
-class DedupDlrm(nn.Module):
-    """DLRM with computation per shared row, with the parameter names of `DlrmModel`."""
+class DlrmModel(nn.Module):
+    """DLRM on a batch, optionally with computation per shared row."""
 
-    def __init__(self, plain: DlrmModel) -> None:
+    def __init__(self, dlrm: DLRM, *, dedup: bool) -> None:
         super().__init__()
-        self.dlrm: DLRM = plain.dlrm
+        self.dlrm = dlrm
+        self.dedup = dedup
         self._columns: dict[tuple[tuple[int, ...], tuple[int, ...]], _Columns] = {}
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Return (B,) logits."""
-        shared = batch.shared
+        shared = batch.shared if self.dedup else None
         if shared is None:
             return self.dlrm(dense_inputs(batch.dense), batch.sparse).squeeze(1)
         embedding = cast(SharedEmbedding, self.dlrm.sparse_arch.embedding_bag_collection)
