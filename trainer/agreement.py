@@ -117,7 +117,6 @@ class Member:
     step: int
     """Step that it is about to commit."""
     status: ReplicaStatus
-    """Its status."""
 
 
 @dataclass(frozen=True, slots=True)

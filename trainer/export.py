@@ -71,13 +71,10 @@ class Exported:
     """Summary of an export."""
 
     file: str
-    """Path of the model."""
     train_step: int
-    """Steps that the model was trained."""
     num_rows: Mapping[str, int]
     """Trained rows by table."""
     num_bytes: int
-    """Size of the file."""
 
 
 @dataclass(frozen=True, slots=True)

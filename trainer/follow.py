@@ -179,7 +179,6 @@ class FollowedDataset:
             selected: hashes of the manifests of the segments to train; None for all segments.
         """
         self.location = path
-        """Path or URL of the dataset."""
         self._job = job
         self._options = options
         self._min_segments, self._selected = min_segments, selected

@@ -75,7 +75,6 @@ class Peers:
 
     is_alone = True
     name = "0"
-    """Of this process."""
 
     def __enter__(self) -> Peers:
         return self

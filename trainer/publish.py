@@ -59,11 +59,8 @@ class Published:
     """Summary of published or applied changes."""
 
     output: str
-    """Path of the result."""
     since_step: int
-    """Step of the older checkpoint."""
     train_step: int
-    """Step of the newer checkpoint."""
     num_changed: Mapping[str, int]
     """Changed and new rows by table."""
     num_dropped: Mapping[str, int]

@@ -19,7 +19,6 @@ from schemas.files import replace_bytes
 from schemas.run_log import LEDGER, METRICS, LedgerEntry, StepMetric, to_line
 
 _BLOCK = 1 << 12
-"""Bytes per read from the end of a file."""
 LINES = "lines"
 """Name of the remembered lines among the arrays of a state."""
 

@@ -251,7 +251,6 @@ class Rollbacks:
     """Rollbacks of a run and their cost."""
 
     num_rollbacks: int = 0
-    """Rollbacks to a checkpoint."""
     recomputed_steps: int = 0
     """Committed steps that were trained again."""
 

@@ -166,25 +166,18 @@ class Process:
     """One of the processes of a run, or the only one."""
 
     output: RunOutput
-    """Files of the run."""
     job: Job
-    """Job of the run."""
     options: TrainOptions
-    """Options of the run."""
     data: FollowedDataset
-    """Open dataset of the run."""
     rollbacks: Rollbacks
-    """Rollbacks of the run so far."""
     clock: Clock
     """Seconds, for phases."""
     drain: Drain
     """Asks the process to leave."""
     watchdog: Watchdog
-    """Limits the time of each phase."""
     on_step: Callable[[StepMetric, int], None] = lambda metric, num_steps: None
     """Called after each committed step with its metric and the number of steps."""
     hints: ResumeHints
-    """Messages of the process if it leaves."""
     copy_bytes: int | None = None
     """Size of the largest copy for a checkpoint of a replica; None: the process trains alone."""
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
@@ -50,20 +50,6 @@ from trainer.components import build_components, layouts_of
 from trainer.data.decode import spec_of
 from trainer.run import RunIdentity, check_schema, read_identity
 from trainer.stores.api import TableLayout
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TableStart:
-    """Counts of the rows of one table at the start of a run."""
-
-    new: int
-    """Rows that the run's segments use and that are not in the initial checkpoint."""
-    kept: int
-    """Rows in the initial checkpoint."""
-    dropped: int
-    """Rows of the other run that are expired."""
-    grown: int
-    """Growth of the table's number of rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,18 +150,22 @@ def write_initial_checkpoint(
     _remove_incomplete(run)
     layouts = layouts_of(spec_of(dataset, job.train.dtype), job.train)
     tables = dataset.job.data.tables
-    counts: dict[str, TableStart] = {}
+    counts: dict[str, dict[str, int]] = {}
     fingerprint = fingerprint_of(job, dataset)
     with NewCheckpoint(run / CHECKPOINTS, 0) as checkpoint:
         checkpoint.write_arrays(DENSE_FILE, read_dense(start.checkpoint))
         for table, layout in layouts.items():
-            rows = _RowCounter(
-                used=rows_used(dataset, dataset.segments, table),
-                alive=rows_of_days(dataset, table, expire_days, start.trained),
-            )
-            checkpoint.write_rows(table, layout, rows.kept_of(start, layout))
+            used = rows_used(dataset, dataset.segments, table)
+            alive = rows_of_days(dataset, table, expire_days, start.trained)
             old_num_rows = int(start.manifest.fingerprint["tables"][table]["num_rows"])
-            counts[table] = rows.report(tables[table].num_rows - old_num_rows)
+            counts[table] = {  # rows
+                "new": len(used),  # used by the segments, and not in the initial checkpoint
+                "kept": 0,  # in the initial checkpoint
+                "dropped": 0,  # expired
+                "grown": tables[table].num_rows - old_num_rows,
+            }
+            chunks = _kept_rows(start, layout, used, alive, counts[table])
+            checkpoint.write_rows(table, layout, chunks)
         parts = {table: (f"{folder_name(0)}/{table}",) for table in layouts}
         checkpoint.finish(fingerprint, parts, {}, keep=1)
     return {
@@ -185,7 +175,7 @@ def write_initial_checkpoint(
         "trained": list(start.trained),
         "expire_days": expire_days,
         "segments": fingerprint["segments"],
-        "tables": {table: asdict(each) for table, each in counts.items()},
+        "tables": counts,
     }
 
 
@@ -246,34 +236,20 @@ def _day_of(segment: Segment) -> date:
     return date.fromisoformat(segment.day)
 
 
-class _RowCounter:
-    """Selects the rows of one table that are kept, and counts them."""
-
-    def __init__(self, used: NDArray[np.int64], alive: NDArray[np.int64] | None) -> None:
-        # both ascending; alive: rows to keep, None for all
-        self._used, self._alive = used, alive
-        self._kept = self._dropped = self._used_before = 0
-
-    def kept_of(self, start: WarmStart, layout: TableLayout) -> Iterator[RowsAndRecords]:
-        """Yield the rows of a checkpoint that are kept, ascending."""
-        chunks = table_rows(start.checkpoint, start.manifest, layout).contents()
-        for rows, records in chunks:
-            keep = np.ones(len(rows), bool)
-            if self._alive is not None:
-                keep = find_sorted(self._alive, rows)[0]
-            self._kept += int(keep.sum())
-            self._dropped += int((~keep).sum())
-            self._used_before += int(find_sorted(self._used, rows[keep])[0].sum())
-            yield rows[keep], records.take(keep)
-
-    def report(self, grown: int) -> TableStart:
-        """Return the counts after all rows were written."""
-        return TableStart(
-            new=len(self._used) - self._used_before,
-            kept=self._kept,
-            dropped=self._dropped,
-            grown=grown,
-        )
+def _kept_rows(
+    start: WarmStart,
+    layout: TableLayout,
+    used: NDArray[np.int64],
+    alive: NDArray[np.int64] | None,
+    counts: dict[str, int],
+) -> Iterator[RowsAndRecords]:
+    """Yield the rows of a checkpoint that do not expire, ascending, and count them."""
+    for rows, records in table_rows(start.checkpoint, start.manifest, layout).contents():
+        keep = np.ones(len(rows), bool) if alive is None else find_sorted(alive, rows)[0]
+        counts["kept"] += int(keep.sum())
+        counts["dropped"] += int((~keep).sum())
+        counts["new"] -= int(find_sorted(used, rows[keep])[0].sum())
+        yield rows[keep], records.take(keep)
 
 
 def _check_compatible(start: WarmStart, job: Job, dataset: Dataset) -> None:

@@ -64,7 +64,6 @@ from trainer.stores.local import ArrayTable, LocalStore
 # are not part of the state: they are those of the job.
 
 MODEL, OPTIMIZER = "model/", "optimizer/"
-"""Prefixes of names."""
 _STATE_KEYS: dict[type[torch.optim.Optimizer], frozenset[str]] = {
     torch.optim.Adam: frozenset({"step", "exp_avg", "exp_avg_sq"}),
     torch.optim.SGD: frozenset(),
@@ -386,7 +385,6 @@ def _check_position(
 
 _NO_ROWS = np.empty(0, np.int64)
 _LOADED_TABLES = 2
-"""Tables that are loaded at once."""
 NextUseOf = Callable[[str, int, NDArray[np.int64]], NDArray[np.int64]]
 """(table, train_step, rows) to the first step from that one on that uses each row."""
 

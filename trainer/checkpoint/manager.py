@@ -39,7 +39,6 @@ from trainer.runtime import close_pipes, is_readable, start_child
 logger = logging.getLogger(__name__)
 
 _AGENT_EXIT_SEC = 10.0
-"""Seconds to wait for the agent to exit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +56,6 @@ class CheckpointEvent:
 
 
 GetFingerprint = Callable[[], Mapping[str, Any]]
-"""Returns the fingerprint of the run (`load.fingerprint_of`)."""
 
 
 class BackgroundSaver:

@@ -35,7 +35,6 @@ PARTIAL, AHEAD = ".partial", ".ahead"
 """Suffixes of folders that are no checkpoints: one that is being written, and one that is newer
 than the logs of a run whose last lines were lost."""
 _VERIFIED = 2
-"""Files that are verified at once."""
 LOCK_SEC = 10.0
 """Longest wait for another process that completes or removes a checkpoint."""
 
@@ -45,9 +44,7 @@ class FileChecksum:
     """Size and hash of a file."""
 
     num_bytes: int
-    """Size."""
     sha256: str
-    """Hash of the content, hex."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

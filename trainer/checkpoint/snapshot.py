@@ -295,6 +295,7 @@ def _num_rows(dataset: Dataset, table: str) -> int:
 #
 #     8 bytes, little-endian: length of the header
 #     header: JSON with the fields of `SnapshotHeader`, and type, shape and offset of each array
+#         after the header, padded with spaces to 64 bytes
 #     arrays, each starting at a multiple of 64 bytes
 
 _ALIGNMENT = 64
@@ -311,9 +312,7 @@ class SnapshotHeader:
     since: int | None
     """Step of the checkpoint that it builds on; None: it has all rows."""
     fingerprint: Mapping[str, Any]
-    """Of the run, for the manifest."""
     layouts: Mapping[str, TableLayout]
-    """Tables by name."""
 
 
 def commit_snapshot(
@@ -369,7 +368,7 @@ class Snapshot:
             layouts={table: TableLayout(**each) for table, each in body["layouts"].items()},
         )
         self._arrays = {
-            name: (offset, ArraySpec(np.dtype(dtype), tuple(shape)))
+            name: (8 + size + offset, ArraySpec(np.dtype(dtype), tuple(shape)))
             for name, (dtype, shape, offset) in body["arrays"].items()
         }
 
@@ -401,21 +400,18 @@ def _encode_header(
 ) -> tuple[bytes, dict[str, int], int]:
     """Return the first bytes of a snapshot, the offset of each array, and the end of the last."""
     sizes = [-(-spec.num_bytes // _ALIGNMENT) * _ALIGNMENT for spec in specs.values()]
-    ends = np.cumsum([0, *sizes]).tolist()
-    reserved = 0
-    while True:  # offsets have more digits the longer the header is
-        offsets = {name: reserved + end for name, end in zip(specs, ends, strict=False)}
-        body = {
-            "train_step": header.train_step,
-            "since": header.since,
-            "fingerprint": header.fingerprint,
-            "layouts": {table: asdict(layout) for table, layout in header.layouts.items()},
-            "arrays": {n: [str(s.dtype), s.shape, offsets[n]] for n, s in specs.items()},
-        }
-        text = json.dumps(body).encode()
-        if 8 + len(text) <= reserved:
-            return len(text).to_bytes(8, "little") + text, offsets, reserved + ends[-1]
-        reserved = -(-(8 + len(text) + 16 * len(specs)) // _ALIGNMENT) * _ALIGNMENT
+    starts = dict(zip([*specs, ""], np.cumsum([0, *sizes]).tolist(), strict=True))
+    body = {
+        "train_step": header.train_step,
+        "since": header.since,
+        "fingerprint": header.fingerprint,
+        "layouts": {table: asdict(layout) for table, layout in header.layouts.items()},
+        "arrays": {n: [str(s.dtype), s.shape, starts[n]] for n, s in specs.items()},
+    }
+    text = json.dumps(body).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    offsets = {name: 8 + len(text) + start for name, start in starts.items()}
+    return len(text).to_bytes(8, "little") + text, offsets, offsets[""]
 
 
 def _view(data: NDArray[np.uint8], offset: int, spec: ArraySpec) -> Array:

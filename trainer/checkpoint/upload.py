@@ -79,7 +79,6 @@ NEWEST = (None,)
 _LINE_BYTES = 1 << 16
 """Longest line of the metrics."""
 _UPLOADS = 4
-"""Files that are uploaded at once."""
 _STAGE = ".upload"
 """Directory of the work folder with links to the files of an upload: training may remove them."""
 
@@ -308,7 +307,6 @@ class RunUploader:
         self.error: Exception | None = None
         """Error because of which nothing more is committed."""
         self.output = output
-        """URL of the run."""
         self._run, self._newest = run, newest
         self._on_error = on_error
         self._writer = writer_id()

@@ -39,9 +39,7 @@ class BatchSpec:
     """The columns of a batch, their dedup groups and tables."""
 
     label: str
-    """Label column."""
     weight: str | None
-    """Sample weight column."""
     dense: tuple[str, ...]
     """Dense features, schema order."""
     sparse: tuple[str, ...]
@@ -53,7 +51,6 @@ class BatchSpec:
     owner: Mapping[str, str]
     """Column to its dedup group; without an entry it is stored per sample."""
     tables: Mapping[str, TableConfig]
-    """Embedding tables."""
     table_of: Mapping[str, str]
     """Sparse feature to table."""
     dtype: str
