@@ -11,9 +11,9 @@ of a session are consecutive and evaluated when the next one starts, others go t
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import timedelta
-from typing import IO, Any
+from typing import IO, Any, Self
 
 import numpy as np
 import torch
@@ -143,8 +143,17 @@ def _defined(value: float) -> float | None:
     return None if np.isnan(value) else float(value)
 
 
+@dataclass(frozen=True, slots=True)
+class _Sums:
+    """Fields that are additive over disjoint sets of samples or keys."""
+
+    def __add__(self, other: Self) -> Self:
+        names = [field.name for field in fields(self)]
+        return type(self)(**{name: getattr(self, name) + getattr(other, name) for name in names})
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LossSums:
+class LossSums(_Sums):
     """Additive sums for normalised entropy and calibration.
 
     Attributes:
@@ -158,15 +167,6 @@ class LossSums:
     negative: float = 0.0
     loss: float = 0.0
     predicted: float = 0.0
-
-    def __add__(self, other: LossSums) -> LossSums:
-        """Return the sums over both sets of samples."""
-        return LossSums(
-            positive=self.positive + other.positive,
-            negative=self.negative + other.negative,
-            loss=self.loss + other.loss,
-            predicted=self.predicted + other.predicted,
-        )
 
     @property
     def normalized_entropy(self) -> float:
@@ -214,7 +214,7 @@ def loss_sums(labels: Floats, logits: Floats, weights: Floats) -> LossSums:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AucSums:
+class AucSums(_Sums):
     """Sums of the AUC within keys; those of disjoint keys are additive.
 
     Attributes:
@@ -228,15 +228,6 @@ class AucSums:
     weight: float = 0.0
     num_keys: int = 0
     num_one_class: int = 0
-
-    def __add__(self, other: AucSums) -> AucSums:
-        """Return the sums over both sets of keys."""
-        return AucSums(
-            area=self.area + other.area,
-            weight=self.weight + other.weight,
-            num_keys=self.num_keys + other.num_keys,
-            num_one_class=self.num_one_class + other.num_one_class,
-        )
 
     @property
     def mean(self) -> float:

@@ -460,7 +460,7 @@ class RunUploader:
         manifest = RunManifest(writer=self._writer, attempt=self.attempt, files=state.files)
         new = commit_state(self.output, old, manifest)
         if new is None:
-            self._remove_uploads(state)
+            self._remove_leftovers()
             raise SupersededError(self.output)
         _record(self._run, new)
         self._newest = new
@@ -469,24 +469,19 @@ class RunUploader:
                 self.output.remove(sorted(old.manifest.objects - manifest.objects))
                 Versions(self.output).retire([old.version.number])
 
-    def _remove_uploads(self, state: _NewState) -> None:
-        """Delete the objects of a state that was refused, unless the newest state names them.
+    def _remove_leftovers(self) -> None:
+        """Delete objects that the newest state does not name, at numbers that are taken.
 
-        It does if the state was committed without a reply, and another process has continued it.
+        Nobody can commit them. A state that was committed without a reply names those of this
+        process, as does one that continues it.
         """
         with _log_errors():
             newest = read_newest_state(self.output)
-            named = frozenset[str]() if newest is None else newest.manifest.objects
-            self.output.remove(sorted({name for _, name in state.uploads} - named))
-
-    def _remove_leftovers(self) -> None:
-        """Delete objects that others left at numbers that are taken: nobody can commit them."""
-        assert self._newest is not None, "there is a state"
-        after = f"{self._newest.version.number + 1:08d}"
-        with _log_errors():
+            assert newest is not None, "a state was committed"
+            after = f"{newest.version.number + 1:08d}"
             entries = (self.output / OBJECTS).entries()
             names = {f"{OBJECTS}/{entry.path}" for entry in entries if entry.path < after}
-            self.output.remove(sorted(names - self._newest.manifest.objects))
+            self.output.remove(sorted(names - newest.manifest.objects))
 
 
 def log_interval(elapsed: float) -> float:

@@ -10,13 +10,12 @@ computing on unique rows.
 
 from __future__ import annotations
 
-from typing import Protocol, cast
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torchrec.modules.mlp import MLP
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from schemas.config.job import TrainConfig
 from trainer.data.collate import Batch
@@ -38,24 +37,6 @@ FEED_FORWARD_RATIO = 4
 _HISTORY = "attended history"
 POSITION_SCALE = 0.02
 """Standard deviation of the initial positions. Source: BERT (2019)."""
-
-
-class SequenceEmbedding(Protocol):
-    """The methods of the embedding module that the model uses."""
-
-    def __call__(self, kjt: KeyedJaggedTensor, /) -> KeyedTensor:
-        """Return the pooled rows of each sample, (B, num_features * dim)."""
-        ...
-
-    def unique(self, kjt: KeyedJaggedTensor, /) -> dict[str, torch.Tensor]:
-        """Return the pooled rows of each feature, (num_bags, dim), one bag per unique tuple."""
-        ...
-
-    def sequence(
-        self, kjt: KeyedJaggedTensor, feature: str, /
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the rows of each unique list, (sum_len, dim), and (U + 1,) int64 offsets."""
-        ...
 
 
 class HistoryEncoder(nn.Module):
@@ -173,7 +154,7 @@ class AttentionModel(nn.Module):
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """Return (B,) logits."""
-        embedding = cast(SequenceEmbedding, self.embedding)
+        embedding: Any = self.embedding
         if self.dedup and batch.groups:
             return self._forward_by_tuple(batch, embedding)
         pooled = embedding(batch.sparse).to_dict()
@@ -182,7 +163,7 @@ class AttentionModel(nn.Module):
         inputs.append(self._attend(batch, embedding, pooled[self.target]))
         return self.top(torch.cat(inputs, dim=1)).squeeze(1)
 
-    def _forward_by_tuple(self, batch: Batch, embedding: SequenceEmbedding) -> torch.Tensor:
+    def _forward_by_tuple(self, batch: Batch, embedding: Any) -> torch.Tensor:
         """Return the logits; terms of the first top layer are computed once per tuple."""
         pooled = embedding.unique(batch.sparse)
         dense = None
@@ -198,9 +179,7 @@ class AttentionModel(nn.Module):
         )
         return rest(sums + first.bias).squeeze(1)
 
-    def _attend(
-        self, batch: Batch, embedding: SequenceEmbedding, targets: torch.Tensor
-    ) -> torch.Tensor:
+    def _attend(self, batch: Batch, embedding: Any, targets: torch.Tensor) -> torch.Tensor:
         """Return (B, dim), a learned vector for an empty history."""
         values, offsets = embedding.sequence(batch.sparse, self.history)
         layout = self._layout_of(batch, offsets)
@@ -233,7 +212,7 @@ def build(
         config: `model.history` and `model.target`, and the seed of the initial dense parameters.
         features: sparse features in concatenation order.
         num_dense: number of dense features; 0: no bottom MLP.
-        embedding: a `SequenceEmbedding` in `config.dtype`.
+        embedding: with the look-ups of `trainer.embedding.module.Embedding`, in `config.dtype`.
         kind: the class to build, for export.
 
     Returns:

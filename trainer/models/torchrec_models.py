@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,9 +18,8 @@ from torch import nn
 from torchrec.models.deepfm import SimpleDeepFMNN
 from torchrec.models.dlrm import DLRM, DLRM_DCN
 from torchrec.modules.mlp import MLP
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from schemas.config.train import ModelConfig, TrainConfig
+from schemas.config.train import TrainConfig
 from trainer.data.collate import Batch
 from trainer.data.lookup import Inverse, take
 from trainer.data.shared import SharedFeatures
@@ -67,10 +66,24 @@ def _vectors_by_tuple(
     return vectors_by_group(batch, {f: pooled[f] for f in features}, bottom)
 
 
-def _check_top_layers(model: ModelConfig) -> None:
-    """Raise ValueError if there are none, which TorchRec's over arch does not support."""
+M = TypeVar("M", bound=nn.Module)
+
+
+def _build(config: TrainConfig, make: Callable[[], M]) -> M:
+    """Return a model of TorchRec whose initial parameters depend on the seed of a job alone.
+
+    Raises:
+        ValueError: `top_layers` is empty, which TorchRec's over arch does not support.
+    """
+    model = config.model
     if not model.top_layers:
         raise ValueError(f"top_layers must not be empty for {model.name}; add a width")
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(config.seed)
+        built = make()
+    for name in ("dense_arch", "inter_arch", "over_arch"):  # the embedding has its own dtype
+        built.get_submodule(name).to(getattr(torch, config.dtype))
+    return built
 
 
 # ---- DLRM ----
@@ -107,19 +120,17 @@ def build_dlrm(config: TrainConfig, num_dense: int, embedding: nn.Module) -> Dlr
     Raises:
         ValueError: `top_layers` is empty.
     """
-    model = config.model
-    _check_top_layers(model)
-    with torch.random.fork_rng(devices=()):
-        torch.manual_seed(config.seed)
-        dlrm = DLRM(
-            embedding_bag_collection=cast(Any, embedding),  # DLRM uses few of its methods
-            dense_in_features=max(num_dense, 1),
-            dense_arch_layer_sizes=[*model.bottom_layers, config.embedding_dim],
-            over_arch_layer_sizes=[*model.top_layers, 1],
-        )
-    for name in ("dense_arch", "over_arch"):  # the embedding module has its own dtype
-        dlrm.get_submodule(name).to(getattr(torch, config.dtype))
-    return DlrmModel(dlrm, dedup=model.dedup_compute)
+    dlrm = _build(config, lambda: DLRM(**_arguments(config, num_dense, embedding)))
+    return DlrmModel(dlrm, dedup=config.model.dedup_compute)
+
+
+def _arguments(config: TrainConfig, num_dense: int, embedding: nn.Module) -> dict[str, Any]:
+    return {
+        "embedding_bag_collection": embedding,  # of which few methods are used
+        "dense_in_features": max(num_dense, 1),
+        "dense_arch_layer_sizes": [*config.model.bottom_layers, config.embedding_dim],
+        "over_arch_layer_sizes": [*config.model.top_layers, 1],
+    }
 
 
 def interact(rows: Vectors, own: Vectors, inverse: Inverse) -> tuple[torch.Tensor, torch.Tensor]:
@@ -157,14 +168,6 @@ class _Interact(torch.autograd.Function):
             (Vectors(*out[:2]), Vectors(*out[2:])),
         )
         return None, None, *out
-
-
-class SharedEmbedding(Protocol):
-    """The methods of the embedding module that `DlrmModel` uses."""
-
-    def pool_shared(self, kjt: KeyedJaggedTensor, /) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the pooled rows of shared and of per-sample features."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +223,7 @@ class DlrmModel(nn.Module):
         shared = batch.shared if self.dedup else None
         if shared is None:
             return self.dlrm(dense_inputs(batch.dense), batch.sparse).squeeze(1)
-        embedding = cast(SharedEmbedding, self.dlrm.sparse_arch.embedding_bag_collection)
+        embedding: Any = self.dlrm.sparse_arch.embedding_bag_collection
         rows, own = embedding.pool_shared(batch.sparse)
         dense = batch.dense if shared.shared_dense is None else shared.shared_dense
         bottom = self.dlrm.dense_arch(dense_inputs(dense))
@@ -324,21 +327,9 @@ def build_dcn(config: TrainConfig, num_dense: int, embedding: nn.Module) -> DcnM
     Raises:
         ValueError: `top_layers` is empty.
     """
-    model = config.model
-    _check_top_layers(model)
-    with torch.random.fork_rng(devices=()):
-        torch.manual_seed(config.seed)
-        dcn = DLRM_DCN(
-            embedding_bag_collection=cast(Any, embedding),
-            dense_in_features=max(num_dense, 1),
-            dense_arch_layer_sizes=[*model.bottom_layers, config.embedding_dim],
-            over_arch_layer_sizes=[*model.top_layers, 1],
-            dcn_num_layers=model.cross_layers,
-            dcn_low_rank_dim=model.cross_rank,
-        )
-    for name in ("dense_arch", "inter_arch", "over_arch"):
-        dcn.get_submodule(name).to(getattr(torch, config.dtype))
-    return DcnModel(dcn, dedup=model.dedup_compute)
+    arguments, model = _arguments(config, num_dense, embedding), config.model
+    arguments |= {"dcn_num_layers": model.cross_layers, "dcn_low_rank_dim": model.cross_rank}
+    return DcnModel(_build(config, lambda: DLRM_DCN(**arguments)), dedup=model.dedup_compute)
 
 
 # ---- DeepFM ----
@@ -402,9 +393,8 @@ def build_deepfm(config: TrainConfig, num_dense: int, embedding: nn.Module) -> D
         ValueError: `top_layers` is empty.
     """
     model, dim = config.model, config.embedding_dim
-    _check_top_layers(model)
-    with torch.random.fork_rng(devices=()):
-        torch.manual_seed(config.seed)
+
+    def make() -> SimpleDeepFMNN:
         deepfm = SimpleDeepFMNN(
             num_dense_features=max(num_dense, 1),
             embedding_bag_collection=cast(Any, embedding),
@@ -416,11 +406,11 @@ def build_deepfm(config: TrainConfig, num_dense: int, embedding: nn.Module) -> D
         deep: Any = deepfm.inter_arch.deep_fm
         if len(model.top_layers) != 1:
             deep.dense_module = MLP(deep.dense_module[0].in_features, [*model.top_layers])
-    over: Any = deepfm.over_arch
-    over.model = nn.Sequential(over.model[0])
-    for name in ("dense_arch", "inter_arch", "over_arch"):
-        deepfm.get_submodule(name).to(getattr(torch, config.dtype))
-    return DeepFmModel(deepfm, dedup=model.dedup_compute)
+        over: Any = deepfm.over_arch
+        over.model = nn.Sequential(over.model[0])
+        return deepfm
+
+    return DeepFmModel(_build(config, make), dedup=model.dedup_compute)
 
 
 # ---- Wide & Deep ----
