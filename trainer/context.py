@@ -75,23 +75,11 @@ class RunContext:
         *,
         is_replica: bool = False,
     ) -> None:
-        """Open the readers of a span.
-
-        Args:
-            run: local folder of the run.
-            job: of the run.
-            options: of the command line.
-            span: what may be trained, agreed on by all processes.
-            components: model, embedding and optimizer.
-            rows: of the embedding.
-            first_step: the first step that is not trained yet.
-            clock: seconds.
-            is_replica: whether other processes compute microbatches of the same steps.
-        """
+        """Open the readers of a span."""
         self.run, self.job, self.options = run, job, options
         self.components, self.rows, self.clock = components, rows, clock
         self.first_step = first_step
-        self.is_replica = is_replica
+        self.is_replica = is_replica  # others compute microbatches of the same steps
         self.set_span(span)
 
     def set_span(self, span: Span) -> None:

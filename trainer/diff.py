@@ -129,14 +129,14 @@ def _align(
     one: Iterator[RowsAndRecords], other: Iterator[RowsAndRecords]
 ) -> Iterator[tuple[RowsAndRecords, RowsAndRecords]]:
     """Yield pairs of chunks with equal numbers of rows, then the next rows of the longer one."""
-    a, b = _fill(None, one), _fill(None, other)
-    while a is not None and b is not None:
+    a = b = None
+    while True:
+        a, b = _fill(a, one), _fill(b, other)
+        if a is None or b is None:
+            break
         count = min(len(a[0]), len(b[0]))
         yield select(a, slice(0, count)), select(b, slice(0, count))
-        a, b = (
-            _fill(select(a, slice(count, None)), one),
-            _fill(select(b, slice(count, None)), other),
-        )
+        a, b = select(a, slice(count, None)), select(b, slice(count, None))
     last = a or b
     if last is not None:
         empty = select(last, slice(0, 0))

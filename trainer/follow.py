@@ -11,11 +11,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Literal
-
-import numpy as np
-from numpy.typing import NDArray
 
 from schemas.cache_plan import Keyframe
 from schemas.config.job import Job
@@ -29,11 +25,9 @@ from schemas.order import Order
 from schemas.storage import Location
 from schemas.versions import Versions
 from trainer.components import order_of, plans_of
-from trainer.embedding.cache import PlannedCache, RowSource, TablePlan
+from trainer.embedding.cache import TablePlan
 from trainer.options import TrainOptions
 from trainer.recovery import Drain
-from trainer.stores.api import Store
-from trainer.stores.future_log import FutureLog, NextUseLookup
 
 # ---- The horizon: how far a run may train ----
 #
@@ -396,37 +390,3 @@ def plans_of_span(
         starts=starts,
         end_step=span.horizon.known_end,
     )
-
-
-def extend(source: RowSource, store: Store, span: Span, config: TrainConfig, step: int) -> None:
-    """Extend the plans of a source to the end of a span.
-
-    Plans continue from their keyframes, as in a resumed run. A future-ordered log first reschedules
-    the rows whose next use was unknown.
-
-    Args:
-        source: of the run.
-        store: of the rows.
-        span: with more steps than the source covers.
-        config: train section of the job.
-        step: the next step, at most the one that `PlannedCache.settle` returned.
-
-    Raises:
-        PlanError: the cache is too small for a table.
-    """
-    if not isinstance(source, PlannedCache):
-        return
-    plans = plans_of_span(span, store.layouts, config, step, source.keyframes())
-    reschedule = partial(_reschedule, store, span, step) if isinstance(store, FutureLog) else None
-    source.replace_plans(plans, span.horizon.end_step, reschedule)
-
-
-def _reschedule(log: FutureLog, span: Span, step: int) -> None:
-    lookups: dict[str, NextUseLookup] = {}  # by table: one chunk of the log has rows of all tables
-
-    def next_uses(table: str, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        if table not in lookups:
-            lookups[table] = NextUseLookup(span.dataset, span.order, span.horizon.known_end)
-        return lookups[table](table, step, rows)
-
-    log.reschedule(next_uses)

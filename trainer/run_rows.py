@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
+
+import numpy as np
+from numpy.typing import NDArray
 
 from schemas.config.train import TrainConfig
 from trainer.embedding.cache import CachedRows, PlannedCache, RowSource
 from trainer.embedding.changes import Changes
-from trainer.follow import Span, extend
+from trainer.follow import Span, plans_of_span
 from trainer.stores.api import Store
+from trainer.stores.future_log import FutureLog, NextUseLookup
 
 
 class RunRows:
@@ -53,13 +58,22 @@ class RunRows:
         return self.source.settle(at) if isinstance(self.source, PlannedCache) else 0
 
     def extend(self, span: Span, train_step: int) -> None:
-        """Extend the plan to the steps of a span, from a step on.
+        """Extend the plan to the end of a span, from a step on, at most that of `settle`.
+
+        It continues from its keyframes, as in a resumed run. A future-ordered log first reschedules
+        the rows whose next use was unknown.
 
         Raises:
             PlanError: the cache is too small.
         """
-        if self._planned is not None:
-            extend(self.source, self._store, span, self._planned, train_step)
+        source, store = self.source, self._store
+        if self._planned is None or not isinstance(source, PlannedCache):
+            return
+        starts = source.keyframes()
+        plans = plans_of_span(span, store.layouts, self._planned, train_step, starts)
+        is_log = isinstance(store, FutureLog)
+        reschedule = partial(_reschedule, store, span, train_step) if is_log else None
+        source.replace_plans(plans, span.horizon.end_step, reschedule)
 
     def update_written(self, written: int, *, writes: bool) -> None:
         """Update `written` to that of all replicas, and whether this one is the writer."""
@@ -71,3 +85,14 @@ class RunRows:
     def close(self) -> None:
         """Stop background work and close connections."""
         self.source.close()
+
+
+def _reschedule(log: FutureLog, span: Span, step: int) -> None:
+    lookups: dict[str, NextUseLookup] = {}  # by table: one chunk of the log has rows of all tables
+
+    def next_uses(table: str, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        if table not in lookups:
+            lookups[table] = NextUseLookup(span.dataset, span.order, span.horizon.known_end)
+        return lookups[table](table, step, rows)
+
+    log.reschedule(next_uses)

@@ -220,14 +220,13 @@ def train_process(
             process.clock,
             is_replica=process.copy_bytes is not None,
         )
-        if process.copy_bytes is not None:
-            checkpoints = RunCheckpoints(context, process.copy_bytes)
-            stack.callback(checkpoints.close)
-        else:
+        num_bytes = process.copy_bytes
+        if num_bytes is None:
             cache = config.cache if isinstance(rows.source, PlannedCache) else None
             num_bytes = copy_bytes_of(process.job, context.span, first_step, components, cache)
-            checkpoints = RunCheckpoints(context, num_bytes)
-            stack.callback(checkpoints.close)
+        checkpoints = RunCheckpoints(context, num_bytes)
+        stack.callback(checkpoints.close)
+        if not context.is_replica:
             checkpoints.reserve()
         compute = stack.enter_context(open_compute(context, PhaseTimer(process.clock, watchdog)))
         loop = TrainingLoop(
