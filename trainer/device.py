@@ -11,7 +11,6 @@ from dataclasses import fields, is_dataclass, replace
 from typing import Any, TypeVar
 
 import torch
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from schemas.errors import SchemaError
 
@@ -51,7 +50,7 @@ def to_device(value: T, device: torch.device) -> T:
     NumPy arrays are not copied.
 
     Args:
-        value: tensor, KeyedJaggedTensor, or dataclasses and mappings of these.
+        value: tensor, or dataclasses and mappings of tensors.
         device: target.
     """
     if device.type == "cpu":
@@ -99,28 +98,9 @@ def _map_tensors(value: Any, move: _Move) -> Any:
     """Return a value with `move` applied to each of its tensors, in a fixed order."""
     if isinstance(value, torch.Tensor):
         return move(value)
-    if isinstance(value, KeyedJaggedTensor):
-        return _map_kjt(value, move)
     if is_dataclass(value) and not isinstance(value, type):
         parts = {f.name: _map_tensors(getattr(value, f.name), move) for f in fields(value)}
         return replace(value, **parts)
     if isinstance(value, dict):
         return {name: _map_tensors(part, move) for name, part in value.items()}
     return value
-
-
-def _map_kjt(value: KeyedJaggedTensor, move: _Move) -> KeyedJaggedTensor:
-    """Return TorchRec's own class: the look-ups of the reader are in the batch as well."""
-    inverse = value.inverse_indices_or_none()
-    weights = value.weights_or_none()
-    variable = value.variable_stride_per_key()
-    return KeyedJaggedTensor(
-        value.keys(),
-        move(value.values()),
-        None if weights is None else move(weights),
-        lengths=move(value.lengths()),
-        offsets=move(value.offsets()),
-        stride=None if variable else value.stride(),
-        stride_per_key_per_rank=value.stride_per_key_per_rank() if variable else None,
-        inverse_indices=None if inverse is None else (inverse[0], move(inverse[1])),
-    )

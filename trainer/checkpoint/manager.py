@@ -55,9 +55,6 @@ class CheckpointEvent:
     """Bytes reserved for copies, including copies of evicted rows."""
 
 
-GetFingerprint = Callable[[], Mapping[str, Any]]
-
-
 class BackgroundSaver:
     """Copies state at step boundaries; an agent process writes one copy at a time to disk.
 
@@ -71,7 +68,7 @@ class BackgroundSaver:
         components: Components,
         rows: RunRows,
         changes: Changes,
-        get_fingerprint: GetFingerprint,
+        get_fingerprint: Callable[[], Mapping[str, Any]],
         config: CheckpointConfig,
         base_step: int | None,
     ) -> None:
