@@ -102,14 +102,7 @@ def evaluate(
     columns: MetricColumns,
     rows: RowReader | None = None,
 ) -> Evaluation:
-    """Score batches without training; no row is created.
-
-    Args:
-        components: of the run.
-        batches: of the evaluation split, in stored order.
-        columns: of the batches' kept columns.
-        rows: all trained rows; None: those of the store.
-    """
+    """Score batches without training; no row is created."""
     metrics, model = Metrics(columns), components.model
     model.eval()
     with torch.no_grad():

@@ -75,11 +75,7 @@ def publish(
 ) -> Published:
     """Write the rows that changed between two checkpoints of a run, and the newer program.
 
-    Args:
-        run: path or URL of the run.
-        output: new or empty folder, or its URL.
-        since_step: of the older checkpoint.
-        train_step: of the newer one; None: the newest.
+    Without `train_step` the newer checkpoint is the newest.
 
     Raises:
         SchemaError: a checkpoint is missing or damaged, or the folder is not empty.

@@ -168,14 +168,6 @@ class Watchdog:
         clock: Callable[[], float] = time.monotonic,
         expire: Callable[[ActivePhase], None] | None = None,
     ) -> None:
-        """Create a watchdog without active phases.
-
-        Args:
-            limits: seconds by phase.
-            rank: of this process, for messages.
-            clock: seconds.
-            expire: called instead of ending the process.
-        """
         self.step = 0  # set by the caller
         self._limits = limits
         self._rank = rank

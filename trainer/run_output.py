@@ -89,11 +89,7 @@ class RunOutput:
             logger.info("last state is not uploaded, another process continues the run")
 
     def logged(self, written: int) -> int:
-        """Return the last step whose log lines are durable, -1 for none.
-
-        Args:
-            written: last step whose lines this replica has written to the folder.
-        """
+        """Return the last step whose log lines are durable, -1 for none."""
         if self.location.local is not None:
             return written
         return -1 if self._uploader is None else self._uploader.logged
@@ -136,9 +132,6 @@ class RunOutput:
 
         The folder gets logs and small files of the newest state; row files of checkpoints stay at
         the URL. No checkpoint may be in progress.
-
-        Args:
-            write_log: writes the lines of steps that the logs lack.
 
         Raises:
             SupersededError: another attempt trains the run.

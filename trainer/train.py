@@ -76,16 +76,6 @@ def train(
 ) -> RunSummary:
     """Train a job on a dataset and leave metrics, ledger, checkpoints and a summary in `run`.
 
-    Args:
-        job_path: job file.
-        dataset_path: dataset folder.
-        run: output folder.
-        options: of the command line.
-        clock: seconds, for phases.
-        on_step: called after each committed step with its metric and the number of steps.
-        drain: requests an early end, after which the run can be resumed.
-        progress: called with a message while waiting.
-
     Raises:
         SchemaError: job, dataset or run break their format, or the device is missing.
         PlanError: the plan does not fit `train.cache.rows`.

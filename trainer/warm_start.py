@@ -132,13 +132,7 @@ def write_initial_checkpoint(
 ) -> dict[str, Any]:
     """Write the checkpoint of step 0 of a new run, which has no `run.json` yet.
 
-    Args:
-        start: run and checkpoint to start from.
-        run: folder of the new run.
-        job: of the new run; only the model must match the other run's.
-        dataset: with the segments to train selected.
-        expire_days: drop rows that no segment of so many days up to the newest one uses; None
-            keeps all.
+    The model of its job must match the other run's; `dataset` has the segments to train selected.
 
     Returns:
         The lineage of the run, `origin` of `run.json` without `run`.
@@ -200,12 +194,6 @@ def rows_of_days(
 
     A row is kept if a segment of the last `num_days` days uses it. The last of these days is the
     newest one among the segments to train and those trained before; later days are ignored.
-
-    Args:
-        dataset: with the segments to train selected.
-        table: table name.
-        num_days: number of days; None keeps all rows.
-        trained: hashes of the segments that were trained before.
 
     Raises:
         SchemaError: one of these segments has no day.

@@ -88,10 +88,6 @@ def to_buffers(arrays: Mapping[str, Array]) -> list[Buffer]:
 def from_bytes(data: Buffer, *, file: str | None = None) -> dict[str, Array]:
     """Return arrays by name, read-only views of `data`.
 
-    Args:
-        data: what `to_buffers` returned, joined.
-        file: origin of the data, for errors.
-
     Raises:
         SchemaError: a byte is missing, added or changed; the message names the array.
 
@@ -238,12 +234,6 @@ class RowPart:
     """Rows of a table that one checkpoint wrote: a folder, memory-mapped after verification."""
 
     def __init__(self, folder: Path, *, random: bool = False) -> None:
-        """Map the files.
-
-        Args:
-            folder: with one file of each of `ROW_FILES`.
-            random: rows are read in random order.
-        """
         self.rows, values, state = (
             np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in ROW_FILES
         )

@@ -266,11 +266,7 @@ def claim_leftovers(
 ) -> None:
     """Wait for the agent of an earlier process, and recover memory that both left behind.
 
-    Args:
-        run: run folder.
-        config: of the job.
-        resume: write a committed copy to disk; it is deleted otherwise.
-        wait_sec: longest wait.
+    With `resume` a committed copy is written to disk; it is deleted otherwise.
 
     Raises:
         SchemaError: another process trains the run.

@@ -232,16 +232,7 @@ def copy_bytes(
     every_steps: int,
     cache: CacheConfig | None,
 ) -> int:
-    """Return the bytes of the rows in the largest snapshot of a run.
-
-    Args:
-        dataset: open dataset.
-        order: of the run.
-        layouts: tables by name.
-        steps: to train.
-        every_steps: steps between checkpoints.
-        cache: of a run with a cache plan, whose state is part of snapshots.
-    """
+    """Return the bytes of the rows in the largest snapshot of a run."""
     total = _OVERHEAD_BYTES
     try:
         index = dataset.index_for(order)

@@ -98,14 +98,7 @@ def open_output(
     """Yield the local folder of a run, and keep its URL up to date, if it has one.
 
     The body trains in the folder. After it everything is committed. If the run is then complete,
-    its work folder is removed.
-
-    Args:
-        output: path or URL of the run.
-        work: directory of work folders; not used for a path.
-        config: of the job.
-        resume: whether the run may exist.
-        drain: is asked to end the run if an upload fails.
+    its work folder is removed. An upload that fails asks `drain` to end the run.
 
     Raises:
         SchemaError: the run exists or is missing, or another process trains it.

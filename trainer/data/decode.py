@@ -272,11 +272,6 @@ ReadTable = Callable[[str, list[str]], pa.Table]
 def decode(spec: BatchSpec, counts: BlockCounts, read: ReadTable) -> RowGroup:
     """Decode one row group.
 
-    Args:
-        spec: columns to decode.
-        counts: expected blocks of the row group.
-        read: reads columns of the row group from the samples or from a group.
-
     Raises:
         SchemaError: the files and `blocks.parquet` disagree, or a column does not fit its role.
     """

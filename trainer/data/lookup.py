@@ -317,11 +317,6 @@ def table_lookups(
 ) -> dict[str, TableLookup]:
     """Return by table the distinct rows of a step, and for each row the vectors that read it.
 
-    Args:
-        tables: table to its features, each of which has bags.
-        bags: rows that are looked up.
-        layout: vectors of these features.
-
     Raises:
         ValueError: the number of look-ups of a table does not fit 32 bits.
     """
