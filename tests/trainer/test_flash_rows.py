@@ -260,7 +260,7 @@ def test_every_kept_checkpoint_has_the_rows_of_its_step_through_any_number_of_pa
         )
         for folder in found if step % 9 == 0 else found[-1:]:
             manifest = read_checkpoint_manifest(folder)
-            verify_files(folder, manifest)
+            verify_files(folder, manifest.files)
             most = max(most, len(manifest.parts["items"]))
             for layout in (LAYOUT, OTHER):
                 parts = [checkpoints / part for part in manifest.parts[layout.table]]
@@ -433,7 +433,7 @@ def test_several_writers_leave_no_checkpoint_that_is_not_whole(keep: int, tmp_pa
     found = complete_checkpoints(checkpoints)
     assert len(found) == keep
     for folder in found:
-        verify_files(folder, read_checkpoint_manifest(folder))
+        verify_files(folder, read_checkpoint_manifest(folder).files)
 
 
 def test_memory_is_removed_by_those_alone_that_hold_it(tmp_path: Path) -> None:

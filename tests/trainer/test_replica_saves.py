@@ -77,7 +77,7 @@ def assert_whole(folder: Path, run: Path) -> list[str]:
     wait_for(lambda: not memory_path(folder / "memory", run).exists())
     found = complete_checkpoints(run / CHECKPOINTS)
     for checkpoint in found:
-        verify_files(checkpoint, read_checkpoint_manifest(checkpoint))
+        verify_files(checkpoint, read_checkpoint_manifest(checkpoint).files)
     return [checkpoint.name for checkpoint in found]
 
 
