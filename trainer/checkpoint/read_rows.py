@@ -36,6 +36,7 @@ def verified_chunks(
             stack.enter_context(_verified(checkpoint, manifest, f"{part}/{name}.npy", shape, dtype))
             for name, shape, dtype in zip(ROW_FILES, shapes, dtypes, strict=True)
         ]
+        assert len({num_rows for num_rows, _ in files}) == 1, "a part has as many of each"
         for chunk in chunks_of(files[0][0], empty_records(layout, 0)):
             count = chunk.stop - chunk.start
             rows, values, state = pool.map(lambda file, n=count: file[1](n), files)
