@@ -106,6 +106,7 @@ def test_replica_beyond_loopback_must_have_a_certificate(
 NUM_ROWS, DIM = 60_000, 63
 SERVER = f"""
 import sys, tracemalloc
+from pathlib import Path
 import numpy as np
 from schemas.config.train import TrainConfig
 from trainer.elastic.peer_state import MemoryRows, PeerServer
@@ -119,7 +120,7 @@ layout = TableLayout(table="items", dim={DIM}, state_width=1, dtype="float32", s
 store, rows = memory_store({{"items": layout}}), np.random.default_rng(0).permutation({NUM_ROWS})
 state = rows[:, None].astype(np.float32)
 store.tables["items"].write(rows, Records(np.repeat(state, {DIM}, axis=1), state))
-memory_rows = MemoryRows(store, Embedding((), TrainConfig(), DirectSource(store)))
+memory_rows = MemoryRows(store, Embedding((), TrainConfig(), DirectSource(store)), Path())
 server, provided = PeerServer("127.0.0.1", Access(token="secret"), None), []
 print(server.address, flush=True)
 tracemalloc.start()

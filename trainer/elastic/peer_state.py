@@ -8,6 +8,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -18,6 +19,7 @@ from schemas.errors import SchemaError
 from schemas.storage import Location
 from trainer.agreement import CommittedStep
 from trainer.checkpoint.format import Buffer, from_bytes, to_buffers
+from trainer.checkpoint.load import load_rows, newest_checkpoint, step_of, verify_checkpoint
 from trainer.elastic.state_copy import RowsCopy
 from trainer.embedding.cache import DirectSource
 from trainer.embedding.module import Embedding
@@ -264,12 +266,32 @@ ROWS = "rows"
 class MemoryRows(RunRows):
     """All rows in memory of every replica."""
 
-    def __init__(self, store: Store, embedding: Embedding) -> None:
+    def __init__(self, store: Store, embedding: Embedding, run: Path) -> None:
         assert isinstance(store, LocalStore), "rows in memory are in this process"
-        self._local, self._direct = store, DirectSource(store)
+        self._local, self._direct, self._run = store, DirectSource(store), run
         self._copy: RowsCopy | None = None
         super().__init__(self._direct, store)
         embedding.set_source(self.source)
+
+    def start(self, train_step: int, span: Span) -> None:
+        """Start with a step, from the rows of its checkpoint; a replica that joins loads others'.
+
+        Raises:
+            BehindError: others have saved a newer checkpoint, and deleted this one.
+            SchemaError: the checkpoint is damaged.
+        """
+        checkpoint = newest_checkpoint(self._run)
+        if step_of(checkpoint) != train_step:
+            raise BehindError(f"others have saved after step {train_step}; restart this replica")
+        try:
+            if checkpoint is not None:
+                manifest = verify_checkpoint(checkpoint, with_rows=False)
+                load_rows(checkpoint, manifest, self._local)
+        except (SchemaError, OSError) as error:
+            if newest_checkpoint(self._run) == checkpoint:
+                raise
+            raise BehindError(f"others have saved a newer checkpoint: {error}; restart") from error
+        super().start(train_step, span)
 
     def state_before(self, train_step: int) -> Mapping[str, Array] | None:
         """Return copies of all rows, which are made beside training."""

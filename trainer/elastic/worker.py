@@ -99,7 +99,7 @@ def _train(
         on_host = replace(config, device="cpu")  # a device computes microbatches alone
         if shared is None:
             components = build_components(spec, on_host, steps_before=before)
-            rows = MemoryRows(components.store, components.embedding)
+            rows = MemoryRows(components.store, components.embedding, run)
         else:
             layouts = layouts_of(spec, config)
             token = None if shared.token_file is None else Path(shared.token_file)
@@ -112,7 +112,7 @@ def _train(
             rows = SharedRows(write_buffer, components.embedding, planned, shared.first)
         stack.callback(rows.close)
         fingerprint = fingerprint_of(job, data.current().dataset)
-        first_step = _load_newest(run, components, fingerprint, with_rows=shared is None)
+        first_step = _load_newest(run, components, fingerprint)
         poll_sec = min(config.follow.poll.total_seconds(), options.heartbeat_sec)
         agreed = extent_at_step(data.current().order, rendezvous.extent, first_step)
         with watchdog(WAIT):
@@ -192,10 +192,8 @@ def _open_dataset(
     return data
 
 
-def _load_newest(
-    run: Path, components: Components, fingerprint: Mapping[str, Any], *, with_rows: bool
-) -> int:
-    """Load the newest checkpoint; return the first step to be trained.
+def _load_newest(run: Path, components: Components, fingerprint: Mapping[str, Any]) -> int:
+    """Load the newest checkpoint without its rows; return the first step to be trained.
 
     Raises:
         SchemaError: the checkpoint is damaged, or of another job or dataset.
@@ -203,7 +201,7 @@ def _load_newest(
     while (checkpoint := newest_checkpoint(run)) is not None:
         try:
             manifest = verify_checkpoint(checkpoint, fingerprint, with_rows=False)
-            return load_checkpoint(checkpoint, manifest, components, with_rows=with_rows)
+            return load_checkpoint(checkpoint, manifest, components, with_rows=False)
         except (SchemaError, OSError):
             # another replica may have saved a newer checkpoint and deleted this one
             if newest_checkpoint(run) == checkpoint:
