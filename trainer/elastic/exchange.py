@@ -170,13 +170,7 @@ class GlooGroup:
         self._pool = ThreadPoolExecutor(1, "gather")  # gloo's waits cannot be interrupted
 
     def join(self, key: str, meeting: str, rank: int, size: int) -> None:
-        """Connect to all other members, which call this, too.
-
-        Args:
-            key: of the agreement; never reused.
-            meeting: address of the first member's `MeetingStore`.
-            rank: of this process.
-            size: number of members.
+        """Connect to all other members, which call this, too, with a key that is never reused.
 
         Raises:
             LostPeerError: a member did not join in time.

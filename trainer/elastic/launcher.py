@@ -262,17 +262,6 @@ def train_replicas(
 ) -> RunSummary:
     """Train a job with several replicas, of this machine or others.
 
-    Args:
-        job_path: job file.
-        dataset_path: path or URL of the dataset.
-        output: folder or URL of the run.
-        options: of the command line.
-        launch: of the launcher.
-        on_step: called after each committed step with its metric and the number of steps.
-        drain: asks the run to stop early, at a step that can be resumed.
-        on_start: called when the replicas are started.
-        progress: called with a line when the start waits.
-
     Raises:
         SchemaError: job, dataset or run break their format, or a replica failed.
         ValueError: replicas do not support the options.

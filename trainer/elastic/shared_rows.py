@@ -76,12 +76,7 @@ class WriteBuffer:
         return self._store.layouts
 
     def update_written(self, written: int, *, writes: bool) -> None:
-        """Drop rows that are in the stores.
-
-        Args:
-            written: the maximum of `written` over all replicas.
-            writes: whether this replica is the writer.
-        """
+        """Drop rows that are in the stores."""
         self.writes = writes
         if written > self.written:
             self._drop(written)

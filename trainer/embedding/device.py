@@ -52,12 +52,7 @@ class HostRows:
 
 
 def upload_rows(gathered: Sequence[GatheredRows], device: torch.device) -> torch.Tensor:
-    """Return a copy of rows on a device, (num_rows, dim + state_width).
-
-    Args:
-        gathered: of each table, at least one; all tables have the same widths.
-        device: target.
-    """
+    """Return a copy of the rows of all tables on a device, (num_rows, dim + state_width)."""
     first = gathered[0].records
     dim, width = first.values.shape[1], first.values.shape[1] + first.state.shape[1]
     counts = [_num_rows(each) for each in gathered]

@@ -126,13 +126,6 @@ class DeviceCache(PlannedCache):
     ) -> None:
         """Allocate the rows; no thread runs before the first step.
 
-        Args:
-            store: of the rows; tables have the same widths.
-            plans: by table.
-            device: to hold the rows.
-            max_rows: most cached rows per table; None: unknown.
-            options: of `PlannedCache`.
-
         Raises:
             SchemaError: the device has too little memory.
         """

@@ -62,14 +62,7 @@ class Embedding(nn.Module):
         *,
         steps_before: int = 0,
     ) -> None:
-        """Keep the arguments; nothing is fetched yet.
-
-        Args:
-            tables: tables of the model.
-            config: of the job.
-            source: of the rows.
-            steps_before: steps that rows were trained before step 0, for rules that count them.
-        """
+        """Fetch nothing yet; update rules count `steps_before` steps before step 0."""
         super().__init__()
         self._tables = tables
         self._config = config
@@ -141,11 +134,7 @@ class Embedding(nn.Module):
         return self._lookups_of(batch.sparse)
 
     def update(self, total: RowSums) -> None:
-        """Update the rows of the step by the sum over all its microbatches, and release them.
-
-        Args:
-            total: gradients of rows of the step; other rows do not change.
-        """
+        """Update the rows in the sum over all microbatches, and release those of the step."""
         microbatches = self._open_microbatches()
         tables: list[TableRows] = []
         first = 0
@@ -190,10 +179,6 @@ class Embedding(nn.Module):
         self, sparse: KeyedJaggedTensor, feature: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the rows of a feature unpooled, one bag per unique tuple.
-
-        Args:
-            sparse: `batch.sparse` of an open batch.
-            feature: sparse feature.
 
         Returns:
             values: (sum of lengths, dim).

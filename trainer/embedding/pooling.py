@@ -33,13 +33,7 @@ class Pooling:
     """
 
     def __init__(self, batch: Batch, rows: Mapping[str, ArenaRows], *, mean: bool) -> None:
-        """Look up nothing yet.
-
-        Args:
-            batch: its rows are looked up.
-            rows: of the batch, by table.
-            mean: divide by the length of each bag.
-        """
+        """Look up nothing yet; `mean` divides by the length of each bag."""
         self.batch, self.rows = batch, rows
         self._mean = mean and any(t.longest_bag > 1 for t in batch.lookups.values())
         self._layout = batch.layout

@@ -95,12 +95,7 @@ class Records:
 
 
 def chunks_of(num_rows: int, records: Records) -> Iterator[slice]:
-    """Yield slices that cover rows in order, each of at most 4 MiB and 16,384 rows.
-
-    Args:
-        num_rows: to cover.
-        records: as wide as those of the rows.
-    """
+    """Yield slices that cover rows in order, each of at most 4 MiB and 16,384 rows."""
     width = records.values.shape[1] + records.state.shape[1]
     size = max(1, min(_CHUNK_ROWS, _CHUNK_BYTES // max(1, width * records.values.itemsize)))
     for start in range(0, num_rows, size):

@@ -75,15 +75,7 @@ class FutureLog:
         fan_out: int = FAN_OUT,
         buffer_bytes: int = BUFFER_BYTES,
     ) -> None:
-        """Start empty.
-
-        Args:
-            layouts: tables by name, all of one shape.
-            directory: an empty folder.
-            bucket_steps: steps per narrow bucket.
-            fan_out: buckets that a wider one is split into.
-            buffer_bytes: maximum bytes that are buffered for long writes.
-        """
+        """Start empty, in an empty folder; all tables have one shape."""
         first = next(iter(layouts.values()))
         self.layouts = layouts
         self._index = {table: index for index, table in enumerate(layouts)}

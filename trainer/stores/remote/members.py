@@ -65,14 +65,7 @@ class StoreMembers:
         session: str,
         layouts: Mapping[str, TableLayout],
     ) -> None:
-        """Connect to nothing yet.
-
-        Args:
-            addresses: of the stores that the run was started with.
-            access: to the stores.
-            session: of this process, or of the group of replicas.
-            layouts: tables by name, all of one shape.
-        """
+        """Connect to nothing yet."""
         self.session = session
         self.addresses = tuple(addresses)
         self.access = access

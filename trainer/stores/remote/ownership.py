@@ -266,13 +266,7 @@ def newest_slot_map(current: SlotMap, descriptions: Descriptions) -> SlotMap:
 def lost_slots(
     current: SlotMap, descriptions: Descriptions, acknowledged: Mapping[str, int]
 ) -> NDArray[np.bool_]:
-    """Return the (NUM_SLOTS,) mask of slots whose store has lost acknowledged rows.
-
-    Args:
-        current: the slot map.
-        descriptions: of its stores.
-        acknowledged: address to the messages that the store acknowledged to the caller.
-    """
+    """Return the (NUM_SLOTS,) mask of slots whose store has lost acknowledged rows."""
     lost = mask_of([])
     for address in current.addresses:
         store = descriptions.get(address)
