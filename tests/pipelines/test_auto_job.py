@@ -440,7 +440,7 @@ def test_groups_are_chosen_from_the_samples_that_a_build_makes(
     asked = request(path, tmp_path / "input", tmp_path / "dataset")
     ungrouped = dataclasses.replace(job, data=data)
     context = prepare(asked, ungrouped, features)
-    sample = sample_sessions(
+    sample, _ = sample_sessions(
         dataclasses.replace(context, segment_root=Location.parse(tmp_path / "scratch"))
     )
     assert sample is not None
