@@ -162,7 +162,6 @@ def _plan(arguments: argparse.Namespace) -> None:
 
 
 def _limited_schedule(snapshot: Snapshot) -> tuple[ScheduleConfig, tuple[str, ...]]:
-    """Return the schedule with the limits of where it runs, and a line per change."""
     declared = snapshot.job.schedule
     if declared.driver == "kubernetes":
         return cluster_schedule(declared), ()

@@ -55,27 +55,17 @@ class Machine:
     sites: tuple[str, ...]
     """Directories of packages; the first match wins."""
     python: tuple[int, int]
-    """Version of the interpreter."""
     output: Path
-    """Folder of datasets and runs; it may not exist yet."""
     now_sec: float
-    """Seconds since 1970."""
     lock: Path = LOCK
-    """Packages with exact versions."""
     flink: Path = SOURCES / "deploy" / "flink"
-    """Folder with Flink's versions."""
     shared_memory: Path = Path("/dev/shm")
-    """Folder of checkpoint copies."""
     least_shared_bytes: int = 1 << 30
-    """Space that must be free there."""
     least_disk_bytes: int = 5 << 30
-    """Space that must be free in the output."""
     port: int = 0
     """Port of the status page; 0 for any."""
     cluster: Path | None = None
-    """Configuration file of a cluster."""
     needed: frozenset[str] = field(default_factory=frozenset[str])
-    """Optional parts that are needed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,11 +75,9 @@ class Finding:
     name: str
     ok: bool
     must: str
-    """The requirement."""
     found: str
     fix: str
     needed_for: str = ""
-    """What works only with it; empty if nothing works without."""
     needed: bool = True
     """Whether its absence is a failure."""
 
@@ -112,7 +100,6 @@ class Check:
     name: str
     probe: Probe
     must: Callable[[Machine], str]
-    """The requirement."""
     fix: str
     needed_for: str = ""
     """What works only with it; empty if nothing works without."""

@@ -37,11 +37,6 @@ LOCK = "lock"
 def directory_lock(folder: Path, problem: str, advice: str) -> Generator[None]:
     """Hold the lock of a directory, which is created if it does not exist.
 
-    Args:
-        folder: the directory.
-        problem: what the error says is wrong if another process holds the lock.
-        advice: what the error says to do then.
-
     Raises:
         SchemaError: another process holds the lock; the message names its pid.
     """

@@ -276,7 +276,6 @@ def _ends_soon(job: JobState, work: RemainingWork) -> bool:
 
 
 def _with_urgency(contenders: Sequence[Contender]) -> list[Options]:
-    """Return the options of the jobs, weighted by how little time each still needs."""
     options = [contender[3] for contender in contenders]
     remaining_sec = np.array([contender[2][-1] for contender in contenders])
     runs = np.array([contender[0].sizes is not None for contender in contenders], bool)

@@ -70,8 +70,6 @@ class _Optional(_Codec):
 
 
 class _Fixed(_Codec):
-    """Tuples of a fixed length."""
-
     def __init__(self, items: tuple[_Codec, ...]) -> None:
         self._items = items
         self._is_plain = all(type(item) is _Codec for item in items)
@@ -124,8 +122,6 @@ class _Mapping(_Codec):
 
 
 class _Record(_Codec):
-    """Dataclasses."""
-
     def __init__(self, kind: Any, skipped: frozenset[str] = frozenset()) -> None:
         hints, own = get_type_hints(kind), [f for f in fields(kind) if f.name not in skipped]
         self._kind = kind
@@ -159,8 +155,6 @@ class _Snapshot(_Record):
 
 
 class _Job(_Record):
-    """Jobs."""
-
     def decode(self, body: Any) -> Any:
         value: JobState = super().decode(body)
         job = job_of_document(value.document, value.name, value.machine_sizes)

@@ -56,7 +56,6 @@ class Submitted(JobEvent):
     """Text of its job file."""
     facts: DataFacts
     history: History
-    """Its measurements, and those of other jobs."""
     num_segments: int
     sizes: MachineSizes | None = None
     """Sizes that its file leaves to the machine; None for Pods."""
@@ -150,7 +149,6 @@ class Moved(JobEvent):
     """The move of slot ranges to another store ended."""
 
     moved: bool
-    """Whether that store received them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -85,7 +85,6 @@ def handle(state: State, event: Event) -> tuple[State, list[Action]]:
 
 
 def _division_inputs(state: State) -> tuple[BudgetConfig, list[tuple[str, int]]]:
-    """Return what the division of the budget depends on."""
     jobs = [job for job in state.by_priority if job.phase != "draining"]
     return state.budget, [(job.name, job.num_share_changes) for job in jobs]
 
@@ -129,7 +128,6 @@ def _set_budget(state: State, event: BudgetSet) -> State:
 
 
 def _submit(state: State, event: Submitted) -> State:
-    """Add a job, or resume one that was drained or has failed."""
     old = state.jobs.get(event.job)
     if old is not None and old.phase not in ("drained", "draining", "failed"):
         return state

@@ -50,7 +50,6 @@ class Incident:
     """A failure, and the process that replaced the failed one."""
 
     time_sec: float
-    """When it was observed."""
     job: str
     process: str
     """Empty if it affects a whole pool or job."""
@@ -76,18 +75,15 @@ class Journal:
     """The history up to the last event."""
 
     begun_sec: float = 0.0
-    """Time of the first event."""
     num_events: int = 0
     decisions: tuple[Decision, ...] = ()
     """The latest ones, oldest first."""
     incidents: tuple[Incident, ...] = ()
-    """The latest ones, oldest first."""
     speeds: Mapping[str, tuple[Speed, ...]] = field(default_factory=dict[str, tuple[Speed, ...]])
     """By job, oldest first."""
     usage: tuple[Usage, ...] = ()
     """Changes of reserved resources, oldest first."""
     spent: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Cost so far by job."""
     ended_sec: Mapping[str, float] = field(default_factory=dict[str, float])
     num_decided: Mapping[tuple[str, str], int] = field(default_factory=dict[tuple[str, str], int])
     num_incidents: Mapping[tuple[str, Kind], int] = field(
@@ -193,10 +189,6 @@ def training_speed(job: JobState, event: Stepped) -> Speed | None:
     """Return the speed of reported steps beside the prediction of the last tick.
 
     None if the steps were not timed.
-
-    Args:
-        job: its state before the event.
-        event: the steps.
     """
     if not event.seconds:
         return None
@@ -214,12 +206,7 @@ def training_speed(job: JobState, event: Stepped) -> Speed | None:
 
 
 def building_speed(job: JobState, event: Ended) -> Speed | None:
-    """Return the speed of a completed segment job, None if it was not measured.
-
-    Args:
-        job: its state before the event.
-        event: the end of one of its processes.
-    """
+    """Return the speed of a completed segment job, None if it was not measured."""
     process = job.processes.get(event.process)
     timed = event.work_sec > 0.0 and event.num_samples > 0
     if process is None or process.pool != "segment" or event.outcome != "done" or not timed:
@@ -234,7 +221,6 @@ def building_speed(job: JobState, event: Ended) -> Speed | None:
 
 
 def _interval(prediction: Prediction) -> tuple[float, float, float]:
-    """Return the predicted seconds of one setting, and both ends of their interval."""
     return float(prediction.seconds[0]), float(prediction.low[0]), float(prediction.high[0])
 
 
@@ -246,7 +232,6 @@ def _speed(
     seconds: float,
     predicted: tuple[float, float, float],
 ) -> Speed:
-    """Return the speed at which samples took some seconds, beside the predicted one."""
     return Speed(
         time_sec=time_sec,
         pool=pool,

@@ -132,11 +132,7 @@ def to_decision(action: Action, time_sec: float) -> Decision:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """An event of a log.
-
-    Attributes:
-        line: its number, from 1.
-    """
+    """An event of a log."""
 
     line: int
     event: Event
@@ -230,11 +226,6 @@ class Log:
     """The log of a scheduler, opened for writing, and the state after it; a context."""
 
     def __init__(self, path: Path) -> None:
-        """Store the path; the file is opened on entry.
-
-        Args:
-            path: of the log, which is created if it is missing.
-        """
         self._path = path
 
     def __enter__(self) -> Self:
@@ -319,7 +310,6 @@ def snapshot_lines(state: State, journal: Journal, num_events: int) -> bytes:
 
 
 def _line(body: Mapping[str, Any]) -> bytes:
-    """Return an object as a line of JSON; keys keep their order."""
     return f"{json.dumps(body, separators=(',', ':'), allow_nan=False)}\n".encode()
 
 
@@ -407,13 +397,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """The result of a replay.
-
-    Attributes:
-        num_events: events that were handled again.
-        num_decisions: decisions of the log.
-        differences: decisions that differ, in order.
-    """
+    """The result of a replay."""
 
     state: State
     num_events: int

@@ -308,7 +308,6 @@ def _reconcile_stores(job: JobState, sizes: Sizes, reconciler: Reconciler) -> Jo
 
 
 def _resize_running(job: JobState, reconciler: Reconciler) -> JobState:
-    """Give running trainers and stores the resources of new ones, as far as they can change."""
     for process in (*job.trainers, *job.of_pool("store")):
         if process.pool == "coordinator" and not process.trains_alone:
             continue  # a coordinator beside replicas, which computes nothing
@@ -371,7 +370,6 @@ def is_settled(job: JobState) -> bool:
 
 
 def _lacks_memory(job: JobState, process: Process) -> bool:
-    """Return whether a process has less memory than it is to have, or is being resized."""
     if process.is_changing:
         return True
     needed = {"segment": process.workers * job.worker_memory, "replica": job.replica_memory}

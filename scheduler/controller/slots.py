@@ -34,11 +34,7 @@ MAX_RETRY_SEC = 960.0
 
 @dataclass(frozen=True, slots=True)
 class SlotMove:
-    """Ranges that move together from one store to another.
-
-    Attributes:
-        ranges: their numbers, ascending.
-    """
+    """Ranges that move together from one store to another."""
 
     ranges: tuple[int, ...]
     source: int
@@ -109,13 +105,7 @@ def range_loads(job: JobState, ahead_steps: int) -> tuple[Sequence[float], int |
 def store_loads(
     owners: Sequence[int], counts: Sequence[float], stores: Collection[int]
 ) -> dict[int, float]:
-    """Return the load of each store.
-
-    Args:
-        owners: store of each range.
-        counts: load of each range.
-        stores: further stores, which may own no range.
-    """
+    """Return the load of each store."""
     loads = dict.fromkeys(sorted({*stores, *owners}), 0.0)
     for owner, count in zip(owners, counts, strict=True):
         loads[owner] += count
@@ -310,12 +300,6 @@ def move_slots(
     """Start the next move of slots: off a surplus store, else off an overloaded one.
 
     One that failed is repeated first: nobody knows whether the slots were moved before it did.
-
-    Args:
-        job: a job that trains.
-        sizes: its target sizes.
-        ahead_steps: steps ahead at which loads are compared.
-        now_sec: the time.
     """
     running = set(job.running_stores)
     wait = min(MAX_RETRY_SEC, RETRY_SEC * 2.0 ** max(0, job.num_failed_moves - 1))

@@ -33,15 +33,11 @@ class Process:
     """`<pool>-<number>.<attempt>`, unique in the job over all attempts."""
     pool: PoolName
     number: int
-    """Segment, replica or store."""
     status: Status
     """`leaving`: asked to leave, or being stopped."""
     cpus: float
-    """Cores that are booked for it."""
     memory_bytes: int
-    """Memory that is booked for it."""
     workers: int = 1
-    """Pipeline workers of a segment job."""
     began_sec: float
     readings: tuple[tuple[int, int], ...] = ()
     """Positions, and resident bytes at each."""
@@ -127,9 +123,7 @@ class JobState:
     submitted_sec: float
     document: str
     machine_sizes: MachineSizes | None = None
-    """Sizes that its file leaves to the machine; None for Pods."""
     snapshot: Snapshot
-    """Data and history at its submission."""
     num_segments: int
     phase: Phase = "submitted"
     sizes: Sizes | None = None
@@ -137,11 +131,8 @@ class JobState:
     has_replicas: bool = False
     """Whether replicas train beside its coordinator; stays set once there were several."""
     worker_memory: int
-    """Bytes of one pipeline worker."""
     replica_memory: int
-    """Bytes of one replica."""
     store_memory: int
-    """Bytes of one store."""
     worker_peak: int = 0
     """Largest bytes of a pipeline worker that were read, averaged over its segment job."""
     replica_cpus: float
@@ -157,7 +148,6 @@ class JobState:
     spare_ticks: Mapping[str, int] = field(default_factory=dict[str, int])
     """By pool, consecutive ticks at which it had memory to spare."""
     processes: Mapping[str, Process] = field(default_factory=dict[str, Process])
-    """Live processes by name."""
     built: frozenset[int] = frozenset()
     """Committed segments."""
     attempts: Mapping[str, int] = field(default_factory=dict[str, int])
@@ -181,9 +171,7 @@ class JobState:
     """What the next process needs that the budget does not have; empty if nothing is lacking."""
     steps: Window = field(default_factory=Window)
     builds: Window = field(default_factory=Window)
-    """Measured segment jobs."""
     load: LoadKnown | None = None
-    """Future accesses, from the oracle."""
     num_stores: int | None = None
     """Stores of the job; None before training starts."""
     stores: tuple[int, ...] = ()
@@ -273,11 +261,8 @@ class State:
     now_sec: float = 0.0
     """Time of the last event."""
     budget: BudgetConfig = field(default_factory=BudgetConfig)
-    """Budget of all jobs together."""
     resizes: bool = False
-    """Whether cores and memory of a process are limits that can be changed while it runs."""
     largest_job: int | None = None
-    """Most workers of one segment job; None if the Beam runner does not limit them."""
     jobs: Mapping[str, JobState] = field(default_factory=dict[str, JobState])
     """By name, in order of submission."""
 

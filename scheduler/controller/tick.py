@@ -272,12 +272,6 @@ def forecast_pools(
 
     All processes of a pool have the same limit, so one that grows is among them before it is
     reached.
-
-    Args:
-        job: the job.
-        work: its remaining work.
-        budget: what both of its pools may use.
-        step_sec: predicted seconds of a step.
     """
     watches: list[MemoryWatch] = []
     segments, trainers = job.of_pool("segment"), job.trainers
@@ -312,7 +306,6 @@ def forecast_pools(
 
 
 def _largest(processes: Sequence[Process]) -> list[Process]:
-    """Return the MAX_FORECASTS processes with the highest latest reading, in their order."""
     read = [p for p in processes if p.readings and p.memory_bytes]
     largest = sorted(read, key=lambda p: -p.readings[-1][1])[:MAX_FORECASTS]
     return [p for p in read if p in largest]
@@ -356,12 +349,6 @@ def reclaim_memory(
 
     Segment jobs get at least the highest reading of earlier ones, and nothing is lowered before one
     has ended: a forecast while one runs may be too low.
-
-    Args:
-        job: with no change in flight.
-        sizes: its sizes.
-        work: its remaining work.
-        watches: forecasts of its processes.
     """
     actions: list[Action] = []
     for pool, process_pool in PROCESS_OF_POOL.items():
@@ -556,7 +543,6 @@ def _core_bounds(
 
 
 def _clip(cpus: float, bounds: tuple[float, float]) -> float:
-    """Return cores within the bounds of a pool, rounded down to thousandths."""
     declared, most = bounds
     least = min(MIN_CPUS, declared)
     return math.floor(1000 * min(most, max(least, cpus)) + 1e-6) / 1000

@@ -95,7 +95,6 @@ class FlinkConfig:
     environment_config: str | None = None
     """Address of the pool, program or image; null with `LOOPBACK`."""
     options: tuple[str, ...] = ()
-    """Additional Beam options."""
 
     def __post_init__(self) -> None:
         url = urlsplit(self.address)
@@ -123,9 +122,7 @@ class DataflowConfig:
     """Jobs of Google Cloud Dataflow."""
 
     project: str
-    """Project that is billed."""
     region: str
-    """Region of the workers."""
     temp_location: str
     """`gs://` folder for files of the jobs."""
     staging_location: str | None = None
@@ -133,13 +130,11 @@ class DataflowConfig:
     image: str
     """Container image of the workers (`deploy/dataflow/README.md`)."""
     machine_type: str = "n2-standard-4"
-    """Machine type of each worker."""
     max_workers: int = 16
     """Maximum workers of one segment job."""
     autoscaling: bool = False
     """Whether Dataflow may add workers up to `max_workers`; else the number is fixed."""
     options: tuple[str, ...] = ()
-    """Additional Beam options."""
 
     def __post_init__(self) -> None:
         for name in ("temp_location", "staging_location"):
@@ -160,9 +155,7 @@ class RunnerConfig:
     runner: Literal["local", "flink", "dataflow"] = "local"
     """`local`: processes on this machine; `flink`, `dataflow`: as configured in that section."""
     flink: FlinkConfig | None = None
-    """For `runner: flink`."""
     dataflow: DataflowConfig | None = None
-    """For `runner: dataflow`."""
 
     def __post_init__(self) -> None:
         if self.runner != "local" and getattr(self, self.runner) is None:
@@ -331,10 +324,6 @@ class DataflowRunner(SegmentRunner):
 
 def segment_runner(file: Path | None, output: Path) -> SegmentRunner:
     """Return the runner that a configuration file selects.
-
-    Args:
-        file: None for the local runner.
-        output: folder of the scheduler.
 
     Raises:
         SchemaError: the file is invalid.

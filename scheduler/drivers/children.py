@@ -229,13 +229,7 @@ class BusyCores:
         self._last: dict[str, tuple[float, float]] = {}
 
     def read(self, name: str, cpu_sec: float, now: float) -> float | None:
-        """Return the cores that were busy since the last reading; None the first time.
-
-        Args:
-            name: of the process.
-            cpu_sec: its CPU time so far.
-            now: seconds of a monotonic clock.
-        """
+        """Return the cores that were busy since the last reading; None the first time."""
         before, self._last[name] = self._last.get(name), (cpu_sec, now)
         if before is None or now <= before[1]:
             return None

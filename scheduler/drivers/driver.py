@@ -97,12 +97,10 @@ class DriverOptions:
     """How processes are observed."""
 
     output: Path
-    """Folder of the scheduler."""
     poll_sec: float = 0.5
     tick_sec: float = 5.0
     """Time between the first reconcile ticks, before which memory is read."""
     progress: Callable[[str], None] = field(default=lambda _: None)
-    """Called with one line for each decision."""
     runner: SegmentRunner = field(default_factory=SegmentRunner)
 
 
@@ -267,7 +265,6 @@ class Driver:
         return result
 
     def _report_storage_health(self, name: str, problem: str) -> None:
-        """Report once that a job's store does not answer, and that it answers again."""
         if problem and name not in self._silent:
             self._silent.add(name)
             self._options.progress(f"{name}: files cannot be reached: {problem}")
@@ -345,7 +342,6 @@ class Driver:
             self._handle(Moved(time_sec=time.time(), job=name, moved=moved))
 
     def _is_up(self, name: str, process: Process) -> bool:
-        """Return whether a live process is ready to work."""
         if not self._processes[name].is_running(process.name):
             return False
         paths = self._paths[name]
@@ -358,7 +354,6 @@ class Driver:
         return True
 
     def _poll_preemptions(self, name: str) -> None:
-        """Report each preemption notice once."""
         for process, grace_sec in self._processes[name].preemption_notices().items():
             current = self.state.jobs[name].processes.get(process)
             if current is None or current.status == "leaving" or (name, process) in self._noticed:
@@ -408,7 +403,6 @@ class Driver:
             )
 
     def _handle(self, event: Event) -> None:
-        """Handle an event; its decisions are logged before they are executed."""
         for decision in self._log.handle(event):
             subject = f"{decision.job}: {decision.action} {decision.process}"
             self._options.progress(f"{subject}: {decision.reason}")
@@ -485,7 +479,6 @@ class Driver:
         self._discard_stores(job)
 
     def _discard_stores(self, job: JobState) -> None:
-        """Remove the files of stores that left the job."""
         if job.stores:
             live, paths = {p.number for p in job.of_pool("store")}, self._paths[job.name]
             discard_stores(paths, live | {*job.stores}, paths.folder / "work")
@@ -498,7 +491,6 @@ def num_gpus_of(process: Process, config: TrainConfig) -> int:
 
 
 def _newest_move(job: JobState, processes: Processes) -> str | None:
-    """Return the process that moves slots now, None if there is none."""
     if not job.moving:
         return None
     return processes.newest_started(f"move-{job.moving[0]}-to-{job.moving_to}.")

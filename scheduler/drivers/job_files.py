@@ -40,11 +40,9 @@ class JobPaths:
     storage: Location
     """What its processes share: job file and schema, dataset, run, addresses of stores."""
     input: Location
-    """Raw files."""
     segments: tuple[tuple[str, ...], ...]
     """Paths of each segment's files below the input; none of a segment of all files."""
     allow_outside: bool = False
-    """Whether the job's schema may be outside the folder of the job file."""
 
     @property
     def num_segments(self) -> int:
@@ -141,11 +139,6 @@ def prepare_stores(
     """Write the job file with the addresses of stores; nothing if it is unchanged.
 
     Each address is a file in which the store publishes its current network address.
-
-    Args:
-        paths: of the job.
-        numbers: of the stores that own slots.
-        endpoint: how processes connect; None if all share one loopback.
     """
     stores: dict[str, object] = {"addresses": [paths.store_address(number) for number in numbers]}
     if endpoint is None:
@@ -238,14 +231,7 @@ def generate_command(job_file: Path | Location, output: Path | Location) -> list
 def segment_command(
     paths: JobPaths, number: int, workers: int, runner_options: Sequence[str] = ()
 ) -> list[str]:
-    """Return the command that builds a segment and commits it after its predecessors.
-
-    Args:
-        paths: of the job.
-        number: of the segment.
-        workers: of a build on this machine.
-        runner_options: options of another Beam runner; empty for the local one.
-    """
+    """Return the command that builds a segment and commits it after its predecessors."""
     command = module_command("pipelines")
     if number:
         command += ["append", str(paths.job_file), "--dataset", str(paths.dataset)]
@@ -272,15 +258,7 @@ def coordinator_command(
     served: bool,
     endpoint: Endpoint | None = None,
 ) -> list[str]:
-    """Return the command that starts or resumes training.
-
-    Args:
-        paths: of the job.
-        work: folder of its process.
-        has_replicas: whether separate replica processes train.
-        served: whether stores hold the rows.
-        endpoint: how processes connect; None if all share one loopback.
-    """
+    """Return the command that starts or resumes training."""
     job = paths.served_job if served else paths.job_file
     command = [*module_command("trainer"), "train", str(job), "--dataset", str(paths.dataset)]
     command += ["--output", str(paths.run), "--follow", "--resume"]
@@ -294,15 +272,7 @@ def coordinator_command(
 def replica_command(
     paths: JobPaths, work: Path, number: int, threads: int, endpoint: Endpoint | None = None
 ) -> list[str]:
-    """Return the command of one replica.
-
-    Args:
-        paths: of the job.
-        work: folder of its process.
-        number: of the replica.
-        threads: microbatches that it computes at once.
-        endpoint: how processes connect; None if all share one loopback.
-    """
+    """Return the command of one replica."""
     command = [*module_command("trainer"), "replica", str(paths.run), "--number", str(number)]
     command += ["--threads", str(threads)]
     command += ["--work", str(work / f"replica-{number}")] if paths.is_remote else []
@@ -317,14 +287,7 @@ def store_command(
     number: int,
     endpoint: Endpoint | None = None,
 ) -> list[str]:
-    """Return the command of one store.
-
-    Args:
-        paths: of the job.
-        work: folder of its process.
-        number: of the store.
-        endpoint: how processes connect; None if all share one loopback.
-    """
+    """Return the command of one store."""
     folder, address = paths.store(number, work), paths.address_file(number)
     command = [*module_command("trainer"), "store", "--directory", str(folder)]
     command += ["--address-file", str(address)] if paths.is_remote else []

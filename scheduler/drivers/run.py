@@ -44,14 +44,12 @@ class RunRequest:
     inputs: Mapping[str, Location]
     """Raw files by job name."""
     output: Path
-    """Folder of the scheduler."""
     storage: Location
     """Where the files of each job are, below its name."""
     budget: Path | None
     """File with the budget of all jobs together. None: this machine; on a cluster, the sum of the
     jobs' own budgets."""
     cluster: Path | None = None
-    """Configuration file of the cluster; None for this machine."""
     driver: DriverOptions
     allow_outside: bool = False
     """Whether a job's schema may be outside the folder of its job file."""
@@ -254,13 +252,6 @@ def check_driver(
     inputs: Iterable[Location],
 ) -> None:
     """Raise unless the driver, the cluster file and the jobs fit together.
-
-    Args:
-        driver: as given by the user; the jobs' own when None.
-        cluster: configuration file of a cluster.
-        job_files: the jobs.
-        storage: where the jobs' files are.
-        inputs: raw files of the jobs.
 
     Raises:
         PlanError: the jobs name several drivers, or driver and cluster file contradict each other.

@@ -127,7 +127,6 @@ def submit(
 
 
 def _generate_log(job: Job, job_file: Path | Location, folder: Path, storage: Location) -> Location:
-    """Return the synthetic log of a job, written on the first call."""
     if job.data.generate is None:
         raise SchemaError(
             "job has neither --input nor data.generate; name its raw files", file=str(job_file)
@@ -190,11 +189,6 @@ def has_segment_per_file(job: Job) -> bool:
 
 def split_input(job: Job, source: Location, folder: Path) -> list[list[Entry]]:
     """Split a job's input into segments, always the same ones.
-
-    Args:
-        job: the job.
-        source: of the raw files.
-        folder: of the job; receives the list of each segment's files.
 
     Returns:
         The files of each segment, ordered by path.

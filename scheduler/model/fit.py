@@ -278,7 +278,6 @@ def observe(window: Window, setting: Setting, seconds: Iterable[float], tick: fl
 
 
 def _rows(setting: Setting) -> list[tuple[Key, Key]]:
-    """Return the row of each setting, and its key."""
     columns = setting.columns()
     keys = setting.rounded(columns).tolist()
     return [(tuple(row), tuple(key)) for row, key in zip(columns.tolist(), keys, strict=True)]
@@ -370,7 +369,6 @@ class Fit:
     lowest: tuple[float, ...] = ()
     """Smallest measured value of each field of a setting."""
     highest: tuple[float, ...] = ()
-    """Largest value of each."""
     least_sec: float = 0.0
     """Smallest median seconds of a setting."""
 

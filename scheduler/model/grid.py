@@ -23,13 +23,7 @@ SEGMENT_BATCHES = 64
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """n candidates, as (n,) int64 arrays.
-
-    Attributes:
-        segment_jobs: segment jobs at once.
-        workers_per_job: pipeline workers of each.
-        num_stores: embedding stores, 0 if each replica holds the tables.
-    """
+    """n candidates, as (n,) int64 arrays."""
 
     segment_jobs: Ints
     workers_per_job: Ints
@@ -68,9 +62,7 @@ class Sizes:
     """Sizes of both pools."""
 
     segment_jobs: int
-    """Segment jobs at once."""
     workers_per_job: int
-    """Pipeline workers of each."""
     num_replicas: int
     num_stores: int
 
@@ -229,13 +221,7 @@ def training_sizes(
 
 
 def budget_error(first: Ints, second: Ints, config: ScheduleConfig) -> PlanError:
-    """Return the error that names the smallest budget that works.
-
-    Args:
-        first: (1, 2) the smallest preprocessing pool.
-        second: (1, 2) the smallest training pool, by the number of processes.
-        config: limits.
-    """
+    """Return the error that names the smallest budget that works."""
     grid = cross(first, second)
     total = total_resources(grid, config)
     cpus, memory = math.ceil(total.cpus[0] * 1000 - 1e-6) / 1000, int(total.memory_bytes[0])
@@ -250,7 +236,6 @@ def budget_error(first: Ints, second: Ints, config: ScheduleConfig) -> PlanError
 def _no_training_size(
     facts: DataFacts, train: TrainConfig, config: ScheduleConfig, base_bytes: int
 ) -> PlanError:
-    """Return the error that names the limit which excludes every training pool."""
     pool = config.training
     hint = "" if facts.measured else "; with --dataset only touched rows count"
     alone = trainer_memory(facts, train, pool.max_replicas, 0, base_bytes).total_bytes

@@ -86,13 +86,7 @@ BESIDE = (f"*/{SUMMARY}", f"*/*/{SUMMARY}")
 
 @dataclass(frozen=True, slots=True)
 class BuildRecord:
-    """One finished build.
-
-    Attributes:
-        num_samples: samples that it wrote.
-        startup_sec: seconds before the first sample.
-        rows_per_sec: samples per second after start-up.
-    """
+    """One finished build."""
 
     num_samples: int
     startup_sec: float
@@ -170,7 +164,6 @@ def read_history_beside(dataset: Dataset) -> History:
 
 
 def _trained(run: Path) -> set[str]:
-    """Return the manifest hashes of the segments that a run trained; none if it is not a run."""
     try:
         return set(json.loads((run / RUN_FILE).read_text(encoding="utf-8"))["segments"])
     except (OSError, ValueError, TypeError, KeyError):

@@ -62,11 +62,8 @@ class JobFit:
     """A model of one job and its errors in throughput."""
 
     coefficients: Mapping[str, float]
-    """By term."""
     num_fitted: int
-    """Rows that were fitted."""
     num_held_back: int
-    """Rows that were predicted."""
     mape_fit: float
     """Mean absolute percentage error of the fitted rows, as a share."""
     mape_holdout: float | None
@@ -82,11 +79,9 @@ class FileFit:
     """Models of all jobs of one file: what `fit --json` prints."""
 
     jobs: Mapping[str, JobFit]
-    """By name, in order of the file."""
     mape_holdout: float | None
     """Over the held-back rows of all jobs; None if there are none."""
     num_skipped: int
-    """Rows without a speed."""
 
 
 def fit_file(path: Path, holdouts: Sequence[str]) -> FileFit:
@@ -278,7 +273,6 @@ def _is_number(text: str | None) -> bool:
 
 
 def _check(row: Mapping[str, str | None], name: str, path: Path, number: int) -> None:
-    """Check that a cell is empty or a number in range."""
     text = row.get(name)
     if not text and name != "num_replicas":
         return

@@ -314,7 +314,6 @@ def peaks(steps: Floats, values: Floats) -> tuple[Floats, Floats]:
 
 
 def _columns(steps: ArrayLike, load: Floats) -> Floats:
-    """Return (n, 3): 1, the steps, and their loads."""
     x = np.asarray(steps, np.float64)
     return np.stack([np.ones_like(x), x, load[x.astype(np.int64)]], axis=1)
 

@@ -228,7 +228,6 @@ def _ratios(values: Sequence[float], assumed: Sequence[float]) -> tuple[float, .
 def _scaled(
     assumed: Sequence[float], ratios: Sequence[Sequence[float]], weights: Floats
 ) -> tuple[float, ...]:
-    """Return default coefficients times the smoothed ratios."""
     if not ratios:
         return tuple(assumed)
     logs = np.log(np.maximum(ratios, SMALLEST))
@@ -254,7 +253,6 @@ class Models:
 
     training: Fit
     segments: Fit
-    """Segment times."""
     base_bytes: int
     """Bytes of a trainer before it holds anything of the job."""
     num_segments: int
@@ -308,7 +306,6 @@ def fit_models(
 
 
 def _comparable_runs(runs: Sequence[RunRecord]) -> list[RunRecord]:
-    """Return the deduplicated runs with plain tables; if there are none, those with a cache."""
     deduplicated = [run for run in runs if not run.summary.expanded]
     plain = [run for run in deduplicated if run.summary.embedding == "plain"]
     return plain or [run for run in deduplicated if run.summary.embedding == "cached"]

@@ -135,7 +135,6 @@ class Snapshot:
     job: Job
     facts: DataFacts
     history: History = field(default_factory=History)
-    """Measurements of it and of earlier jobs."""
 
 
 def take_snapshot(
@@ -252,7 +251,6 @@ def facts_of_dataset(job: Job, dataset: Dataset) -> DataFacts:
 
 
 def _num_parts(segment: Segment) -> int:
-    """Return the number of parts of a segment that contain a block."""
     return len(np.unique(segment.column("file")))
 
 
@@ -278,7 +276,6 @@ def _ahead(job: Job, dataset: Dataset, index: Index | None) -> Lookahead | None:
 
 
 def _index(job: Job, dataset: Dataset) -> Index | None:
-    """Return an index over all segments, preferably of the job's batch size."""
     whole = dataset.complete_indexes()
     same = [index for index in whole if index.batch_samples == job.train.batch_samples]
     return dataset.open_index((same or whole)[0]) if whole else None
@@ -296,7 +293,6 @@ def _rows_per_step(
 
 
 def _row_bytes(dataset: Dataset, num_samples: int) -> float:
-    """Return the bytes of one sample's values, before deduplication."""
     grouped = dataset.job.data.group_of_column
     scalars = [f for f in dataset.features.features if not f.is_list]
     loose = [f for f in dataset.features.features if f.is_list and f.name not in grouped]

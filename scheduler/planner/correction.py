@@ -171,7 +171,6 @@ def _within_reach(config: ScheduleConfig, current: Sizes) -> ScheduleConfig:
 def _is_trusted(
     grid: Grid, snapshot: Snapshot, config: ScheduleConfig, models: Models
 ) -> np.ndarray:
-    """Return (n,) which candidates have narrow intervals for both pools."""
     steps = predict_seconds(models.training, training_setting(snapshot, config, grid))
     segments = predict_seconds(models.segments, segment_setting(models, snapshot, config, grid))
     return steps.confident & segments.confident
@@ -188,7 +187,6 @@ class MemoryWatch:
     lookahead_steps: int
     """Steps that it makes while a larger process starts."""
     limit_bytes: int
-    """Its memory."""
     room_bytes: int
     """Memory that each process of the pool could have within the budget."""
 
@@ -198,7 +196,6 @@ class Change:
     """A change of a job."""
 
     sizes: Sizes
-    """Sizes of both pools afterwards."""
     pool: Pool | None = None
     """The pool whose processes get more memory; None for a change of sizes."""
     memory_bytes: int = 0
@@ -212,22 +209,16 @@ class Correction:
     in_flight: Change | None = None
     """The change that was started and has not ended."""
     ended_sec: float = float("-inf")
-    """End of the last change."""
     last_direction: int = 0
     """1 if it was to larger pools, -1 to smaller ones, 0 if there was none."""
     num_agreeing_ticks: int = 0
     """Consecutive ticks in which a change was better."""
     direction: int = 0
-    """Direction of that change."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The result of one tick.
-
-    Attributes:
-        reason: sentence for the log.
-    """
+    """The result of one tick."""
 
     state: Correction
     change: Change | None
@@ -240,14 +231,7 @@ def decide_correction(
     comparison: SizeComparison,
     memory: Sequence[MemoryWatch] = (),
 ) -> Verdict:
-    """Decide whether a job changes now.
-
-    Args:
-        state: after the previous tick.
-        now_sec: a clock that never goes back.
-        comparison: its sizes and the best ones.
-        memory: forecasts of its processes.
-    """
+    """Decide whether a job changes now."""
     current = comparison.current.sizes
     if state.in_flight is not None:
         return Verdict(state, None, "a change is in flight")

@@ -93,12 +93,6 @@ def machine_schedule(
     """Return a schedule that fits a budget, and a line for each size that was changed.
 
     Sizes that fit are not changed. If none fit, planning will report the smallest that would.
-
-    Args:
-        snapshot: of the job.
-        budget: its cores and memory.
-        allow_oversubscription: whether its processes may share cores.
-        num_segments: segments of the input, if known.
     """
     declared = snapshot.job.schedule
     named = replace(declared.budget, cpus=budget.cpus, memory=budget.memory)
@@ -123,7 +117,6 @@ def _fits(snapshot: Snapshot, config: ScheduleConfig, models: Models) -> bool:
 
 
 def _with_shared_cores(config: ScheduleConfig) -> ScheduleConfig:
-    """Scale the cores of all processes down until the smallest pools fit."""
     first, second = config.preprocessing, config.training
     least = first.min_workers * first.worker.cpus + second.min_replicas * second.replica.cpus
     if least <= config.budget.cpus:
@@ -172,7 +165,6 @@ def _with_needed_memory(
 
 
 def _changes(declared: ScheduleConfig, config: ScheduleConfig) -> Iterator[str]:
-    """Yield a line for each process whose size was changed."""
     for key, before, after in (
         ("preprocessing.worker", declared.preprocessing.worker, config.preprocessing.worker),
         ("training.replica", declared.training.replica, config.training.replica),

@@ -31,11 +31,9 @@ class Candidate(Sizes):
     preprocessing_cpus: float
     """Cores of all workers."""
     preprocessing_memory_bytes: int
-    """Memory of all workers."""
     training_cpus: float
     """Cores of all replicas and stores."""
     training_memory_bytes: int
-    """Memory of all replicas and stores."""
     rows_per_sec: float
     """Samples prepared per second, start-up of the jobs included."""
     samples_per_sec: float
@@ -47,7 +45,6 @@ class Candidate(Sizes):
     cost: float
     """Price of both pools, each while it is held."""
     cost_per_hour: float
-    """Price of both pools for one hour."""
 
     @property
     def sizes(self) -> Sizes:
@@ -67,9 +64,7 @@ class PlanDecision:
     unweighted: Candidate | None = None
     """The plan with the smallest time x cost; None if it is chosen, or a deadline decides."""
     num_candidates: int
-    """Plans that were compared."""
     models: Models
-    """The models behind the predictions."""
 
 
 def counted(number: int, noun: str) -> str:

@@ -77,7 +77,6 @@ def caveats(snapshot: Snapshot, config: ScheduleConfig, decision: PlanDecision) 
 
 
 def _interval(prediction: Prediction) -> str:
-    """Return the ends of an interval relative to the prediction."""
     seconds = prediction.seconds[0]
     low, high = prediction.low[0] / seconds, prediction.high[0] / seconds
     return f"{low:.0%} to {high:.0%}"
@@ -154,7 +153,6 @@ def _rule_reason(config: ScheduleConfig, decision: PlanDecision) -> str:
 
 
 def _weighting_rule(exponent: float, decision: PlanDecision) -> str:
-    """Return the weights of time and cost, and the plan with the smallest time x cost."""
     chosen, other = decision.chosen, decision.unweighted
     if exponent == 1.0:
         return "the smallest time x cost, as no deadline is set"
@@ -188,7 +186,6 @@ def _parts(num_parts: float) -> str:
 
 
 def _why_not(chosen: Candidate, other: Candidate, config: ScheduleConfig) -> str:
-    """Return by how much another plan is worse, in the terms of the rule."""
     sec = _percent(other.predicted_sec, chosen.predicted_sec, "more time", "less time")
     cost = _percent(other.cost, chosen.cost, "more cost", "less cost")
     if config.deadline is not None:

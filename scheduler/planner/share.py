@@ -71,12 +71,6 @@ def job_options(
 ) -> tuple[Ints, Options]:
     """Return the preferred plan of one job, and the slower ones.
 
-    Args:
-        grid: its candidates.
-        predictions: of the candidates.
-        config: of the job.
-        preferred: the candidate that it would get alone.
-
     Returns:
         (n,) indices into the grid, the preferred one last, and the options.
     """
@@ -116,13 +110,7 @@ def urgencies(remaining_sec: Floats, runs: np.ndarray) -> Floats:
 def share_budget(
     jobs: Sequence[Options], budget: BudgetConfig, exchanges: int = MAX_ROUNDS
 ) -> tuple[int, ...]:
-    """Return the plan of each job, WAITING if none fits.
-
-    Args:
-        jobs: each with at least one plan.
-        budget: of all jobs together.
-        exchanges: most exchanges between two jobs.
-    """
+    """Return the plan of each job, WAITING if none fits."""
     chosen = choose_greedily(jobs, budget)
     shares = [job.shares(budget) for job in jobs]
     for _ in range(exchanges if len(jobs) <= MAX_JOBS else 0):
@@ -137,7 +125,6 @@ def share_budget(
 def _best_exchange(
     jobs: Sequence[Options], shares: Sequence[Floats], chosen: Sequence[int]
 ) -> tuple[tuple[int, int], tuple[int, int]] | None:
-    """Return the change of two jobs at once that gains most, None if none gains."""
     running = [job for job, plan in enumerate(chosen) if plan != WAITING]
     used = np.array([shares[job][chosen[job]] for job in running], np.float64)
     free = np.ones(2) - used.reshape(-1, 2).sum(axis=0)

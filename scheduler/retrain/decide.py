@@ -21,13 +21,7 @@ from schemas.run_log import EXIT_BEHIND, EXIT_HUNG, EXIT_LOST_ROWS
 
 
 def judge(new: Metrics, old: Metrics | None, limits: ModelGateConfig) -> tuple[str, ...]:
-    """Return why a model is refused; empty if it passes.
-
-    Args:
-        new: metrics of the model on the newest evaluation split.
-        old: metrics of the last promoted model on the same split; None if there is none.
-        limits: of the job file.
-    """
+    """Return why a model is refused; empty if it passes."""
     if new.num_samples < limits.min_samples:
         return (
             f"evaluation has {new.num_samples:,} samples, less than {limits.min_samples:,} "
@@ -40,7 +34,6 @@ def judge(new: Metrics, old: Metrics | None, limits: ModelGateConfig) -> tuple[s
 
 
 def _absolute_reasons(new: Metrics, limits: ModelGateConfig) -> list[str]:
-    """Return violations of fixed limits; empty strings for limits that hold."""
     return [
         _above("NE", new.ne, limits.max_ne, "(gate.max_ne)"),
         _below("AUC", new.auc, limits.min_auc, "(gate.min_auc)"),
@@ -54,7 +47,6 @@ def _absolute_reasons(new: Metrics, limits: ModelGateConfig) -> list[str]:
 
 
 def _relative_reasons(new: Metrics, old: Metrics, limits: ModelGateConfig) -> list[str]:
-    """Return violations of limits relative to the last promoted model's defined metrics."""
     reasons: list[str] = []
     if old.ne is not None and limits.max_ne_increase is not None:
         most = old.ne * (1 + limits.max_ne_increase)
@@ -192,15 +184,7 @@ def next_action(
     dataset: Sequence[SegmentFact],
     config: RetrainConfig,
 ) -> Action:
-    """Return the next action.
-
-    Args:
-        request: the day.
-        before: state of the log when the command started.
-        state: current state of the log.
-        dataset: its current segments in order.
-        config: of the job file.
-    """
+    """Return the next action."""
     for attempt in state.attempts:
         if attempt.is_open and (rolled_back := _rolled_back_bases(attempt, state)):
             reason = f"{', '.join(rolled_back)} was rolled back"
@@ -252,7 +236,6 @@ def check_rollback(state: State, run: str) -> None:
 
 
 def _needs_new_attempt(request: DayRequest, before: State, latest: Attempt) -> bool:
-    """Return whether a day with earlier attempts gets a new one."""
     if latest.closed is not None and not latest.closed.final:
         return True
     if latest.run not in {a.run for a in before.attempts}:
@@ -263,7 +246,6 @@ def _needs_new_attempt(request: DayRequest, before: State, latest: Attempt) -> b
 
 
 def _begin(request: DayRequest, state: State) -> Action:
-    """Start an attempt, after all unfinished ones are closed."""
     for attempt in state.attempts:
         if attempt.is_open:
             return Close(
@@ -299,19 +281,16 @@ def _continue(
 
 
 def _rolled_back_bases(attempt: Attempt, state: State) -> list[str]:
-    """Return the runs that an attempt starts from or is compared with and that are withdrawn."""
     bases = {started.base for started in attempt.started.values()}
     return sorted(a.run for a in state.attempts if a.rolled_back is not None and a.run in bases)
 
 
 def _rewritten(attempt: Attempt, dataset: Sequence[SegmentFact]) -> list[str]:
-    """Return the segments of an attempt's stages in which ids were erased since."""
     used = {s for started in attempt.started.values() for s in started.segments}
     return sorted(used & frozenset[str]().union(*(s.former_ids for s in dataset)))
 
 
 def _failures(attempt: Attempt, before: State, stage: Stage) -> list[Failed]:
-    """Return the failures of a stage since the command started."""
     earlier = next((len(a.failures) for a in before.attempts if a.run == attempt.run), 0)
     return [failed for failed in attempt.failures[earlier:] if failed.stage == stage]
 
@@ -346,7 +325,6 @@ def _first_train(
 
 
 def _same_refusal(state: State, base: str | None, segments: tuple[str, ...]) -> str | None:
-    """Return a refused run with the same base, segments and comparison, if there is one."""
     for a in reversed(state.attempts):
         same = a.base == base and a.segments == segments and a.compared_with == state.last_good
         if a.was_refused and same:
@@ -383,7 +361,6 @@ def _start(attempt: Attempt, stage: Stage, state: State, dataset: Sequence[Segme
 
 
 def _process(attempt: Attempt, stage: Stage) -> str:
-    """Return an unused process name for a stage."""
     return f"{attempt.run}.{stage}.{sum(f.stage == stage for f in attempt.failures) + 1}"
 
 
@@ -419,7 +396,6 @@ class SegmentFact:
     day: str | None
     """Its day; None if it was built without one."""
     has_evaluation: bool
-    """Whether it has an evaluation split."""
     former_ids: frozenset[str] = frozenset()
     """Ids that it had before ids were erased in it; its remaining samples were trained as those."""
 
@@ -459,15 +435,7 @@ def segments_to_train(
     base: str | None,
     refused_days: Literal["train", "skip"],
 ) -> tuple[str, ...]:
-    """Return the segments that a run must train, in the order of the dataset.
-
-    Args:
-        state: of all days.
-        dataset: its segments.
-        day: requested day.
-        base: run to start from.
-        refused_days: whether to train segments of other days whose model was refused.
-    """
+    """Return the segments that a run must train, in the order of the dataset."""
     excluded = trained_segments(state, base)
     if refused_days == "skip":
         excluded |= _refused_segments(state, day)
@@ -486,7 +454,6 @@ def newest_day(state: State, dataset: Sequence[SegmentFact], run: str) -> str:
 
 
 def _refused_segments(state: State, day: str) -> frozenset[str]:
-    """Return the segments of other days whose newest model was refused."""
     newest = {a.day: a for a in state.attempts if a.judged is not None}
     return frozenset(
         a.segment for a in newest.values() if a.was_refused and a.day != day and a.segment

@@ -71,16 +71,11 @@ class RetrainContext:
     root: Root
     config: RetrainConfig
     allow_outside: bool
-    """Whether the job's schema may be outside the folder of the job file."""
     processes: Processes
-    """Where stages run."""
     log: Log
     stopped: Callable[[], bool]
-    """Whether a stop was requested."""
     progress: Callable[[str], None]
-    """Called with one line for each action."""
     clock: Callable[[], float] = time.time
-    """Seconds since the epoch."""
     poll_sec: float = 0.2
 
 
@@ -194,7 +189,6 @@ def _await(context: RetrainContext, started: Started) -> None:
 
 
 def _until_ended(context: RetrainContext, name: str, stop: Callable[[], bool]) -> None:
-    """Wait for the end of a process, and request it once `stop` returns true."""
     while context.processes.is_alive(name):
         if stop():
             context.processes.request_stop(name)
@@ -267,7 +261,6 @@ def _promote(context: RetrainContext, attempt: Attempt) -> None:
 
 
 def _close(context: RetrainContext, action: Close) -> None:
-    """Stop the process of an attempt, and close it."""
     pending = context.log.state.attempt(action.run).pending
     if pending is not None:
         _until_ended(context, pending.process, lambda: True)

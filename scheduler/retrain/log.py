@@ -49,7 +49,6 @@ class LogManifest:
     owner: str
     """Id of the lease of the process that wrote the version."""
     writer: str
-    """Id of the version."""
     state: Mapping[str, Any]
     """State of all days, as JSON."""
     record: Mapping[str, Any] | None = None

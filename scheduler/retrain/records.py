@@ -19,11 +19,6 @@ RANGE = ".."
 def days_between(first: str, last: str, today: date) -> list[str]:
     """Return all days from the first to the last.
 
-    Args:
-        first: ISO 8601 date, or `yesterday`.
-        last: likewise.
-        today: the current date.
-
     Raises:
         ValueError: one is no date, or they are in the wrong order.
 
@@ -67,11 +62,6 @@ def parse_day(text: str, today: date) -> date:
 def folder_of_day(template: str, day: str, num_days: int) -> str:
     """Return the folder of the raw files of one day.
 
-    Args:
-        template: folder name in which `{date}` is replaced.
-        day: the day.
-        num_days: number of days that are retrained.
-
     Raises:
         PlanError: there are several days and the template has no `{date}`.
     """
@@ -110,9 +100,7 @@ class Begun(Record):
     """An attempt at a day was started."""
 
     day: str
-    """ISO 8601 date."""
     input: str
-    """Folder of its raw files."""
     corrected: bool = False
     """Whether the segment of the day may be replaced."""
     again: bool = False
@@ -128,11 +116,8 @@ class Started(Record):
     base: str | None = None
     """Run from whose checkpoint training starts, or with which the new run is compared."""
     segments: tuple[str, ...] = ()
-    """Segments to train or to evaluate."""
     workers: int = 1
-    """Workers of the build."""
     num_replicas: int = 1
-    """Replicas of the training."""
     reason: str = ""
     """Why, and with which sizes."""
 
@@ -176,7 +161,6 @@ class Promoted(Record):
     checkpoint: str
     """Hash of the manifest of its checkpoint."""
     pointer: Mapping[str, Any]
-    """Content of the pointer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,7 +189,6 @@ class Metrics:
     """Metrics from `python -m trainer evaluate --json`; None if undefined."""
 
     num_samples: int
-    """Samples of the evaluation split."""
     ne: float | None = None
     """Normalised entropy."""
     auc: float | None = None
@@ -305,7 +288,6 @@ class State:
     promoted: tuple[str, ...] = ()
     """Promoted runs that were not rolled back, oldest first."""
     removed: frozenset[str] = frozenset()
-    """Runs whose folders are removed."""
     pointer: Mapping[str, Any] | None = None
     """Content of the pointer after the last promotion or rollback."""
 
@@ -363,7 +345,6 @@ def started_from(state: State, run: str) -> tuple[str, ...]:
 
 
 def _roll_back(state: State, record: RolledBack) -> State:
-    """Withdraw the promotions of a run and of those that started from it."""
     runs = started_from(state, record.run)
     promoted = tuple(run for run in state.promoted if run not in runs)
     last = state.attempt(promoted[-1]).promoted if promoted else None

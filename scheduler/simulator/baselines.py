@@ -153,7 +153,6 @@ class ThresholdPolicy:
 
 
 def _request_after_oom(view: JobView) -> Sizes:
-    """Return the request, with more memory for each out-of-memory failure."""
     factor, request = MORE_MEMORY**view.num_oom, view.request
     return replace(
         request,
@@ -234,7 +233,6 @@ class MarginalPolicy:
         return view.request
 
     def _grow(self, sizes: dict[int, Sizes], views: list[JobView], snapshot: Snapshot) -> None:
-        """Distribute the free resources to these jobs, step by step."""
         free = [
             snapshot.capacity.cpus - sum(own.cpus for own in sizes.values()),
             snapshot.capacity.memory_bytes - sum(own.memory_bytes for own in sizes.values()),
@@ -430,7 +428,6 @@ class GoodputPolicy:
 
 
 def _smallest_size(view: JobView, snapshot: Snapshot) -> int:
-    """Return the smallest possible number of replicas with as many stores."""
     allowed = snapshot.allowed[view.kind]
     return next(size for size in range(1, min(allowed.shape)) if allowed[size, size])
 

@@ -83,13 +83,9 @@ class ResourceUse:
     """Core seconds and byte seconds."""
 
     cpus_given: float = 0.0
-    """Reserved cores."""
     cpus_busy: float = 0.0
-    """Busy cores."""
     memory_given: float = 0.0
-    """Reserved bytes."""
     memory_held: float = 0.0
-    """Resident bytes."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -98,7 +94,6 @@ class JobRun:
 
     job: int
     spec: JobSpec
-    """Its true properties."""
     failure_policy: FailurePolicy
     used: ResourceUse
     """Resource use of all jobs, updated in place."""
@@ -106,7 +101,6 @@ class JobRun:
     """None while it waits."""
     since_sec: float = 0.0
     now_sec: float = 0.0
-    """Time of its state."""
     progress: float = 0.0
     """Trained share of its samples."""
     unsaved: float = 0.0
@@ -114,23 +108,17 @@ class JobRun:
     unsaved_sec: float = 0.0
     """Training time since its checkpoint."""
     resumes_sec: float = 0.0
-    """End of its pause."""
     slow: float = 1.0
     """Factor of a step's time with the current straggler."""
     slow_until: float = math.inf
-    """When that ends."""
     losses: int = 0
-    """Lost processes so far."""
     stragglers: int = 0
-    """Stragglers so far."""
     loss_left: float = 0.0
     """Process seconds until the next loss."""
     slow_left: float = 0.0
     """Process seconds until the next straggler."""
     num_oom: int = 0
-    """Out-of-memory failures so far."""
     most_replicas: int = 1
-    """Maximum of replicas so far."""
     measured: bool = True
     """Whether its current sizes were measured."""
     version: int = 0
@@ -275,12 +263,7 @@ class JobRun:
 
 @dataclass(frozen=True, slots=True)
 class EndedJob:
-    """The result of one job.
-
-    Attributes:
-        end_sec: when it finished or failed.
-        deadline_sec: time limit after submission, None without one.
-    """
+    """The result of one job."""
 
     submit_sec: float
     end_sec: float
@@ -355,13 +338,6 @@ class Cluster:
     """A cluster on which a policy places jobs."""
 
     def __init__(self, specs: Sequence[JobSpec], policy: Policy, capacity: Capacity) -> None:
-        """Create a cluster.
-
-        Args:
-            specs: jobs by time of submission.
-            policy: decides the sizes.
-            capacity: of the cluster.
-        """
         self.policy, self.capacity, self.specs = policy, capacity, specs
         self.used = ResourceUse()
         self.active: dict[int, JobRun] = {}
@@ -409,7 +385,6 @@ class Cluster:
         self._schedule_round(now)
 
     def _schedule_round(self, now: float) -> None:
-        """Schedule a decision at the next multiple of ROUND_SEC."""
         self._round_at(ROUND_SEC * math.ceil((now + 1e-6) / ROUND_SEC))
 
     def _round_at(self, at: float) -> None:
@@ -503,7 +478,6 @@ class Cluster:
         )
 
     def _measure(self, run: JobRun) -> Measurement:
-        """Return the measurement of current sizes, once for each change."""
         assert run.sizes is not None, "the job runs"
         run.measured = True
         errors = np.exp(NOISE * np.roll(run.spec.noise, run.version)[:3])

@@ -40,10 +40,6 @@ def lower_bound_sec(specs: Sequence[JobSpec], cpus: float) -> float:
     fastest size from its submission. Together: all cores are one processor, each job takes the core
     seconds of its cheapest size, and the one with the least remaining work runs, which is optimal
     for one processor (Schrage 1968).
-
-    Args:
-        specs: jobs by time of submission.
-        cpus: cores of the cluster.
     """
     alone = [fastest_sec(spec) for spec in specs]
     return max(float(np.mean(alone)), together_sec(specs, cpus))
@@ -149,7 +145,6 @@ class Comparison:
     """Results of several policies on one trace."""
 
     policies: dict[str, Outcome]
-    """By name, in the requested order."""
     bound_sec: float
     """Lower bound of the mean JCT of any policy that finishes all jobs."""
     num_jobs: int

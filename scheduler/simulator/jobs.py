@@ -39,15 +39,12 @@ class TraceJob:
     duration_sec: float
     """Run time with the requested sizes and no faults."""
     num_replicas: int
-    """Requested replicas."""
     cpus: float | None = None
     """Requested cores of each; None: drawn."""
     memory_bytes: float | None = None
     """Requested bytes of each; None: drawn."""
     priority: int = 0
-    """Larger is more important."""
     deadline_sec: float | None = None
-    """Time limit after submission."""
     kind: str | None = None
     """Kind of job, a key of the tables; None: drawn."""
 
@@ -99,7 +96,6 @@ def read_trace(path: Path) -> Trace:
 
 
 def _rows(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the number and the values of each line or row."""
     try:
         if path.suffix == ".parquet":
             table = pq.read_table(path)
@@ -337,13 +333,9 @@ class JobSpec:
     name: str
     submit_sec: float
     priority: int
-    """Larger is more important."""
     deadline_sec: float | None
-    """Time limit after submission."""
     table: Table
-    """True speeds of its kind."""
     request: Sizes
-    """Sizes that its user requested."""
     num_samples: float
     """Samples that the requested sizes train in the trace's duration."""
     cpu_scale: float
@@ -363,7 +355,6 @@ class JobSpec:
     noise: Floats
     """(ACCIDENTS,) standard normal errors of its measurements."""
     peak: float = PEAK
-    """Ratio of needed to busy cores."""
 
 
 def draw_jobs(

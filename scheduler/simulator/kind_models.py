@@ -152,7 +152,6 @@ class KindModel:
     """Predictions of a kind at its trusted sizes; arrays have one entry per size."""
 
     version: int = 0
-    """Version of the measurements."""
     replicas: np.ndarray
     """(n,) replicas."""
     stores: np.ndarray

@@ -140,7 +140,6 @@ class Estimates:
             estimate.grant = fit_pool_cores(estimate.cores)
 
     def _is_suspect(self, job: int) -> bool:
-        """Return whether a job may have been slowed down by too few cores."""
         grant = self.jobs[job].grant
         return grant is not None and (grant.trying or grant.slower)
 
@@ -310,7 +309,6 @@ class PresagePolicy:
         return self.shared[1]
 
     def _options(self, snapshot: Snapshot) -> list[Options]:
-        """Return the options of each job with its urgency."""
         all_plans = [self.plans[view.job] for view in snapshot.jobs]
         if not self.parts.urgent:
             return [plans.options for plans in all_plans]
@@ -423,7 +421,6 @@ class PresagePolicy:
         return replace(current, replica_cpus=own.cpus[0], store_cpus=own.cpus[1])
 
     def _is_worth_it(self, view: JobView, target: Sizes, snapshot: Snapshot) -> bool:
-        """Return whether a change of a running job pays for itself."""
         current = view.current
         assert current is not None, "the job runs"
         if target == current:
@@ -469,7 +466,6 @@ class PresagePolicy:
 
 
 def _single_plan(sizes: Sizes, kind: KindModel | None, view: JobView, key: Key) -> Plans:
-    """Return a single plan, for a job without trusted sizes."""
     one = np.ones(1)
     options = Options(
         priority=view.priority,
@@ -494,7 +490,6 @@ def _spaced(indices: np.ndarray, seconds: Floats) -> np.ndarray:
 
 
 def _is_far_off(current: Sizes, target: Sizes) -> bool:
-    """Return whether cores or memory differ enough for a change."""
     cpus, memory = target.cpus / current.cpus, target.memory_bytes / current.memory_bytes
     return min(cpus, memory) < 1.0 - MIN_GAIN or cpus > 1.0 + MIN_GAIN / 2.0
 

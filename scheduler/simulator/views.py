@@ -71,12 +71,7 @@ class FailurePolicy:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One noisy measurement of a job at its sizes.
-
-    Attributes:
-        replica_busy: busy cores of one replica.
-        store_busy: busy cores of one store.
-    """
+    """One noisy measurement of a job at its sizes."""
 
     job: int
     kind: str

@@ -59,11 +59,6 @@ class Board:
     """The current view of a log; thread-safe."""
 
     def __init__(self, path: Path) -> None:
-        """Create a board.
-
-        Args:
-            path: of the log, which may be written meanwhile or not exist yet.
-        """
         self._path = path
         self._lock = threading.Lock()
         self._restart()
@@ -111,11 +106,6 @@ def serving(
     board: Board, port: int, clock: Callable[[], float] = time.time
 ) -> Generator[str, None, None]:
     """Serve a board while the context is open; yields the URL of the page.
-
-    Args:
-        board: the board.
-        port: 0 for any free port.
-        clock: seconds since the epoch.
 
     Raises:
         PlanError: the port is in use or not permitted.
@@ -189,8 +179,6 @@ def is_local(host: str | None) -> bool:
 
 
 class _Server(ThreadingHTTPServer):
-    """One thread per connection, up to `MAX_CONNECTIONS`."""
-
     daemon_threads = True
     block_on_close = False
 
@@ -221,8 +209,6 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """Answers GET only."""
-
     timeout = READ_SEC
     server_version = "presage"
     sys_version = ""

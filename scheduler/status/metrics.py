@@ -91,8 +91,6 @@ def metrics_text(view: View) -> bytes:
 
 
 class _Collector(Collector):
-    """The metrics of one view."""
-
     def __init__(self, view: View) -> None:
         self._view = view
 
@@ -171,7 +169,6 @@ def _gauge(
     labels: Sequence[str],
     samples: Iterable[tuple[tuple[str, ...], float | None]],
 ) -> GaugeMetricFamily:
-    """Return a gauge with the samples that have a value."""
     gauge = GaugeMetricFamily(f"presage_{name}", text, labels=labels)
     for values, value in samples:
         if value is not None:

@@ -191,14 +191,7 @@ def ticks(top: float) -> list[float]:
 
 
 def speed_chart(speeds: Sequence[Speed], title: str, unit: str, until_sec: float) -> Markup:
-    """Return a chart of measured speeds over predicted ones and their interval.
-
-    Args:
-        speeds: of one pool, oldest first; at least one.
-        title: of the chart.
-        unit: of the values.
-        until_sec: right edge.
-    """
+    """Return a chart of measured speeds over predicted ones and their interval."""
     last = speeds[-1]
     # Predictions far above the measurements are clipped.
     measured_max, predicted_max = max(s.measured for s in speeds), max(s.predicted for s in speeds)
@@ -234,13 +227,7 @@ def speed_chart(speeds: Sequence[Speed], title: str, unit: str, until_sec: float
 
 
 def usage_chart(usage: Sequence[Usage], cpus: float, until_sec: float) -> Markup:
-    """Return a chart of reserved cores under the budget.
-
-    Args:
-        usage: changes, oldest first; at least one.
-        cpus: of the budget.
-        until_sec: right edge.
-    """
+    """Return a chart of reserved cores under the budget."""
     frame = Frame(usage[0].time_sec, until_sec, 1.1 * max(cpus, *(u.cpus for u in usage)))
     steps = f"M{frame.x(usage[0].time_sec):.1f} {frame.y(usage[0].cpus):.1f}" + "".join(
         f"H{frame.x(u.time_sec):.1f}V{frame.y(u.cpus):.1f}" for u in usage[1:]
@@ -263,14 +250,7 @@ def usage_chart(usage: Sequence[Usage], cpus: float, until_sec: float) -> Markup
 def incident_chart(
     incidents: Sequence[Incident], jobs: Sequence[str], start_sec: float, end_sec: float
 ) -> Markup:
-    """Return a timeline per job with its incidents and the time until replacement.
-
-    Args:
-        incidents: newest first.
-        jobs: names, in order.
-        start_sec: left edge.
-        end_sec: right edge.
-    """
+    """Return a timeline per job with its incidents and the time until replacement."""
     frame, row = Frame(start_sec, end_sec, 1.0), 30.0
     height = row * len(jobs) + BOTTOM + 6
     parts: list[str] = []

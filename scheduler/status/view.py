@@ -48,17 +48,12 @@ class View:
     """Time of the last event."""
     num_events: int
     cpus: float
-    """Cores of the budget."""
     memory_bytes: int
-    """Memory of the budget."""
     used_cpus: float
-    """Reserved cores."""
     used_memory_bytes: int
-    """Reserved memory."""
     usage: tuple[Usage, ...]
     """Reserved resources over time, oldest first."""
     jobs: tuple[JobView, ...]
-    """In order of submission."""
     incidents: tuple[Incident, ...]
     """The latest incidents, newest first."""
     decisions: tuple[Decision, ...]
@@ -84,24 +79,19 @@ class JobView:
     name: str
     phase: Phase
     priority: int
-    """Larger is more important."""
     since_sec: float
-    """When it was submitted."""
     ended_sec: float | None
     deadline_sec: float | None
     """Time limit after its submission."""
     segments_built: int
     num_segments: int
     next_step: int
-    """Committed steps."""
     num_trained: int
     """Trained samples, counted in every epoch."""
     num_to_train: int
     """Known samples of all epochs; of a finished job, the trained ones."""
     pools: tuple[PoolView, ...]
-    """Pools that have processes or should have some."""
     stores: Stores | None
-    """None without stores."""
     speeds: tuple[Speed, ...]
     """Measured speeds, oldest first."""
     forecast: Forecast | None
@@ -125,7 +115,6 @@ class PoolView:
     wanted: int
     """Target number of processes."""
     processes: tuple[ProcessView, ...]
-    """Live processes."""
 
     def count(self, status: Status) -> int:
         """Return the number of processes with this status."""
@@ -140,9 +129,7 @@ class ProcessView:
     """`<pool>-<number>.<attempt>`."""
     status: Status
     since_sec: float
-    """When it was started."""
     cpus: float
-    """Reserved cores."""
     busy_cores: float | None
     """Last measured use of cores; None before the first one."""
     limit_bytes: int
@@ -160,7 +147,6 @@ class Stores:
     owners: tuple[int, ...]
     """Store of each slot range; empty before the first store ran."""
     move: Move | None
-    """The current move."""
     step: int | None
     """The current step; None without an oracle."""
     step_ahead: int | None
@@ -173,9 +159,7 @@ class StoreView:
 
     number: int
     process: ProcessView | None
-    """None if none is alive."""
     ranges: tuple[int, ...]
-    """Slot ranges that it owns."""
     share: float | None
     """Share of the accesses around the current step; None if unknown."""
     share_ahead: float | None
@@ -325,7 +309,6 @@ def _forecast(job: JobState, remaining: RemainingWork | None) -> Forecast | None
 
 
 def _stores(job: JobState, remaining: RemainingWork | None) -> Stores | None:
-    """Return the stores of a job; None if it has none."""
     processes = {process.number: process for process in job.of_pool("store")}
     owners = () if job.phase in ENDED_PHASES else job.owners
     numbers = sorted(processes.keys() | set(owners))

@@ -298,12 +298,7 @@ class Listed:
 
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """A Pod was created, changed or deleted.
-
-    Attributes:
-        pod: its object, the last one if deleted.
-        gone: whether it was deleted.
-    """
+    """A Pod was created, changed or deleted."""
 
     pod: dict[str, Any]
     gone: bool
@@ -327,12 +322,6 @@ class Watch:
     """A list and its watch in a thread, continued from version to version."""
 
     def __init__(self, api: Api, selector: str) -> None:
-        """Create a watch.
-
-        Args:
-            api: not used by others, as its requests block.
-            selector: labels of our Pods.
-        """
         self._api = api
         self._selector = selector
         self._events: SimpleQueue[WatchEvent] = SimpleQueue()

@@ -71,7 +71,6 @@ class Cluster:
     def __init__(
         self, config: ClusterConfig, output: Path, progress: Callable[[str], None]
     ) -> None:
-        """Create the table of Pods; the context connects."""
         self._config = config
         self._output = output
         self._progress = progress
@@ -281,7 +280,6 @@ class Cluster:
         return True
 
     def _check_timeouts(self, pod: TrackedPod, now: float) -> None:
-        """Check time limits, which only run while the watch shows changes."""
         if "watch" in self._unreachable:
             pod.reset_timers()
             return
@@ -371,13 +369,6 @@ class Pods:
     """The processes of one job."""
 
     def __init__(self, cluster: Cluster, job: str, folder: Path) -> None:
-        """Create the table of Pods; nothing is started.
-
-        Args:
-            cluster: all Pods of the scheduler.
-            job: name of the job.
-            folder: holds `<name>.begun` of each process, and `.out` and `.err` of ended ones.
-        """
         self._cluster = cluster
         self._job = job
         self._folder = folder
@@ -439,7 +430,6 @@ class Pods:
         return last_line(self._output(name)[1])
 
     def _output(self, name: str) -> tuple[str, str]:
-        """Return standard output and standard error, as its Pod or the record of it has them."""
         pod = self._find(name)
         if pod is not None and pod.observed is not None:
             return output_of(pod.observed)

@@ -256,12 +256,7 @@ def secret_of(config: ClusterConfig, instance: str, job: str, endpoint: Endpoint
 
 
 def make_certificate(name: str, now: datetime) -> tuple[str, str]:
-    """Return a self-signed certificate and its private key as PEM.
-
-    Args:
-        name: its only DNS name.
-        now: the current time, with time zone.
-    """
+    """Return a self-signed certificate and its private key as PEM."""
     # 10 MiB that only a cluster needs.
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
@@ -310,7 +305,6 @@ class Task:
     command: Sequence[str]
     """Its first word is this machine's Python interpreter."""
     request: ResourceRequest
-    """Resources to reserve."""
 
     @property
     def needs_secret(self) -> bool:

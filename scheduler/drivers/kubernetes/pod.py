@@ -81,12 +81,7 @@ def is_running(pod: Pod) -> bool:
 
 
 def exit_status_of(pod: Pod, *, deleted_by_us: bool) -> ExitStatus:
-    """Return how the process of a Pod ended.
-
-    Args:
-        pod: its last observed state; it has ended or is gone.
-        deleted_by_us: whether we deleted it.
-    """
+    """Return how the process of a Pod ended."""
     terminated = _container_state(pod).get("terminated")
     status = None if terminated is None else _status(int(terminated["exitCode"]))
     if status == 0:
