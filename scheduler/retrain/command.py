@@ -212,11 +212,16 @@ def retrain(arguments: argparse.Namespace, today: date, progress: Callable[[str]
     job = load_job(arguments.job)
     days, root = _days(arguments, today), _root_of(arguments, job)
     _check_split(job, arguments.job)
-    folders = {day: _input_of(arguments, job, day, len(days)) for day in days}
     requests = [
-        DayRequest(day=day, corrected=arguments.corrected, again=arguments.again) for day in days
+        DayRequest(
+            day=day,
+            input=_input_of(arguments, job, day, len(days)),
+            corrected=arguments.corrected,
+            again=arguments.again,
+        )
+        for day in days
     ]
-    check_input(read_state(root.location), requests[0], folders[days[0]])  # nothing is written yet
+    check_input(read_state(root.location), requests[0])  # nothing is written yet
     results: list[tuple[str, Finished]] = []
     with Log(root.location) as log, stop_signals() as stopped:
         context = RetrainContext(
@@ -230,7 +235,7 @@ def retrain(arguments: argparse.Namespace, today: date, progress: Callable[[str]
             progress=progress,
         )
         for request in requests:
-            result = retrain_day(context, request, folders[request.day])
+            result = retrain_day(context, request)
             results.append((request.day, result))
             if result.status not in (0, EXIT_REFUSED):
                 break

@@ -8,8 +8,12 @@ from typing import Literal
 
 from scheduler.retrain.records import (
     Attempt,
+    Begun,
+    Closed,
     Failed,
+    Judged,
     Metrics,
+    Removed,
     Stage,
     Started,
     State,
@@ -100,68 +104,24 @@ class DayRequest:
     """A request to retrain a day."""
 
     day: str
+    input: str
+    """Folder of its raw files."""
     corrected: bool = False
-    """Whether its input has changed."""
+    """Whether these have changed."""
     again: bool = False
     """Whether to train and judge it again after a refusal."""
-
-
-@dataclass(frozen=True, slots=True)
-class Begin:
-    """Start an attempt at the day, as this run."""
-
-    run: str
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Start the process of a stage."""
-
-    run: str
-    stage: Stage
-    process: str
-    base: str | None
-    segments: tuple[str, ...]
-    reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Await:
     """Wait for the process of a started stage."""
 
-    run: str
     started: Started
-
-
-@dataclass(frozen=True, slots=True)
-class Judge:
-    """Log the verdict."""
-
-    run: str
-    reasons: tuple[str, ...]
-    against: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class Promote:
     """Point to the run."""
-
-    run: str
-
-
-@dataclass(frozen=True, slots=True)
-class Close:
-    """Stop an attempt without a verdict."""
-
-    run: str
-    final: bool
-    status: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Remove:
-    """Remove the folder of a run."""
 
     run: str
 
@@ -174,7 +134,8 @@ class Finished:
     message: str
 
 
-Action = Begin | Run | Await | Judge | Promote | Close | Remove | Finished
+Action = Begun | Started | Await | Judged | Promote | Closed | Removed | Finished
+"""A record is to be logged, with what it records."""
 
 
 def next_action(
@@ -188,7 +149,7 @@ def next_action(
     for attempt in state.attempts:
         if attempt.is_open and (rolled_back := _rolled_back_bases(attempt, state)):
             reason = f"{', '.join(rolled_back)} was rolled back"
-            return Close(attempt.run, final=False, status=0, reason=reason)
+            return Closed(run=attempt.run, final=False, reason=reason)
         if attempt.is_open and attempt.judged is not None:
             return Promote(attempt.run)
     attempts = state.of_day(request.day)
@@ -198,7 +159,7 @@ def next_action(
     if latest.is_open:
         return _continue(latest, before, state, dataset, config)
     obsolete = removable(state, config.keep)
-    return Remove(obsolete[0]) if obsolete else _finished(latest)
+    return Removed(run=obsolete[0]) if obsolete else _finished(latest)
 
 
 def removable(state: State, keep: int | None) -> list[str]:
@@ -248,13 +209,15 @@ def _needs_new_attempt(request: DayRequest, before: State, latest: Attempt) -> b
 def _begin(request: DayRequest, state: State) -> Action:
     for attempt in state.attempts:
         if attempt.is_open:
-            return Close(
-                attempt.run,
-                final=False,
-                status=0,
-                reason=f"unfinished when {request.day} was started, which trains its segment",
-            )
-    return Begin(f"{request.day}.{len(state.of_day(request.day)) + 1}")
+            reason = f"unfinished when {request.day} was started, which trains its segment"
+            return Closed(run=attempt.run, final=False, reason=reason)
+    return Begun(
+        run=f"{request.day}.{len(state.of_day(request.day)) + 1}",
+        day=request.day,
+        input=request.input,
+        corrected=request.corrected,
+        again=request.again,
+    )
 
 
 def _continue(
@@ -265,13 +228,16 @@ def _continue(
     config: RetrainConfig,
 ) -> Action:
     if attempt.pending is not None:
-        return Await(attempt.run, attempt.pending)
+        return Await(attempt.pending)
     stage = attempt.stage
     if stage is None:
-        return _judge(attempt, config)
+        new, old = attempt.metrics("evaluate"), attempt.metrics("compare")
+        assert new is not None, "a run is evaluated before it is judged"
+        reasons = judge(new, old, config.gate)
+        return Judged(run=attempt.run, reasons=reasons, against=attempt.compared_with)
     if stale := _rewritten(attempt, dataset):
         reason = f"its segments {', '.join(stale)} were rewritten without erased ids"
-        return Close(attempt.run, final=False, status=0, reason=reason)
+        return Closed(run=attempt.run, final=False, reason=reason)
     failures = _failures(attempt, before, stage)
     if failures and (end := _end_after_failures(attempt, failures, config.tries)):
         return end
@@ -299,7 +265,8 @@ def _end_after_failures(attempt: Attempt, failures: Sequence[Failed], tries: int
     """Return how a failed stage ends; None if it is retried."""
     last = failures[-1]
     if last.stage == "append" and last.status == EXIT_REFUSED:
-        return Close(attempt.run, final=True, status=EXIT_REFUSED, reason=f"data: {last.reason}")
+        reason = f"data: {last.reason}"
+        return Closed(run=attempt.run, final=True, status=EXIT_REFUSED, reason=reason)
     retryable = last.status is None or last.status < 0 or last.status in RETRYABLE
     if retryable and len(failures) < tries:
         return None
@@ -315,13 +282,13 @@ def _first_train(
     base = choose_base(state, dataset)
     segments = segments_to_train(state, dataset, attempt.day, base, config.refused_days)
     if not segments:
-        return Close(attempt.run, final=True, status=0, reason=f"{base} has trained it")
+        return Closed(run=attempt.run, final=True, reason=f"{base} has trained it")
     same = _same_refusal(state, base, segments)
     if same is not None and not attempt.again:
         reason = f"nothing has changed since {same} was refused; --again trains it again"
-        return Close(attempt.run, final=True, status=EXIT_REFUSED, reason=reason)
+        return Closed(run=attempt.run, final=True, status=EXIT_REFUSED, reason=reason)
     reason = f"from the checkpoint of {base}" if base else _why_from_scratch(state)
-    return Run(attempt.run, "train", _process(attempt, "train"), base, segments, reason)
+    return _started(attempt, "train", base, segments, reason)
 
 
 def _same_refusal(state: State, base: str | None, segments: tuple[str, ...]) -> str | None:
@@ -340,15 +307,15 @@ def _why_from_scratch(state: State) -> str:
 
 def _start(attempt: Attempt, stage: Stage, state: State, dataset: Sequence[SegmentFact]) -> Action:
     """Start a stage; a retry has the same arguments."""
-    process, earlier = _process(attempt, stage), attempt.started.get(stage)
+    earlier = attempt.started.get(stage)
     if earlier is not None:
-        return Run(attempt.run, stage, process, earlier.base, earlier.segments, "restarted")
+        return _started(attempt, stage, earlier.base, earlier.segments, "restarted")
     if stage == "append":
-        return Run(attempt.run, stage, process, None, (), f"{attempt.day} from {attempt.input}")
+        return _started(attempt, stage, None, (), f"{attempt.day} from {attempt.input}")
     if stage == "compare":
         same = attempt.started["evaluate"].segments
         reason = "the last promoted run on the same samples"
-        return Run(attempt.run, stage, process, attempt.compared_with, same, reason)
+        return _started(attempt, stage, attempt.compared_with, same, reason)
     segment = evaluation_segment(dataset)
     if segment is None:
         return Finished(
@@ -357,17 +324,22 @@ def _start(attempt: Attempt, stage: Stage, state: State, dataset: Sequence[Segme
             "and correct the day",
         )
     reason = f"on the evaluation split of {segment}"
-    return Run(attempt.run, stage, process, state.last_good, (segment,), reason)
+    return _started(attempt, stage, state.last_good, (segment,), reason)
 
 
-def _process(attempt: Attempt, stage: Stage) -> str:
-    return f"{attempt.run}.{stage}.{sum(f.stage == stage for f in attempt.failures) + 1}"
-
-
-def _judge(attempt: Attempt, config: RetrainConfig) -> Action:
-    new, old = attempt.metrics("evaluate"), attempt.metrics("compare")
-    assert new is not None, "a run is evaluated before it is judged"
-    return Judge(attempt.run, judge(new, old, config.gate), attempt.compared_with)
+def _started(
+    attempt: Attempt, stage: Stage, base: str | None, segments: tuple[str, ...], reason: str
+) -> Started:
+    """Return the start of a stage, by a process with an unused name."""
+    number = sum(f.stage == stage for f in attempt.failures) + 1
+    return Started(
+        run=attempt.run,
+        stage=stage,
+        process=f"{attempt.run}.{stage}.{number}",
+        base=base,
+        segments=segments,
+        reason=reason,
+    )
 
 
 def _finished(attempt: Attempt) -> Finished:

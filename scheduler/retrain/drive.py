@@ -21,14 +21,9 @@ from scheduler.planner.policy import plan
 from scheduler.planner.reasons import plan_summary
 from scheduler.retrain.decide import (
     Await,
-    Begin,
-    Close,
     DayRequest,
     Finished,
-    Judge,
     Promote,
-    Remove,
-    Run,
     SegmentFact,
     newest_day,
     next_action,
@@ -42,6 +37,7 @@ from scheduler.retrain.records import (
     Failed,
     Judged,
     Promoted,
+    Record,
     Removed,
     Started,
     State,
@@ -79,7 +75,7 @@ class RetrainContext:
     poll_sec: float = 0.2
 
 
-def retrain_day(context: RetrainContext, request: DayRequest, source: str) -> Finished:
+def retrain_day(context: RetrainContext, request: DayRequest) -> Finished:
     """Execute actions until a day is done, from its current state.
 
     Raises:
@@ -87,7 +83,7 @@ def retrain_day(context: RetrainContext, request: DayRequest, source: str) -> Fi
         PlanError: no sizes fit, or the folder is missing.
     """
     before = context.log.state
-    check_input(before, request, source)
+    check_input(before, request)
     for run in before.removed:
         remove_run(context.root, run)
     write_pointer(context.root)  # an earlier command may have died before it did
@@ -97,65 +93,52 @@ def retrain_day(context: RetrainContext, request: DayRequest, source: str) -> Fi
         match action:
             case Finished():
                 return action
-            case Begin(run):
-                _begin(context, request, run, source)
-            case Run():
+            case Begun(run=run):
+                context.progress(f"{run}: {action.day} is started, from {action.input}")
+                _record(context, action)
+            case Started():
                 _start(context, action)
-            case Await(run, started):
+            case Await(started):
                 _await(context, started)
-            case Judge(run, reasons, against):
-                _judge(context, run, reasons, against)
+            case Judged(run=run):
+                verdict = "; ".join(action.reasons) or "passed"
+                context.progress(f"{run}: judged against {action.against or 'nothing'}: {verdict}")
+                _record(context, action)
             case Promote(run):
                 _promote(context, state.attempt(run))
-            case Close():
+            case Closed():
                 _close(context, action)
-            case Remove(run):
-                if context.log.append(Removed(time_sec=context.clock(), run=run)):
+            case Removed(run=run):
+                if _record(context, action):
                     remove_run(context.root, run)
     return Finished(EXIT_STOPPED, f"{request.day}: stopped; repeat the command to continue")
 
 
-def check_input(state: State, request: DayRequest, source: str) -> None:
+def check_input(state: State, request: DayRequest) -> None:
     """Raise PlanError if a day that is to be built has no folder."""
     if request.corrected or not state.of_day(request.day):
-        check_folder(source, request.day)
+        check_folder(request.input, request.day)
 
 
-def _begin(context: RetrainContext, request: DayRequest, run: str, source: str) -> None:
-    context.progress(f"{run}: {request.day} is started, from {source}")
-    context.log.append(
-        Begun(
-            time_sec=context.clock(),
-            run=run,
-            day=request.day,
-            input=source,
-            corrected=request.corrected,
-            again=request.again,
-        )
-    )
+def _record(context: RetrainContext, record: Record) -> bool:
+    return context.log.append(replace(record, time_sec=context.clock()))
 
 
-def _start(context: RetrainContext, action: Run) -> None:
-    """Log the start of a stage; `_await` starts its process."""
+def _start(context: RetrainContext, started: Started) -> None:
+    """Log the start of a stage with its sizes; `_await` starts its process."""
     sizes = Sizes()
-    if action.stage in ("append", "train"):
+    if started.stage in ("append", "train"):
         outside = context.allow_outside
         sizes = sizes_of(context.job_file, context.root, allow_outside=outside)
     planned = f"; {sizes.summary}" if sizes.summary else ""
-    context.progress(f"{action.run}: {action.stage}: {action.reason}{planned}")
-    context.log.append(
-        Started(
-            time_sec=context.clock(),
-            run=action.run,
-            stage=action.stage,
-            process=action.process,
-            base=action.base,
-            segments=action.segments,
-            workers=sizes.workers,
-            num_replicas=sizes.num_replicas,
-            reason=f"{action.reason}{planned}",
-        )
+    context.progress(f"{started.run}: {started.stage}: {started.reason}{planned}")
+    started = replace(
+        started,
+        workers=sizes.workers,
+        num_replicas=sizes.num_replicas,
+        reason=f"{started.reason}{planned}",
     )
+    _record(context, started)
 
 
 def _await(context: RetrainContext, started: Started) -> None:
@@ -176,14 +159,13 @@ def _await(context: RetrainContext, started: Started) -> None:
         # A trainer that was stopped has saved its state and ends with status 0.
         status = None if status == 0 else status
         failed = Failed(
-            time_sec=context.clock(),
             run=started.run,
             stage=started.stage,
             status=status,
             reason=line.removeprefix("error: ") or "no message",
         )
         context.progress(f"{started.run}: {started.stage}: {failed.reason}")
-        context.log.append(failed)
+        _record(context, failed)
         return
     _done(context, attempt, started, result)
 
@@ -221,21 +203,7 @@ def _done(
         save_build(context.root, started.run, result)
         # The id in the dataset, not the printed one.
         result = {**result, "segment": find_segment_of_day(context.root, attempt.day)}
-    context.log.append(
-        Done(time_sec=context.clock(), run=started.run, stage=started.stage, result=result)
-    )
-
-
-def _judge(
-    context: RetrainContext, run: str, reasons: tuple[str, ...], against: str | None
-) -> None:
-    verdict = "; ".join(reasons) or "passed"
-    context.progress(f"{run}: judged against {against or 'nothing'}: {verdict}")
-    context.log.append(
-        Judged(
-            time_sec=context.clock(), run=run, passed=not reasons, reasons=reasons, against=against
-        )
-    )
+    _record(context, Done(run=started.run, stage=started.stage, result=result))
 
 
 def _promote(context: RetrainContext, attempt: Attempt) -> None:
@@ -252,28 +220,17 @@ def _promote(context: RetrainContext, attempt: Attempt) -> None:
         "before": {"run": attempt.compared_with, "metrics": compare},
         "judged_sec": attempt.judged.time_sec,
     }
-    promoted = Promoted(
-        time_sec=context.clock(), run=attempt.run, checkpoint=checkpoint, pointer=pointer
-    )
-    if context.log.append(promoted):
+    if _record(context, Promoted(run=attempt.run, checkpoint=checkpoint, pointer=pointer)):
         write_pointer(context.root)
         context.progress(f"{attempt.run}: promoted")
 
 
-def _close(context: RetrainContext, action: Close) -> None:
-    pending = context.log.state.attempt(action.run).pending
+def _close(context: RetrainContext, closed: Closed) -> None:
+    pending = context.log.state.attempt(closed.run).pending
     if pending is not None:
         _until_ended(context, pending.process, lambda: True)
-    context.progress(f"{action.run}: closed: {action.reason}")
-    context.log.append(
-        Closed(
-            time_sec=context.clock(),
-            run=action.run,
-            final=action.final,
-            status=action.status,
-            reason=action.reason,
-        )
-    )
+    context.progress(f"{closed.run}: closed: {closed.reason}")
+    _record(context, closed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

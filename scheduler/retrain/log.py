@@ -1,8 +1,9 @@
 """The log of retrained days in a root, which several hosts may share.
 
 A root may be at an object store, where nothing can be appended to a file: each record is a new
-version of a numbered manifest (`schemas.versions`), with the state after it, so that no record has
-to be applied again.
+version of a numbered manifest (`schemas.versions`). Like the log of the scheduler, it is a snapshot
+and the records since. An owner begins with a snapshot, and writes another one after
+SNAPSHOT_RECORDS records; versions before the last but one are emptied.
 
 One process at a time owns the log. It holds a lease, and each version names the lease of its owner:
 another process takes over once that lease has ended, and the earlier owner, if it was only
@@ -16,7 +17,7 @@ import os
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 from scheduler.controller.codec import decode, encode
@@ -26,6 +27,7 @@ from scheduler.retrain.records import (
     RolledBack,
     State,
     apply_record,
+    record_from_json,
     record_to_json,
 )
 from schemas.errors import SchemaError
@@ -38,8 +40,8 @@ EXPIRY_SEC = 60
 """Time after which another host takes over from one that does not renew its lease."""
 READ_SEC = 20
 """Time between two checks for a rollback while a stage runs."""
-KEPT_VERSIONS = 8
-"""Versions that are not emptied."""
+SNAPSHOT_RECORDS = 64
+"""Records after which the state is written again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,13 +51,31 @@ class LogManifest:
     owner: str
     """Id of the lease of the process that wrote the version."""
     writer: str
-    state: Mapping[str, Any]
-    """State of all days, as JSON."""
+    state: Mapping[str, Any] | None = None
+    """State of all days, as JSON; versions before it are not needed."""
     record: Mapping[str, Any] | None = None
-    """The record that led to it, as JSON; None if the log was only taken over."""
+    """What happened since the version before, as JSON; None if there is a state."""
+    snapshot: int
+    """Number of the newest earlier version with a state; 0 without one."""
     parent_sha256: str | None = None
     """Hash of the version before it."""
     format: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Position:
+    """The newest version of a log, and the state after it.
+
+    Attributes:
+        version: None before the first one.
+        owner: id of the owner's lease.
+        snapshots: numbers of the last two versions with a state, 0 for none.
+    """
+
+    version: Version | None = None
+    owner: str = ""
+    snapshots: tuple[int, int] = (0, 0)
+    state: State = field(default_factory=State)
 
 
 class Log:
@@ -65,9 +85,13 @@ class Log:
         self._root = root
         self._versions = Versions(root)
         self._lease = Lease(root, f"{socket.gethostname()}:{os.getpid()}", EXPIRY_SEC)
-        self._newest: Version | None = None
+        self._at = _Position()
         self._read_again_at = 0.0  # on the monotonic clock
-        self.state = State()
+
+    @property
+    def state(self) -> State:
+        """The state after the last record."""
+        return self._at.state
 
     def __enter__(self) -> Self:
         """Become the owner, and read the records.
@@ -89,17 +113,14 @@ class Log:
         self._lease.release()
 
     def _try_to_own(self) -> bool:
-        newest = self._versions.newest()
-        manifest = None if newest is None else _decode(self._versions, newest)
-        if manifest is not None:
-            for lease in live_leases(self._root):
-                if lease.id == manifest.owner and not _has_ended(lease.holder):
-                    raise SchemaError(
-                        f"another retraining uses this root: {lease.holder}; wait for it, or stop "
-                        "it",
-                        file=str(self._root),
-                    )
-        return self._commit(newest, _state_of(manifest, self._root))
+        at = _read(self._versions)
+        for lease in live_leases(self._root):
+            if lease.id == at.owner and not _has_ended(lease.holder):
+                raise SchemaError(
+                    f"another retraining uses this root: {lease.holder}; wait for it, or stop it",
+                    file=str(self._root),
+                )
+        return self._commit(at, None)
 
     def append(self, record: Record) -> bool:
         """Append a record durably, and apply it to the state.
@@ -111,32 +132,31 @@ class Log:
         Raises:
             SchemaError: another process has taken over.
         """
-        if self._commit(self._newest, apply_record(self.state, record), record):
+        if self._commit(self._at, record):
             return True
-        newest = self._versions.newest()
-        manifest = None if newest is None else _decode(self._versions, newest)
-        if manifest is None or manifest.owner != self._lease.id:
+        self._at = _read(self._versions)
+        if self._at.owner != self._lease.id:
             raise SchemaError(
                 "another retraining has taken over this root; repeat the command to see its result",
                 file=str(self._root),
             )
-        self.state, self._newest = _state_of(manifest, self._root), newest
         return False
 
     def is_rolled_back(self, run: str | None) -> bool:
         """Return whether a run is rolled back; others' records are read every `READ_SEC`."""
-        if run is None or self._newest is None or time.monotonic() < self._read_again_at:
+        newest = self._at.version
+        if run is None or newest is None or time.monotonic() < self._read_again_at:
             return False
         self._read_again_at = time.monotonic() + READ_SEC
-        if self._versions.newest_number() == self._newest.number:
+        if self._versions.newest_number() == newest.number:
             return False
         return any(a.run == run and a.rolled_back for a in read_state(self._root).attempts)
 
-    def _commit(self, previous: Version | None, state: State, record: Record | None = None) -> bool:
-        version = _commit(self._versions, previous, self._lease.id, state, record)
-        if version is None:
+    def _commit(self, at: _Position, record: Record | None) -> bool:
+        after = _commit(self._versions, at, self._lease.id, record)
+        if after is None:
             return False
-        self._newest, self.state = version, state
+        self._at = after
         return True
 
 
@@ -154,26 +174,33 @@ def _has_ended(holder: str) -> bool:
 
 
 def _commit(
-    versions: Versions, previous: Version | None, owner: str, state: State, record: Record | None
-) -> Version | None:
-    """Write the version after `previous`; None if another writer was faster."""
+    versions: Versions, at: _Position, owner: str, record: Record | None
+) -> _Position | None:
+    """Write the next version, a record or a snapshot; None if another writer was faster."""
+    number = 1 if at.version is None else at.version.number + 1
+    state = at.state if record is None else apply_record(at.state, record)
+    is_snapshot = record is None or number > at.snapshots[1] + SNAPSHOT_RECORDS
     manifest = LogManifest(
         owner=owner,
         writer=writer_id(),
-        state=encode(State, state),
-        record=None if record is None else record_to_json(record),
-        parent_sha256=None if previous is None else previous.sha256,
+        state=encode(State, state) if is_snapshot else None,
+        record=None if is_snapshot or record is None else record_to_json(record),
+        snapshot=at.snapshots[1],
+        parent_sha256=None if at.version is None else at.version.sha256,
     )
-    version = versions.commit(previous, encode_manifest(manifest))
-    if version is not None and version.number > KEPT_VERSIONS:
-        versions.retire([version.number - KEPT_VERSIONS])
-    return version
+    version = versions.commit(at.version, encode_manifest(manifest))
+    if version is None:
+        return None
+    if not is_snapshot:
+        return _Position(version, owner, at.snapshots, state)
+    versions.retire(range(max(1, at.snapshots[0]), at.snapshots[1]))
+    return _Position(version, owner, (at.snapshots[1], number), state)
 
 
 def roll_back(root: Location, run: str, now: float) -> State:
     """Withdraw the promotion of a run, and of all runs that started from it; return the state.
 
-    Nothing is done if it was withdrawn before. The owner of the log goes on: it closes an attempt
+    Nothing is done if it was withdrawn before. The owner of the log continues: it closes an attempt
     that started from such a run, and starts a new one.
 
     Raises:
@@ -182,17 +209,13 @@ def roll_back(root: Location, run: str, now: float) -> State:
     """
     versions = Versions(root)
     for _ in backoff():
-        newest = versions.newest()
-        manifest = None if newest is None else _decode(versions, newest)
-        state = _state_of(manifest, root)
-        if any(a.run == run and a.rolled_back is not None for a in state.attempts):
-            return state
-        check_rollback(state, run)
-        assert manifest is not None, "it has a promoted run"
-        record = RolledBack(time_sec=now, run=run)
-        state = apply_record(state, record)
-        if _commit(versions, newest, manifest.owner, state, record) is not None:
-            return state
+        at = _read(versions)
+        if any(a.run == run and a.rolled_back is not None for a in at.state.attempts):
+            return at.state
+        check_rollback(at.state, run)
+        after = _commit(versions, at, at.owner, RolledBack(time_sec=now, run=run))
+        if after is not None:
+            return after.state
     raise AssertionError("`backoff` does not end")
 
 
@@ -202,23 +225,33 @@ def read_state(root: Location) -> State:
     Raises:
         SchemaError: it is damaged.
     """
-    versions = Versions(root)
-    newest = versions.newest()
-    return _state_of(None if newest is None else _decode(versions, newest), root)
+    return _read(Versions(root)).state
 
 
-def _decode(versions: Versions, version: Version) -> LogManifest:
-    path = versions.path(version.number)
-    return decode_manifest(LogManifest, version.data, path, "restore the root")
-
-
-def _state_of(manifest: LogManifest | None, root: Location) -> State:
-    """Return the state of a version; without one, that before the first record."""
-    if manifest is None:
-        return State()
-    try:
-        return decode(State, manifest.state)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise SchemaError(
-            f"log is of another version: {error!r}; use the release that wrote it", file=str(root)
-        ) from error
+def _read(versions: Versions) -> _Position:
+    """Return the end of a log: its newest snapshot, and the records since."""
+    newest = version = versions.newest()
+    records: list[Mapping[str, Any]] = []
+    owner = ""
+    while version is not None:
+        path = versions.path(version.number)
+        manifest = decode_manifest(LogManifest, version.data, path, "restore the root")
+        owner = owner or manifest.owner
+        try:
+            if manifest.state is not None:
+                state = decode(State, manifest.state)
+                for body in reversed(records):
+                    state = apply_record(state, record_from_json(body))
+                return _Position(newest, owner, (manifest.snapshot, version.number), state)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise SchemaError(
+                f"log is of another version: {error!r}; use the release that wrote it",
+                file=str(versions.directory),
+            ) from error
+        records.append(manifest.record or {})
+        version = versions.read(version.number - 1)
+    if newest is None:
+        return _Position()
+    if versions.newest_number() != newest.number:  # emptied since
+        return _read(versions)
+    raise SchemaError("log has no snapshot; restore the root", file=str(versions.directory))

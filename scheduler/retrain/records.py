@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from datetime import date, timedelta
 from typing import Any, Literal, get_args
 
-from scheduler.controller.codec import encode
+from scheduler.controller.codec import decode, encode
 from schemas.errors import PlanError
 from schemas.storage import Location
 
@@ -89,7 +89,7 @@ STAGES: tuple[Stage, ...] = get_args(Stage)
 class Record:
     """An event of one run. Class names and fields are persisted."""
 
-    time_sec: float
+    time_sec: float = 0.0
     """Seconds since the epoch."""
     run: str
     """Name of the run, `<day>.<attempt>`."""
@@ -146,8 +146,6 @@ class Failed(Record):
 class Judged(Record):
     """The gate has judged the run."""
 
-    passed: bool
-    """Whether the run is to be promoted."""
     reasons: tuple[str, ...]
     """Why it was refused; empty if it passed."""
     against: str | None = None
@@ -202,6 +200,13 @@ def record_to_json(record: Record) -> dict[str, Any]:
     return {"kind": type(record).__name__.lower(), **encode(type(record), record)}
 
 
+def record_from_json(body: Mapping[str, Any]) -> Record:
+    """Return the record of a JSON object; KeyError, TypeError or ValueError if it is none."""
+    kinds = {kind.__name__.lower(): kind for kind in Record.__subclasses__()}
+    fields = dict(body)
+    return decode(kinds[fields.pop("kind")], fields)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
     """One attempt at one day: its `Begun` record, and what followed."""
@@ -241,7 +246,7 @@ class Attempt:
     @property
     def was_refused(self) -> bool:
         """Whether the gate has refused its run, or its promotion was withdrawn."""
-        return self.rolled_back is not None or (self.judged is not None and not self.judged.passed)
+        return self.rolled_back is not None or bool(self.judged and self.judged.reasons)
 
     @property
     def compared_with(self) -> str | None:

@@ -17,7 +17,7 @@ import pytest
 
 from scheduler.retrain.drive import Root, newest_checkpoint, read_pointer, write_pointer
 from scheduler.retrain.log import (
-    KEPT_VERSIONS,
+    SNAPSHOT_RECORDS,
     Log,
     read_state,
     roll_back,
@@ -79,14 +79,25 @@ def test_records_that_are_written_are_read(world: World, root: Location) -> None
     assert "record" not in json.loads(newest.data)  # it was taken over
 
 
-def test_log_keeps_a_bounded_number_of_versions(world: World, root: Location) -> None:
+def test_log_of_a_record_is_as_long_as_the_record(root: Location) -> None:
+    """Snapshots are some of the versions, and the versions before the last but one are empty."""
+    world = World()
+    for day in range(1, 29):
+        world.retrain(f"2026-02-{day:02d}")
     with Log(root) as log:
         for record in world.records:
             log.append(record)
     versions = Versions(root)
     numbers = versions.all_numbers()
-    assert len(numbers) == len(world.records) + 1
-    assert len([n for n in numbers if versions.read(n)]) == KEPT_VERSIONS
+    assert len(numbers) == len(world.records) + 1 > 3 * SNAPSHOT_RECORDS
+    kept = {n: json.loads(v.data) for n in numbers if (v := versions.read(n))}
+    snapshots = [n for n, body in kept.items() if "state" in body]
+    assert len(snapshots) == 2
+    assert min(kept) == snapshots[0]
+    assert len(kept) < 2 * SNAPSHOT_RECORDS
+    assert max(len(str(b)) for n, b in kept.items() if n not in snapshots) < 2000
+    with Log(root) as log:
+        assert log.state == world.state
 
 
 def test_log_of_a_run_that_was_never_begun_is_refused(world: World, root: Location) -> None:

@@ -7,14 +7,9 @@ from dataclasses import asdict, dataclass, field
 
 from scheduler.retrain.decide import (
     Await,
-    Begin,
-    Close,
     DayRequest,
     Finished,
-    Judge,
     Promote,
-    Remove,
-    Run,
     SegmentFact,
     check_rollback,
     next_action,
@@ -96,14 +91,15 @@ class World:
         self, day: str, *, corrected: bool = False, again: bool = False, lives: int = MAX_STEPS
     ) -> Finished:
         """Bring a day to its end, unless the command is killed after so many things it did."""
-        asked, before = DayRequest(day=day, corrected=corrected, again=again), self.state
+        asked = DayRequest(day=day, input=day, corrected=corrected, again=again)
+        before = self.state
         left = iter(range(lives))
         self.write_pointer()
         while True:
             step = next_action(asked, before, self.state, self.dataset(), self.config)
             if isinstance(step, Finished):
                 return step
-            for record in self.carry_out(step, asked, left):
+            for record in self.carry_out(step, left):
                 if next(left, None) is None:
                     raise KilledError
                 if self.rollback_after == len(self.records):
@@ -122,56 +118,30 @@ class World:
             check_rollback(self.state, run)
         except PlanError:
             return False
-        self.append(RolledBack(time_sec=0.0, run=run))
+        self.append(RolledBack(run=run))
         self.write_pointer()
         return True
 
     def write_pointer(self) -> None:
         self.pointer = None if self.state.pointer is None else self.state.pointer["run"]
 
-    def carry_out(self, step: object, asked: DayRequest, left: Iterator[int]) -> Iterator[Record]:
+    def carry_out(self, step: object, left: Iterator[int]) -> Iterator[Record]:
         """Do what a step says; what is done to the disk is a moment of its own."""
         match step:
-            case Begin(run):
-                yield Begun(
-                    time_sec=0.0,
-                    run=run,
-                    day=asked.day,
-                    input=asked.day,
-                    corrected=asked.corrected,
-                    again=asked.again,
-                )
-            case Run():
-                yield Started(
-                    time_sec=0.0,
-                    run=step.run,
-                    stage=step.stage,
-                    process=step.process,
-                    base=step.base,
-                    segments=step.segments,
-                )
-            case Await(_, started):
+            case Begun() | Started() | Judged():
+                yield step
+            case Await(started):
                 yield self.process(started, left)
-            case Judge(run, reasons, against):
-                yield Judged(
-                    time_sec=0.0, run=run, passed=not reasons, reasons=reasons, against=against
-                )
             case Promote(run):
-                yield Promoted(time_sec=0.0, run=run, checkpoint=run, pointer={"run": run})
+                yield Promoted(run=run, checkpoint=run, pointer={"run": run})
                 self.moment(left)
                 self.write_pointer()
-            case Close():
+            case Closed():
                 pending = self.state.attempt(step.run).pending
                 self.ended |= {pending.process} if pending else set()
-                yield Closed(
-                    time_sec=0.0,
-                    run=step.run,
-                    final=step.final,
-                    status=step.status,
-                    reason=step.reason,
-                )
-            case Remove(run):
-                yield Removed(time_sec=0.0, run=run)
+                yield step
+            case Removed(run=run):
+                yield step
                 self.folders.discard(run)
             case _:
                 raise AssertionError(step)
@@ -182,19 +152,19 @@ class World:
 
     def process(self, started: Started, left: Iterator[int]) -> Record:
         """Run a process to its end; what it has done stays when the command is killed then."""
-        attempt, common = self.state.attempt(started.run), {"time_sec": 0.0, "run": started.run}
+        attempt, run = self.state.attempt(started.run), started.run
         if started.process in self.failing:
             status, said = self.failing[started.process]
-            return Failed(**common, stage=started.stage, status=status, reason=said)
+            return Failed(run=run, stage=started.stage, status=status, reason=said)
         if not set(started.segments) <= set(self.segments.values()):
-            return Failed(**common, stage=started.stage, status=1, reason="no such segment")
+            return Failed(run=run, stage=started.stage, status=1, reason="no such segment")
         result = {}
         if started.stage == "append":
             version = f"{attempt.day}-v{self.versions.get(attempt.day, 1)}"
             there = self.segments.get(attempt.day)
             known = {None, version, there if version in self.before.get(attempt.day, ()) else None}
             if there not in known and not attempt.corrected:
-                return Failed(**common, stage="append", status=1, reason="another listing")
+                return Failed(run=run, stage="append", status=1, reason="another listing")
             if version not in self.before.get(attempt.day, ()):
                 self.segments[attempt.day] = version
                 self.before.pop(attempt.day, None)
@@ -205,4 +175,4 @@ class World:
             run = started.run if started.stage == "evaluate" else started.base
             result = asdict(self.quality(trained_segments(self.state, run)))
         self.moment(left)
-        return Done(**common, stage=started.stage, result=result)
+        return Done(run=started.run, stage=started.stage, result=result)
