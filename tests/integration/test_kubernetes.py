@@ -56,13 +56,18 @@ def write_cluster(
     """Write the file of a cluster whose Pods are processes of this machine without a volume."""
     credentials = {"metadata": {"name": "store"}, "stringData": store.environment}
     cluster.core().create_namespaced_secret(namespace, credentials)
+    variables = {"PYTHONPATH": str(repository), "OMP_NUM_THREADS": "1"}
+    container = {
+        "name": "main",
+        "env": [{"name": name, "value": value} for name, value in variables.items()],
+        "envFrom": [{"secretRef": {"name": "store"}}],
+    }
     body = {
         "namespace": namespace,
         "image": "none",
         "kubeconfig": str(cluster.kubeconfig),
         "python": [str(repository / ".venv" / "bin" / "python")],
-        "environment": {"PYTHONPATH": str(repository), "OMP_NUM_THREADS": "1"},
-        "environment_from": [{"secret": "store"}],
+        "pod_template": {"spec": {"containers": [container]}},
         "secrets": str(folder / "secrets"),
         "grace": "60s",
         "lost_after": "3s",

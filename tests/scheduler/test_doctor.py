@@ -21,7 +21,6 @@ CLUSTER = """\
 namespace: presage
 image: presage
 kubeconfig: {kubeconfig}
-volumes: [{{path: {folder}, host_path: {folder}}}]
 """
 KUBECONFIG = """\
 apiVersion: v1
@@ -213,7 +212,7 @@ def test_gpu_needs_the_driver_and_the_packages(tmp_path: Path) -> None:
 def test_kubernetes_that_does_not_answer_lacks(tmp_path: Path) -> None:
     kubeconfig, cluster = tmp_path / "kubeconfig", tmp_path / "cluster.yaml"
     kubeconfig.write_text(KUBECONFIG.format(port=closed_port()))
-    cluster.write_text(CLUSTER.format(kubeconfig=kubeconfig, folder=tmp_path))
+    cluster.write_text(CLUSTER.format(kubeconfig=kubeconfig))
     found = check("kubernetes", cluster=cluster, output=tmp_path, needed={"kubernetes"})
     assert found.state == "lacks"
     assert "refused" in found.found.lower()

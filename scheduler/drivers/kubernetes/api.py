@@ -87,7 +87,9 @@ class Api:
     def apply(self, pod: Mapping[str, Any]) -> dict[str, Any]:
         """Create a Pod or change our fields of it; a conflict with another manager is an error."""
         path = f"{self._pods}/{pod['metadata']['name']}"
-        return self._call("PATCH", path, {"fieldManager": MANAGER}, pod, APPLY)
+        return self._call(
+            "PATCH", path, {"fieldManager": MANAGER, "fieldValidation": "Strict"}, pod, APPLY
+        )
 
     def delete(self, name: str, uid: str, grace_sec: int) -> None:
         """Delete the Pod with this uid, if it exists."""

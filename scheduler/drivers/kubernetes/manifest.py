@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from scheduler.drivers.base import CERTIFICATE, KEY, TOKEN, Endpoint, ResourceRequest
 from schemas.config.parse import read_yaml
@@ -18,99 +18,24 @@ from schemas.storage import Location
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class VolumeConfig:
-    """A volume that all Pods mount, at the path at which the scheduler sees it, too."""
-
-    path: str
-    """Absolute mount path."""
-    claim: str | None = None
-    """Name of a PersistentVolumeClaim that many nodes can mount; either this or `host_path`."""
-    host_path: str | None = None
-    """Folder with the same content on all nodes, such as a mounted network filesystem."""
-    sub_path: str = ""
-    """Folder of the claim to mount."""
-    read_only: bool = False
-    """Whether Pods mount it read-only."""
-
-    def __post_init__(self) -> None:
-        if not self.path.startswith("/"):
-            raise ValueError(f"path must be absolute, got {self.path!r}; write the full path")
-        if (self.claim is None) == (self.host_path is None):
-            raise ValueError(
-                f"volume must have either claim or host_path, got claim={self.claim!r}, "
-                f"host_path={self.host_path!r}; give one of them"
-            )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VariablesConfig:
-    """An object whose keys become environment variables of each Pod."""
-
-    secret: str | None = None
-    """Name of a Secret; either this or `config_map`."""
-    config_map: str | None = None
-    """Name of a ConfigMap."""
-
-    def __post_init__(self) -> None:
-        if (self.secret is None) == (self.config_map is None):
-            raise ValueError(
-                f"source must have either secret or config_map, got "
-                f"secret={self.secret!r}, config_map={self.config_map!r}; give one of them"
-            )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TolerationConfig:
-    """A taint that Pods tolerate."""
-
-    key: str
-    """Key of the taint."""
-    value: str | None = None
-    """Value of the taint; null: any."""
-    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
-    """Effect of the taint; null: any."""
-    seconds: int | None = None
-    """How long a Pod stays after the taint was added; null: forever. Only with NoExecute."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterConfig:
     """A cluster, and settings of all Pods."""
 
     namespace: str
-    """Namespace of all Pods."""
     image: str
     """Image with Presage and its requirements."""
-    volumes: tuple[VolumeConfig, ...] = ()
-    """Volumes with files that Pods read or write by path; none if all are at URLs."""
+    pod_template: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """PodTemplateSpec, to which the fields of each process are added; the container is `main`."""
     kubeconfig: str | None = None
     """Path of a kubeconfig; null inside the cluster."""
     context: str | None = None
     """Context of the kubeconfig; null: its current one."""
-    service_account: str | None = None
-    """Service account of the Pods, such as one with an identity at the object store; they call no
-    API of the cluster. null: the namespace's default."""
     python: tuple[str, ...] = ("python",)
     """Command of the Python interpreter in the image."""
-    environment: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Environment variables of each Pod."""
-    environment_from: tuple[VariablesConfig, ...] = ()
-    """Secrets and ConfigMaps of the namespace with more of them, such as credentials of the object
-    store."""
-    node_selector: Mapping[str, str] = field(default_factory=dict[str, str])
-    """Labels of nodes on which Pods may run."""
-    tolerations: tuple[TolerationConfig, ...] = ()
-    """Taints of nodes that Pods tolerate."""
-    priority_class: str | None = None
-    """Priority class of the Pods."""
-    user: int | None = None
-    """User and group id of the Pods, with write access to the volumes; null: those of the image."""
     secrets: str = "/run/presage"
     """Folder below which each Pod mounts the token and certificate of its job."""
     work: str = "/var/lib/presage"
     """Folder of the node's own disk that each Pod has for itself, until it ends."""
-    disk: int | None = None
-    """Bytes of that disk that each Pod reserves; a text such as `20GiB`. null: none, no limit."""
     grace: timedelta = timedelta(seconds=60)
     """Termination grace period; at least `train.limits.drain`."""
     unschedulable_after: timedelta = timedelta(minutes=5)
@@ -127,6 +52,27 @@ class ClusterConfig:
             seconds = getattr(self, name).total_seconds()
             if seconds < 1.0:
                 raise ValueError(f"{name} must be at least 1s, got {seconds:g}s; raise it")
+        try:
+            names = [container["name"] for container in self.pod_spec.get("containers", ())]
+            _ = [mount["mountPath"] for mount in self.container.get("volumeMounts", ())]
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"pod_template must be a PodTemplateSpec, got {error!r}; write it as in a Pod"
+            ) from error
+        if names not in ([], [CONTAINER]):
+            raise ValueError(
+                f"pod_template must have no container besides {CONTAINER!r}, got {names}; rename it"
+            )
+
+    @property
+    def pod_spec(self) -> Mapping[str, Any]:
+        """Specification of the Pods in the template."""
+        return self.pod_template.get("spec", {})
+
+    @property
+    def container(self) -> Mapping[str, Any]:
+        """The container in the template."""
+        return next(iter(self.pod_spec.get("containers", ())), {})
 
 
 def read_cluster(path: Path) -> ClusterConfig:
@@ -138,14 +84,16 @@ def check_volumes(
     config: ClusterConfig, path: Path, storage: Location, inputs: Iterable[Location]
 ) -> None:
     """Raise SchemaError if Pods cannot reach local files; those at a URL need no volume."""
-    writable = [volume for volume in config.volumes if not volume.read_only]
+    mounts = config.container.get("volumeMounts", ())
+    readable = [mount["mountPath"] for mount in mounts]
+    writable = [mount["mountPath"] for mount in mounts if not mount.get("readOnly")]
     needs = [("write to", "--storage", storage, writable)]
-    needs += [("read", "--input", location, [*config.volumes]) for location in inputs]
-    for verb, option, location, volumes in needs:
+    needs += [("read", "--input", location, readable) for location in inputs]
+    for verb, option, location, paths in needs:
         folder = None if location.local is None else location.local.resolve()
-        if folder is None or any(folder.is_relative_to(volume.path) for volume in volumes):
+        if folder is None or any(folder.is_relative_to(path) for path in paths):
             continue
-        below = "".join(f" or a path below {volume.path}" for volume in volumes)
+        below = "".join(f" or a path below {path}" for path in paths)
         raise SchemaError(
             f"Pods cannot {verb} {folder}, which none of their volumes has; give {option} a URL"
             f"{below}",
@@ -313,28 +261,17 @@ class Task:
 
 
 def pod_of(config: ClusterConfig, instance: str, task: Task) -> dict[str, Any]:
-    """Return the manifest of a process's Pod, with exactly the fields that we own."""
+    """Return the manifest of a process's Pod: the template with the fields that we own."""
     endpoint = endpoint_of(config, instance, task.job) if task.needs_secret else None
-    spec: dict[str, Any] = {
-        "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": int(config.grace.total_seconds()),
-        "automountServiceAccountToken": False,
-        "enableServiceLinks": False,
-        "containers": [_container(config, task, endpoint)],
-        "volumes": [
-            *(_volume(n, v) for n, v in enumerate(config.volumes)),
-            *_own_volumes(config),
-            *_secret(config, endpoint),
-        ],
-        "nodeSelector": dict(config.node_selector),
-        "tolerations": [_toleration(t) for t in config.tolerations],
-        "serviceAccountName": config.service_account,
-        "priorityClassName": config.priority_class,
-    }
-    if config.user is not None:
-        user = {"runAsUser": config.user, "runAsGroup": config.user, "fsGroup": config.user}
-        spec["securityContext"] = user
-    return {
+    volumes: list[dict[str, Any]] = [
+        {"name": _WORK, "emptyDir": {}},
+        {"name": _MEMORY, "emptyDir": {"medium": "Memory"}},
+    ]
+    if endpoint is not None:
+        secret = {"secretName": endpoint.folder.rpartition("/")[2], "defaultMode": 0o444}
+        volumes.append({"name": _SECRET, "secret": secret})
+    container = _merged(config.container, _container(config, task, endpoint))
+    own = {
         "apiVersion": "v1",
         "kind": "Pod",
         "metadata": {
@@ -342,8 +279,26 @@ def pod_of(config: ClusterConfig, instance: str, task: Task) -> dict[str, Any]:
             "namespace": config.namespace,
             **labels_of(instance, task.job, task.name),
         },
-        "spec": {name: value for name, value in spec.items() if value or value is False},
+        "spec": {
+            "restartPolicy": "Never",
+            "terminationGracePeriodSeconds": int(config.grace.total_seconds()),
+            "automountServiceAccountToken": False,
+            "enableServiceLinks": False,
+            "volumes": volumes,
+        },
     }
+    pod = _merged(config.pod_template, own)
+    return {**pod, "spec": {**pod["spec"], "containers": [container]}}
+
+
+def _merged(template: Any, own: Any) -> Any:
+    """Return a template with own fields, which win; lists are joined."""
+    if isinstance(template, Mapping) and isinstance(own, Mapping):
+        both = {name: _merged(template[name], own[name]) for name in template if name in own}
+        return {**template, **own, **both}
+    if isinstance(template, list) and isinstance(own, list):
+        return [*template, *own]
+    return own
 
 
 def resources_of(request: ResourceRequest) -> dict[str, Any]:
@@ -366,12 +321,11 @@ def resize_patch(request: ResourceRequest) -> dict[str, Any]:
 
 
 def _container(config: ClusterConfig, task: Task, endpoint: Endpoint | None) -> dict[str, Any]:
-    variables: list[dict[str, Any]] = [
-        {"name": k, "value": v} for k, v in sorted(config.environment.items())
+    variables: list[dict[str, Any]] = []
+    mounts: list[dict[str, Any]] = [
+        {"name": _WORK, "mountPath": config.work},
+        {"name": _MEMORY, "mountPath": MEMORY_FOLDER},
     ]
-    mounts = [_mount(n, volume) for n, volume in enumerate(config.volumes)]
-    mounts.append({"name": _WORK, "mountPath": config.work})
-    mounts.append({"name": _MEMORY, "mountPath": MEMORY_FOLDER})
     if endpoint is not None:
         pod_ip = {"fieldRef": {"fieldPath": "status.podIP"}}
         variables.append({"name": POD_IP, "valueFrom": pod_ip})
@@ -379,13 +333,12 @@ def _container(config: ClusterConfig, task: Task, endpoint: Endpoint | None) -> 
     program = [*config.python, *task.command[1:]]
     if not task.name.startswith("store-"):  # the address that it prints would hide its errors
         program = ["/bin/sh", "-c", _EXEC, TERMINATION_LOG, *program]
-    container = {
+    return {
         "name": CONTAINER,
         "image": config.image,
         "command": program,
         "env": variables,
-        "envFrom": [_variables(source) for source in config.environment_from],
-        "resources": _with_disk(resources_of(task.request), config.disk),
+        "resources": resources_of(task.request),
         # Processes adapt to other limits without a restart.
         "resizePolicy": [
             {"resourceName": "cpu", "restartPolicy": "NotRequired"},
@@ -395,61 +348,4 @@ def _container(config: ClusterConfig, task: Task, endpoint: Endpoint | None) -> 
         "terminationMessagePath": TERMINATION_LOG,
         "terminationMessagePolicy": "FallbackToLogsOnError",
         "securityContext": {"allowPrivilegeEscalation": False},
-    }
-    return {name: value for name, value in container.items() if value != []}
-
-
-def _variables(source: VariablesConfig) -> dict[str, Any]:
-    if source.secret is not None:
-        return {"secretRef": {"name": source.secret}}
-    return {"configMapRef": {"name": source.config_map}}
-
-
-def _with_disk(resources: dict[str, Any], disk: int | None) -> dict[str, Any]:
-    """Add a reservation of the node's disk; a node evicts a Pod that takes more."""
-    if disk is None:
-        return resources
-    amount, limits = {"ephemeral-storage": str(disk)}, resources.get("limits", {})
-    return {"requests": {**resources["requests"], **amount}, "limits": {**limits, **amount}}
-
-
-def _own_volumes(config: ClusterConfig) -> list[dict[str, Any]]:
-    size = {} if config.disk is None else {"sizeLimit": str(config.disk)}
-    return [
-        {"name": _WORK, "emptyDir": size},
-        {"name": _MEMORY, "emptyDir": {"medium": "Memory"}},
-    ]
-
-
-def _volume(number: int, volume: VolumeConfig) -> dict[str, Any]:
-    if volume.claim is not None:
-        claim = {"claimName": volume.claim, "readOnly": volume.read_only}
-        return {"name": f"folder-{number}", "persistentVolumeClaim": claim}
-    return {"name": f"folder-{number}", "hostPath": {"path": volume.host_path}}
-
-
-def _secret(config: ClusterConfig, endpoint: Endpoint | None) -> list[dict[str, Any]]:
-    if endpoint is None:
-        return []
-    # Users other than root read it as members of fsGroup, or as others.
-    mode = 0o444 if config.user is None else 0o440
-    name = endpoint.folder.rpartition("/")[2]
-    return [{"name": _SECRET, "secret": {"secretName": name, "defaultMode": mode}}]
-
-
-def _mount(number: int, volume: VolumeConfig) -> dict[str, Any]:
-    mount = {"name": f"folder-{number}", "mountPath": volume.path, "readOnly": volume.read_only}
-    return {**mount, "subPath": volume.sub_path} if volume.sub_path else mount
-
-
-def _toleration(toleration: TolerationConfig) -> dict[str, Any]:
-    optional = {
-        "value": toleration.value,
-        "effect": toleration.effect,
-        "tolerationSeconds": toleration.seconds,
-    }
-    return {
-        "key": toleration.key,
-        "operator": "Exists" if toleration.value is None else "Equal",
-        **{name: value for name, value in optional.items() if value is not None},
     }

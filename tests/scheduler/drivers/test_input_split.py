@@ -88,7 +88,12 @@ def test_schema_outside_the_jobs_folder_is_copied_beside_the_job(tmp_path: Path)
     assert copy.read_bytes() == (tmp_path / "other.pbtxt").read_bytes()
 
 
-CLUSTER = "namespace: a\nimage: b\nvolumes: [{{path: {}, claim: c}}]\n"
+CLUSTER = """\
+namespace: a
+image: b
+pod_template:
+  spec: {{containers: [{{name: main, volumeMounts: [{{name: c, mountPath: {}}}]}}]}}
+"""
 REFUSED = {
     "a driver of a cluster without one": (
         ["--driver", "kubernetes"],

@@ -2,13 +2,14 @@
 
 import sys
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from scheduler.drivers.kubernetes.cluster import Cluster, Pods
-from scheduler.drivers.kubernetes.manifest import ClusterConfig, VolumeConfig
+from scheduler.drivers.kubernetes.manifest import ClusterConfig
 from tests.cluster.servers import Cluster as Servers
 
 PATIENCE_SEC = 90.0
@@ -23,12 +24,20 @@ LEAVES = [
 ]
 
 
-def config_of(cluster: Servers, namespace: str, folder: Path, **changes) -> ClusterConfig:
+def config_of(
+    cluster: Servers, namespace: str, folder: Path, spec: Mapping[str, Any] | None = None, **changes
+) -> ClusterConfig:
     """Return the settings of a namespace whose Pods are processes of this machine."""
+    mounts = [{"name": "data", "mountPath": str(folder)}]
+    template = {
+        "containers": [{"name": "main", "volumeMounts": mounts}],
+        "volumes": [{"name": "data", "hostPath": {"path": str(folder)}}],
+        **(spec or {}),
+    }
     fields = {
         "namespace": namespace,
         "image": "none",
-        "volumes": (VolumeConfig(path=str(folder), host_path=str(folder)),),
+        "pod_template": {"spec": template},
         "kubeconfig": str(cluster.kubeconfig),
         "python": (sys.executable,),
         "secrets": str(folder / "secrets"),

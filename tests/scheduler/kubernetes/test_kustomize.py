@@ -101,7 +101,7 @@ def test_no_volume_is_shared_and_the_cluster_file_is_that_of_the_namespace(
     words = container_of(named(objects, "Job")["spec"]["template"])
     found = build_parser().parse_args([*words["command"][3:], *words["args"]])
     check_volumes(config, path, found.storage, found.jobs)
-    assert not config.volumes
+    assert not config.pod_spec.get("volumes")
     daily = named(objects, "CronJob")["spec"]["jobTemplate"]["spec"]["template"]
     assert (config.namespace, config.image) == ("shop", container_of(daily)["image"])
 

@@ -2,7 +2,6 @@
 
 import re
 import sys
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,6 @@ from scheduler.drivers.base import NO_RESOURCES, ResourceRequest
 from scheduler.drivers.kubernetes.manifest import (
     ClusterConfig,
     Task,
-    VolumeConfig,
     check_volumes,
     endpoint_of,
     label_value,
@@ -32,16 +30,24 @@ FILE = """\
 namespace: training
 image: registry.example/presage:1
 kubeconfig: admin.conf
-volumes:
-  - {path: /data, claim: presage}
-  - {path: /logs, host_path: /mnt/logs, read_only: true}
 python: [/opt/venv/bin/python]
-environment: {PYTHONPATH: /opt/presage}
-node_selector: {pool: spot}
-tolerations:
-  - {key: spot, effect: NoSchedule}
-priority_class: batch
-user: 1000
+pod_template:
+  metadata: {labels: {team: ads, presage/job: x}}
+  spec:
+    nodeSelector: {pool: spot}
+    serviceAccountName: trainer
+    securityContext: {runAsUser: 1000}
+    restartPolicy: Always
+    containers:
+      - name: main
+        env: [{name: PYTHONPATH, value: /opt/presage}]
+        resources: {limits: {ephemeral-storage: 20Gi, cpu: 9}}
+        volumeMounts:
+          - {name: data, mountPath: /data}
+          - {name: logs, mountPath: /logs, readOnly: true}
+    volumes:
+      - {name: data, persistentVolumeClaim: {claimName: presage}}
+      - {name: logs, hostPath: {path: /mnt/logs}}
 grace: 90s
 """
 
@@ -86,45 +92,44 @@ def test_pod_of_has_what_is_booked_and_what_the_file_says(tmp_path: Path) -> Non
     spec = pod["spec"]
     (container,) = spec["containers"]
     booked = {"cpu": "1500m", "memory": "1073741824"}
-    assert container["resources"] == {"requests": booked, "limits": booked}
+    limits = {"ephemeral-storage": "20Gi", **booked}
+    assert container["resources"] == {"requests": booked, "limits": limits}
     output, program = container["command"][3], container["command"][4:]
     assert output == container["terminationMessagePath"] == "/dev/termination-log"
     assert container["terminationMessagePolicy"] == "FallbackToLogsOnError"
     assert program == ["/opt/venv/bin/python", "-m", "trainer", "replica"]
     assert container["env"][0] == {"name": "PYTHONPATH", "value": "/opt/presage"}
     assert container["volumeMounts"][:-1] == [
-        {"name": "folder-0", "mountPath": "/data", "readOnly": False},
-        {"name": "folder-1", "mountPath": "/logs", "readOnly": True},
+        {"name": "data", "mountPath": "/data"},
+        {"name": "logs", "mountPath": "/logs", "readOnly": True},
         {"name": "work", "mountPath": "/var/lib/presage"},
         {"name": "memory", "mountPath": "/dev/shm"},
     ]
     assert spec["volumes"][:-1] == [
-        {"name": "folder-0", "persistentVolumeClaim": {"claimName": "presage", "readOnly": False}},
-        {"name": "folder-1", "hostPath": {"path": "/mnt/logs"}},
+        {"name": "data", "persistentVolumeClaim": {"claimName": "presage"}},
+        {"name": "logs", "hostPath": {"path": "/mnt/logs"}},
         {"name": "work", "emptyDir": {}},
         {"name": "memory", "emptyDir": {"medium": "Memory"}},
     ]
     assert spec["restartPolicy"] == "Never"
     assert spec["terminationGracePeriodSeconds"] == 90
     assert spec["automountServiceAccountToken"] is False
-    assert spec["tolerations"] == [{"key": "spot", "operator": "Exists", "effect": "NoSchedule"}]
-    assert (spec["nodeSelector"], spec["priorityClassName"]) == ({"pool": "spot"}, "batch")
+    assert (spec["nodeSelector"], spec["serviceAccountName"]) == ({"pool": "spot"}, "trainer")
     assert spec["securityContext"]["runAsUser"] == 1000
     assert pod["metadata"]["labels"] == {
+        "team": "ads",
         "app.kubernetes.io/managed-by": "presage-scheduler",
         "app.kubernetes.io/instance": "a1",
         "presage/job": "Demo_1",
         "presage/pool": "replica",
         "presage/process": "replica-2.3",
     }
-    assert not {"serviceAccountName", "hostNetwork"} & spec.keys()
 
 
 def test_pod_of_a_trainer_on_a_gpu_asks_for_one(tmp_path: Path) -> None:
     request = ResourceRequest(cpus=2.0, memory_bytes=1 << 30, gpus=1)
     (container,) = pod_of(read(tmp_path), "a1", task(request=request))["spec"]["containers"]
-    booked = {"cpu": "2000m", "memory": "1073741824", "nvidia.com/gpu": "1"}
-    assert container["resources"] == {"requests": booked, "limits": booked}
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == "1"
     smaller = resize_patch(ResourceRequest(cpus=1.0, memory_bytes=1 << 29))
     (patched,) = smaller["spec"]["containers"]
     assert "nvidia.com/gpu" not in patched["resources"]["limits"]  # merged into what it has
@@ -139,7 +144,7 @@ def test_pod_of_sees_its_own_address_and_what_is_its_jobs(tmp_path: Path) -> Non
     assert own in container["env"]
     mount = {"name": "secret", "mountPath": folder, "readOnly": True}
     assert mount in container["volumeMounts"]
-    secret = {"secretName": name, "defaultMode": 0o440}
+    secret = {"secretName": name, "defaultMode": 0o444}
     assert {"name": "secret", "secret": secret} in pod["spec"]["volumes"]
     reach = endpoint_of(config, "a1", "Demo_1")
     assert (reach.host, reach.folder) == ("$(PRESAGE_HOST)", folder)
@@ -157,36 +162,20 @@ def test_pod_of_a_store_keeps_its_output_in_the_log(tmp_path: Path) -> None:
     assert container["command"][0] == "/opt/venv/bin/python"
 
 
-AT_A_URL = """\
-namespace: a
-image: b
-service_account: trainer
-environment_from: [{secret: minio}, {config_map: store}]
-disk: 20GiB
-"""
+AT_A_URL = "namespace: a\nimage: b\n"
 
 
-def test_pods_of_a_job_at_a_url_need_no_volume_and_get_credentials(tmp_path: Path) -> None:
+def test_pods_of_a_job_at_a_url_need_no_volume(tmp_path: Path) -> None:
     config = read(tmp_path, AT_A_URL, "s3://bucket/scheduled", "s3://bucket/log")
-    request = ResourceRequest(cpus=1.0, memory_bytes=1 << 30)
-    spec = pod_of(config, "a1", task("segment-0.1", request))["spec"]
-    (container,) = spec["containers"]
-    assert container["envFrom"] == [
-        {"secretRef": {"name": "minio"}},
-        {"configMapRef": {"name": "store"}},
-    ]
-    assert spec["serviceAccountName"] == "trainer"
-    disk = str(20 << 30)
-    for amounts in container["resources"].values():
-        assert amounts == {"cpu": "1000m", "memory": str(1 << 30), "ephemeral-storage": disk}
-    assert spec["volumes"][0] == {"name": "work", "emptyDir": {"sizeLimit": disk}}
+    assert config == ClusterConfig(namespace="a", image="b")
+    spec = pod_of(config, "a1", task("segment-0.1"))["spec"]
     assert [sorted(volume) for volume in spec["volumes"]] == [["emptyDir", "name"]] * 2
-    (idle,) = pod_of(config, "a1", task())["spec"]["containers"]
-    assert idle["resources"]["limits"] == {"ephemeral-storage": disk}
 
 
-def test_pod_of_a_process_for_which_nothing_is_booked_has_no_limit(tmp_path: Path) -> None:
-    (container,) = pod_of(read(tmp_path), "a1", task())["spec"]["containers"]
+def test_pod_of_a_process_for_which_nothing_is_booked_has_no_limit() -> None:
+    (container,) = pod_of(ClusterConfig(namespace="a", image="b"), "a1", task())["spec"][
+        "containers"
+    ]
     assert "limits" not in container["resources"]
 
 
@@ -207,16 +196,16 @@ REFUSED = {
         "s3://bucket/scheduled",
         "Pods cannot read /logs/a, which none of their volumes has in {}; give --input a URL",
     ),
-    "a path that is relative": (
-        FILE.replace("path: /data", "path: data"),
+    "a second container": (
+        FILE.replace("name: main", "name: other"),
         "/data/scheduled",
-        "volumes[0].path must be absolute, got 'data' in {}:5; write the full path",
+        "pod_template must have no container besides 'main', got ['other'] in {}:1; rename it",
     ),
-    "a volume of two kinds": (
-        FILE.replace("claim: presage", "claim: presage, host_path: /data"),
+    "a template of another shape": (
+        FILE.replace("- name: main", "- main: 1"),
         "/data/scheduled",
-        "volumes[0].volume must have either claim or host_path, got claim='presage', "
-        "host_path='/data' in {}:5; give one of them",
+        "pod_template must be a PodTemplateSpec, got KeyError('name') in {}:1; write it as in a "
+        "Pod",
     ),
     "no grace": (
         FILE.replace("grace: 90s", "grace: 100ms"),
@@ -227,12 +216,6 @@ REFUSED = {
         FILE + "secrets: keys\n",
         "/data/scheduled",
         "secrets must be absolute, got 'keys' in {}:1; write the full path",
-    ),
-    "variables from nowhere": (
-        FILE + "environment_from: [{}]\n",
-        "/data/scheduled",
-        "environment_from[0].source must have either secret or config_map, got "
-        "secret=None, config_map=None in {}:15; give one of them",
     ),
     "a key that is none": (
         FILE.replace("image:", "images:"),
@@ -247,11 +230,3 @@ def test_read_cluster_of_what_is_none_says_why(name: str, tmp_path: Path) -> Non
     text, output, message = REFUSED[name]
     with pytest.raises(SchemaError, match=re.escape(message.format(tmp_path / "cluster.yaml"))):
         read(tmp_path, text, output)
-
-
-def test_defaults_hold_in_a_short_file(tmp_path: Path) -> None:
-    text = "namespace: a\nimage: b\nvolumes: [{path: /data, claim: c}]\n"
-    config = read(tmp_path, text, log="/data/log")
-    volume = VolumeConfig(path="/data", claim="c")
-    assert config == ClusterConfig(namespace="a", image="b", volumes=(volume,))
-    assert config.grace == timedelta(seconds=60)

@@ -208,7 +208,7 @@ def test_a_process_over_the_quota_is_lost_and_begins_when_there_is_room(
 def test_what_the_api_server_refuses_is_said_in_its_words(
     cluster: Cluster, namespace: str, tmp_path: Path
 ) -> None:
-    config = config_of(cluster, namespace, tmp_path, priority_class="absent")
+    config = config_of(cluster, namespace, tmp_path, spec={"priorityClassName": "absent"})
     with bench(config, tmp_path) as made:
         made.pods.start("coordinator-0.1", SLEEPS, NEEDS)
         refused = made.pods.exit_status("coordinator-0.1").refused
@@ -303,7 +303,7 @@ def test_a_process_whose_node_is_gone_is_lost_with_it(
     cluster.wait_for_nodes("node-lost")
     selector = {"kubernetes.io/hostname": "node-lost"}
     config = config_of(
-        cluster, namespace, tmp_path, node_selector=selector, grace=timedelta(seconds=1)
+        cluster, namespace, tmp_path, spec={"nodeSelector": selector}, grace=timedelta(seconds=1)
     )
     try:
         with bench(config, tmp_path) as made:
