@@ -11,7 +11,7 @@ from typing import Literal
 
 from scheduler.model.history import History
 from scheduler.model.snapshot import DataFacts
-from scheduler.planner.machine_sizes import MachineSizes
+from schemas.config.schedule import ScheduleConfig
 
 Outcome = Literal["done", "left", "failed", "lost", "oom"]
 """How a process ended. `done`: its work is complete; `left`: it exited on request; `failed`: it
@@ -57,8 +57,8 @@ class Submitted(JobEvent):
     facts: DataFacts
     history: History
     num_segments: int
-    sizes: MachineSizes | None = None
-    """Sizes that its file leaves to the machine; None for Pods."""
+    schedule: ScheduleConfig | None = None
+    """That of its file, with the sizes that it leaves to the machine; None for Pods."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -131,7 +131,7 @@ def _submit(state: State, event: Submitted) -> State:
     old = state.jobs.get(event.job)
     if old is not None and old.phase not in ("drained", "draining", "failed"):
         return state
-    declared = job_of_document(event.document, event.job, event.sizes)
+    declared = job_of_document(event.document, event.job, event.schedule)
     snapshot = Snapshot(job=declared, facts=event.facts, history=event.history)
     config = declared.schedule
     replica_cpus, store_cpus = config.training.replica.cpus, config.training.store.cpus
@@ -139,7 +139,7 @@ def _submit(state: State, event: Submitted) -> State:
         resumed = replace(
             old,
             document=event.document,
-            machine_sizes=event.sizes,
+            schedule=event.schedule,
             snapshot=snapshot,
             phase="submitted",
             sizes=None,
@@ -156,7 +156,7 @@ def _submit(state: State, event: Submitted) -> State:
             name=event.job,
             submitted_sec=event.time_sec,
             document=event.document,
-            machine_sizes=event.sizes,
+            schedule=event.schedule,
             snapshot=snapshot,
             num_segments=event.num_segments,
             worker_memory=config.preprocessing.worker.memory,

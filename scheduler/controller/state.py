@@ -12,9 +12,9 @@ from scheduler.model.fit import Window
 from scheduler.model.grid import Sizes
 from scheduler.model.snapshot import Snapshot
 from scheduler.planner.correction import Correction
-from scheduler.planner.machine_sizes import MachineSizes, cluster_schedule
+from scheduler.planner.machine_sizes import cluster_schedule
 from schemas.config.job import Job, parse_job
-from schemas.config.schedule import BudgetConfig
+from schemas.config.schedule import BudgetConfig, ScheduleConfig
 
 PoolName = Literal["segment", "coordinator", "replica", "store"]
 """`segment`: segment jobs. `coordinator`: the coordinator, one process that starts and ends a job's
@@ -122,7 +122,8 @@ class JobState:
     name: str
     submitted_sec: float
     document: str
-    machine_sizes: MachineSizes | None = None
+    schedule: ScheduleConfig | None = None
+    """As it was submitted."""
     snapshot: Snapshot
     num_segments: int
     phase: Phase = "submitted"
@@ -237,21 +238,14 @@ class JobState:
         return replace(self, processes={**self.processes, process.name: process})
 
 
-def job_of_document(document: str, name: str, sizes: MachineSizes | None) -> Job:
-    """Return the job of a file, with its sizes on this machine, or with those of Pods.
-
-    Args:
-        document: text of the file.
-        name: of the job, for errors.
-        sizes: those that the file leaves to the machine; None for Pods.
+def job_of_document(document: str, name: str, schedule: ScheduleConfig | None) -> Job:
+    """Return the job of a file with this schedule, or for None with the budget of Pods.
 
     Raises:
         SchemaError: the file is invalid.
     """
     job = parse_job(document, name)
-    declared = job.schedule
-    schedule = cluster_schedule(declared) if sizes is None else sizes.applied_to(declared)
-    return replace(job, schedule=schedule)
+    return replace(job, schedule=schedule or cluster_schedule(job.schedule))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

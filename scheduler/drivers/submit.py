@@ -20,7 +20,7 @@ from scheduler.drivers.job_files import (
 )
 from scheduler.model.history import History, read_history
 from scheduler.model.snapshot import Snapshot, facts_of_job
-from scheduler.planner.machine_sizes import MachineSizes, machine_schedule
+from scheduler.planner.machine_sizes import machine_schedule
 from schemas.config.job import GenerateConfig, Job, load_job
 from schemas.config.schedule import BudgetConfig
 from schemas.errors import SchemaError
@@ -90,7 +90,7 @@ def submit(
         facts=replace(facts, part_rows=facts.num_samples / max(1, parts)),
         history=read_history(history) if history.is_dir() else History(),
     )
-    sizes = None
+    config = None
     if budget is not None:
         own = job.schedule.budget
         least = replace(
@@ -100,7 +100,6 @@ def submit(
         config, changes = machine_schedule(
             snapshot, least, allow_oversubscription=shared, num_segments=len(segments)
         )
-        sizes = MachineSizes.of(config)
         for line in changes:
             progress(f"{job.name}: {line}")
     submitted = Submitted(
@@ -110,7 +109,7 @@ def submit(
         facts=snapshot.facts,
         history=snapshot.history,
         num_segments=len(segments),
-        sizes=sizes,
+        schedule=config,
     )
     paths = JobPaths(
         source=job_file.resolve(),

@@ -8,7 +8,7 @@ a cluster sizes are limits of Pods, and stay as declared.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 
 from scheduler.model.grid import GIB, MIB, mib
@@ -23,51 +23,6 @@ CLUSTER_CPUS, CLUSTER_MEMORY = 16.0, 64 * GIB
 """Budget of a job that runs in Pods and does not name one."""
 FEWEST_CPUS = 0.01
 """Fewest cores of a process, however many share a machine."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MachineSizes:
-    """Sizes of a schedule that depend on the scheduler's machine; part of its log."""
-
-    budget_cpus: float
-    """Cores of all pools together."""
-    budget_memory: int
-    """Bytes of all pools together."""
-    worker_cpus: float
-    """Cores of a pipeline worker."""
-    worker_memory: int
-    """Bytes of a pipeline worker."""
-    replica_cpus: float
-    replica_memory: int
-    """Bytes of a replica."""
-    store_cpus: float
-
-    @classmethod
-    def of(cls, config: ScheduleConfig) -> MachineSizes:
-        """Return the sizes of a schedule."""
-        return cls(
-            budget_cpus=config.budget.cpus,
-            budget_memory=config.budget.memory,
-            worker_cpus=config.preprocessing.worker.cpus,
-            worker_memory=config.preprocessing.worker.memory,
-            replica_cpus=config.training.replica.cpus,
-            replica_memory=config.training.replica.memory,
-            store_cpus=config.training.store.cpus,
-        )
-
-    def applied_to(self, config: ScheduleConfig) -> ScheduleConfig:
-        """Return a schedule with these sizes."""
-        first, second = config.preprocessing, config.training
-        worker = replace(first.worker, cpus=self.worker_cpus, memory=self.worker_memory)
-        replica = replace(second.replica, cpus=self.replica_cpus, memory=self.replica_memory)
-        return replace(
-            config,
-            budget=replace(config.budget, cpus=self.budget_cpus, memory=self.budget_memory),
-            preprocessing=replace(first, worker=worker),
-            training=replace(
-                second, replica=replica, store=replace(second.store, cpus=self.store_cpus)
-            ),
-        )
 
 
 def fill_budget(budget: BudgetConfig, machine: BudgetConfig) -> BudgetConfig:

@@ -13,7 +13,6 @@ from scheduler.controller.state import State
 from scheduler.drivers.beam_runners import SegmentRunner
 from scheduler.drivers.children import Children, ThisMachine
 from scheduler.drivers.driver import Driver, DriverOptions
-from scheduler.planner.machine_sizes import MachineSizes
 from schemas.config.job import parse_job
 from schemas.errors import SchemaError, StorageError
 from schemas.storage import Location
@@ -44,7 +43,7 @@ def test_begin_again_takes_a_job_whose_sizes_were_settled_and_refuses_another_fi
     declared = parse_job(job.document, "first").schedule
     half = replace(declared.training.replica, cpus=declared.training.replica.cpus / 2)
     settled = replace(declared, training=replace(declared.training, replica=half))
-    state = Bench(BUDGET, replace(job, sizes=MachineSizes.of(settled))).state
+    state = Bench(BUDGET, replace(job, schedule=settled)).state
     (tmp_path / "first.yaml").write_text(job.document)
     (tmp_path / "schema.pbtxt").touch()
     paths = paths_of(tmp_path / "first", tmp_path / "first.yaml", 4)
