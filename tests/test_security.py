@@ -174,7 +174,7 @@ def test_tokens_are_written_for_their_owner_only(tmp_path: Path) -> None:
     try:
         secret = write_token(tmp_path / "token")
         paths = paths_of(tmp_path / "demo", REPOSITORY / "schemas" / "demo" / "job.yaml")
-        copy_job_file(paths)
+        copy_job_file(paths, paths.source.read_bytes().decode())
         prepare_stores(paths, (0, 1))
     finally:
         os.umask(before)

@@ -262,7 +262,7 @@ def candidate_sizes(job: JobState, state: State) -> tuple[list[Sizes], list[floa
         grid = grid[allowed] if allowed.any() else grid
     predictions = predict_candidates(grid, work.snapshot, work.config, work.models)
     preferred = int(preference(grid, predictions, work.config)[0])
-    indices, options = job_options(grid, predictions, work.config, preferred)
+    indices, options = job_options(predictions, work.config, preferred)
     sizes = [grid.sizes_at(int(index)) for index in indices]
     return sizes, predictions.predicted_sec[indices].tolist(), options
 

@@ -169,7 +169,7 @@ class Driver:
         for submitted in jobs:
             job = self.state.jobs.get(submitted.job)
             if job is None or job.phase != "finished":
-                copy_job_file(self._paths[submitted.job])
+                copy_job_file(self._paths[submitted.job], submitted.document)
         if not self.state.jobs:
             self._options.runner.check()
         state, resizes = self.state, self._platform.resizes

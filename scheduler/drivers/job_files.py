@@ -18,7 +18,7 @@ from scheduler.controller.slots import slots_of_range
 from scheduler.drivers.base import Endpoint
 from scheduler.model.snapshot import compute_lookahead
 from schemas.accesses import NextUses, index_load
-from schemas.config.job import load_job
+from schemas.config.job import parse_job
 from schemas.config.train import TrainConfig
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError, StorageError
@@ -105,14 +105,13 @@ class JobPaths:
         return file.url if self.is_remote else f"file://{file}"
 
 
-def copy_job_file(paths: JobPaths) -> None:
-    """Copy the job file and its schema to where the job's processes read them.
+def copy_job_file(paths: JobPaths, text: str) -> None:
+    """Write the text of the job file, and copy its schema, to where the job's processes read them.
 
     Raises:
         SchemaError: one of them is invalid.
     """
-    text = paths.source.read_bytes().decode()
-    name = load_job(paths.source).data.schema
+    name = parse_job(text, str(paths.source)).data.schema
     schema = schema_path(paths.source, name, allow_outside=paths.allow_outside)
     if not is_below(os.path.normpath(name)):
         name = "schema.pbtxt"

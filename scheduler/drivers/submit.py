@@ -21,7 +21,7 @@ from scheduler.drivers.job_files import (
 from scheduler.model.history import History, read_history
 from scheduler.model.snapshot import Snapshot, facts_of_job
 from scheduler.planner.machine_sizes import machine_schedule
-from schemas.config.job import GenerateConfig, Job, load_job
+from schemas.config.job import GenerateConfig, Job, parse_job
 from schemas.config.schedule import BudgetConfig
 from schemas.errors import SchemaError
 from schemas.features import load_features
@@ -71,7 +71,8 @@ def submit(
     Raises:
         SchemaError: the job file or its input is invalid.
     """
-    job = load_job(job_file)
+    document = job_file.read_bytes().decode()
+    job = parse_job(document, str(job_file))
     schema = schema_path(job_file, job.data.schema, allow_outside=allow_outside)
     features = load_features(schema)
     storage = Location.parse(output.resolve()) if storage is None else storage
@@ -105,7 +106,7 @@ def submit(
     submitted = Submitted(
         time_sec=time_sec,
         job=job.name,
-        document=job_file.read_bytes().decode(),
+        document=document,
         facts=snapshot.facts,
         history=snapshot.history,
         num_segments=len(segments),

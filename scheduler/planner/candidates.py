@@ -145,8 +145,12 @@ def build_timeline(
 
 @dataclass(frozen=True, slots=True)
 class Predictions:
-    """(n,) predictions, one per candidate of a grid; fields as in `Candidate`."""
+    """(n,) resources and predictions, one per candidate of a grid; fields as in `Candidate`."""
 
+    preprocessing_cpus: Floats
+    preprocessing_memory_bytes: Ints
+    training_cpus: Floats
+    training_memory_bytes: Ints
     rows_per_sec: Floats
     samples_per_sec: Floats
     waiting_sec: Floats
@@ -158,7 +162,7 @@ class Predictions:
 def predict_candidates(
     grid: Grid, snapshot: Snapshot, config: ScheduleConfig, models: Models
 ) -> Predictions:
-    """Return the time and cost of each candidate."""
+    """Return the resources, time and cost of each candidate."""
     facts, segments = snapshot.facts, models.num_segments
     segment = models.segments.seconds(segment_setting(models, snapshot, config, grid))
     segment = segment + NOTICE_SEC
@@ -173,12 +177,14 @@ def predict_candidates(
         snapshot.job.train.epochs,
         training_start_sec(models, config, grid),
     )
-    prices = (
-        preprocessing_resources(grid, config).hour_price(config.budget),
-        training_resources(grid, config).hour_price(config.budget),
-    )
+    first, second = preprocessing_resources(grid, config), training_resources(grid, config)
+    prices = first.hour_price(config.budget), second.hour_price(config.budget)
     held = times.end_sec - times.first_sec
     return Predictions(
+        preprocessing_cpus=first.cpus,
+        preprocessing_memory_bytes=first.memory_bytes,
+        training_cpus=second.cpus,
+        training_memory_bytes=second.memory_bytes,
         rows_per_sec=facts.num_samples / times.built_sec,
         samples_per_sec=speed,
         waiting_sec=times.waiting_sec,

@@ -112,14 +112,14 @@ def compare_sizes(
     not_compared = NO_OTHER_TRUSTED if _has_other(grid, current) else NO_OTHER_FITS
     grid = grid[_is_trusted(grid, snapshot, config, models)]
     predictions = predict_candidates(current.grid, snapshot, config, models)
-    now = candidate_at(current.grid, predictions, config, 0)
+    now = candidate_at(current.grid, predictions, 0)
     confident = bool(_is_trusted(current.grid, snapshot, config, models)[0])
     if not _has_other(grid, current):
         return SizeComparison(
             current=now, best=now, gain=0.0, confident=confident, not_compared=not_compared
         )
     predictions = predict_candidates(grid, snapshot, config, models)
-    best = candidate_at(grid, predictions, config, int(preference(grid, predictions, config)[0]))
+    best = candidate_at(grid, predictions, int(preference(grid, predictions, config)[0]))
     if best.sizes != current:
         pause_cost = best.cost_per_hour * pause_sec / SEC_PER_HOUR
         best = replace(

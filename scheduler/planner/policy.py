@@ -10,13 +10,13 @@ plan in which one pool waits for the other loses.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, overload
 
 import numpy as np
 
 from scheduler.model.fit import Floats, Ints, Prediction, predict_seconds
-from scheduler.model.grid import Grid, Sizes, preprocessing_resources, training_resources
+from scheduler.model.grid import Grid, Sizes
 from scheduler.model.predict import Models, fit_models, segment_setting, training_setting
 from scheduler.model.snapshot import Snapshot
 from scheduler.planner.candidates import Predictions, find_candidates, predict_candidates
@@ -28,17 +28,17 @@ from schemas.errors import PlanError
 class Candidate(Sizes):
     """Sizes of both pools, their resources, and predictions."""
 
-    preprocessing_cpus: float
+    preprocessing_cpus: float = 0.0
     """Cores of all workers."""
-    preprocessing_memory_bytes: int
-    training_cpus: float
+    preprocessing_memory_bytes: int = 0
+    training_cpus: float = 0.0
     """Cores of all replicas and stores."""
-    training_memory_bytes: int
-    rows_per_sec: float
+    training_memory_bytes: int = 0
+    rows_per_sec: float = 0.0
     """Samples prepared per second, start-up of the jobs included."""
-    samples_per_sec: float
+    samples_per_sec: float = 0.0
     """Samples trained per second while there are segments."""
-    waiting_sec: float
+    waiting_sec: float = 0.0
     """Seconds after the first segment in which training waits for segments."""
     predicted_sec: float
     """Seconds from start to trained model."""
@@ -119,9 +119,9 @@ def plan(snapshot: Snapshot, config: ScheduleConfig) -> PlanDecision:
         grid.num_stores[order] == grid.num_stores[best]
     )
     return PlanDecision(
-        chosen=candidate_at(grid, predictions, config, best),
-        other_training=_first(order[~same], grid, predictions, config),
-        other_preprocessing=_first(order[same][1:], grid, predictions, config),
+        chosen=candidate_at(grid, predictions, best),
+        other_training=_first(order[~same], grid, predictions),
+        other_preprocessing=_first(order[same][1:], grid, predictions),
         unweighted=_unweighted(best, grid, predictions, config),
         num_candidates=len(grid),
         models=models,
@@ -185,31 +185,15 @@ def weighted_cost(seconds: Any, cost: Any, exponent: float) -> Any:
     return seconds ** (exponent * power) * cost**power
 
 
-def candidate_at(
-    grid: Grid, predictions: Predictions, config: ScheduleConfig, index: int
-) -> Candidate:
+def candidate_at(grid: Grid, predictions: Predictions, index: int) -> Candidate:
     """Return one candidate of a grid."""
-    preprocessing = preprocessing_resources(grid, config)
-    training = training_resources(grid, config)
-    return Candidate(
-        **asdict(grid.sizes_at(index)),
-        preprocessing_cpus=float(preprocessing.cpus[index]),
-        preprocessing_memory_bytes=int(preprocessing.memory_bytes[index]),
-        training_cpus=float(training.cpus[index]),
-        training_memory_bytes=int(training.memory_bytes[index]),
-        rows_per_sec=float(predictions.rows_per_sec[index]),
-        samples_per_sec=float(predictions.samples_per_sec[index]),
-        waiting_sec=float(predictions.waiting_sec[index]),
-        predicted_sec=float(predictions.predicted_sec[index]),
-        cost=float(predictions.cost[index]),
-        cost_per_hour=float(predictions.cost_per_hour[index]),
-    )
+    columns = {f.name: getattr(predictions, f.name) for f in fields(predictions)}
+    values = {name: column[index].item() for name, column in columns.items()}
+    return Candidate(**asdict(grid.sizes_at(index)), **values)
 
 
-def _first(
-    order: Ints, grid: Grid, predictions: Predictions, config: ScheduleConfig
-) -> Candidate | None:
-    return candidate_at(grid, predictions, config, int(order[0])) if len(order) else None
+def _first(order: Ints, grid: Grid, predictions: Predictions) -> Candidate | None:
+    return candidate_at(grid, predictions, int(order[0])) if len(order) else None
 
 
 def _unweighted(
@@ -219,7 +203,7 @@ def _unweighted(
         return None
     even = replace(config, budget=replace(config.budget, time_cost_exponent=1.0))
     other = int(preference(grid, predictions, even)[0])
-    return None if other == best else candidate_at(grid, predictions, config, other)
+    return None if other == best else candidate_at(grid, predictions, other)
 
 
 def _check_deadline(predictions: Predictions, best: int, config: ScheduleConfig) -> None:

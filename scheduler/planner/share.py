@@ -18,7 +18,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from scheduler.model.fit import Floats, Ints
-from scheduler.model.grid import Grid, total_resources
 from scheduler.planner.candidates import Predictions, pareto_front
 from schemas.config.schedule import BudgetConfig, ScheduleConfig
 
@@ -67,7 +66,7 @@ class Options:
 
 
 def job_options(
-    grid: Grid, predictions: Predictions, config: ScheduleConfig, preferred: int
+    predictions: Predictions, config: ScheduleConfig, preferred: int
 ) -> tuple[Ints, Options]:
     """Return the preferred plan of one job, and the slower ones.
 
@@ -79,11 +78,12 @@ def job_options(
     best = best[predictions.predicted_sec[best] > predictions.predicted_sec[preferred]]
     cheaper = predictions.cost_per_hour[best] < predictions.cost_per_hour[preferred]
     chosen = np.append(best[cheaper], preferred)
-    total = total_resources(grid, config)
+    cpus = predictions.preprocessing_cpus + predictions.training_cpus
+    memory = predictions.preprocessing_memory_bytes + predictions.training_memory_bytes
     return chosen, Options(
         priority=config.priority,
-        cpus=total.cpus[chosen],
-        memory_bytes=total.memory_bytes[chosen].astype(np.float64),
+        cpus=cpus[chosen],
+        memory_bytes=memory[chosen].astype(np.float64),
         gain=predictions.predicted_sec[preferred] / predictions.predicted_sec[chosen],
     )
 

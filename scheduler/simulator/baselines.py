@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -17,6 +17,45 @@ RESTART_SEC = 60.0
 """Time to restart all processes of a job from its checkpoint."""
 
 
+def free_resources(given: Mapping[int, Sizes], capacity: Capacity) -> tuple[float, float]:
+    """Return the cores and bytes of a cluster that are left beside these sizes."""
+    cpus = capacity.cpus - sum(sizes.cpus for sizes in given.values())
+    return cpus, capacity.memory_bytes - sum(sizes.memory_bytes for sizes in given.values())
+
+
+def grow_greedily(
+    sizes: dict[int, Sizes],
+    jobs: Iterable[int],
+    capacity: Capacity,
+    next_step: Callable[[int, tuple[float, float]], tuple[float, Sizes] | None],
+) -> None:
+    """Distribute the free resources to some jobs, the step with the largest gain first.
+
+    Args:
+        sizes: of all jobs, changed in place.
+        jobs: that may grow.
+        capacity: of the cluster.
+        next_step: returns the gain and the sizes of a job's next step, given the free resources.
+    """
+    free = free_resources(sizes, capacity)
+    heap: list[tuple[float, int, Sizes]] = []
+
+    def offer(job: int) -> None:
+        step = next_step(job, free)
+        if step is not None:
+            heapq.heappush(heap, (-step[0], job, step[1]))
+
+    for job in jobs:
+        offer(job)
+    while heap:
+        _, job, larger = heapq.heappop(heap)
+        cpus = larger.cpus - sizes[job].cpus
+        memory = larger.memory_bytes - sizes[job].memory_bytes
+        if cpus <= free[0] + 1e-9 and memory <= free[1] + 1.0:
+            sizes[job], free = larger, (free[0] - cpus, free[1] - memory)
+            offer(job)
+
+
 def admit(
     waiting: Iterable[tuple[JobView, Sizes]], given: Mapping[int, Sizes], capacity: Capacity
 ) -> dict[int, Sizes]:
@@ -25,8 +64,7 @@ def admit(
     By priority, then arrival; a job that does not fit does not block later ones.
     """
     admitted = dict(given)
-    cpus = capacity.cpus - sum(sizes.cpus for sizes in given.values())
-    memory = capacity.memory_bytes - sum(sizes.memory_bytes for sizes in given.values())
+    cpus, memory = free_resources(given, capacity)
     for view, sizes in sorted(waiting, key=lambda pair: (-pair[0].priority, pair[0].job)):
         if sizes.cpus <= cpus + 1e-9 and sizes.memory_bytes <= memory + 1.0:
             admitted[view.job] = sizes
@@ -233,29 +271,13 @@ class MarginalPolicy:
         return view.request
 
     def _grow(self, sizes: dict[int, Sizes], views: list[JobView], snapshot: Snapshot) -> None:
-        free = [
-            snapshot.capacity.cpus - sum(own.cpus for own in sizes.values()),
-            snapshot.capacity.memory_bytes - sum(own.memory_bytes for own in sizes.values()),
-        ]
         times = {view.job: self._times(view, snapshot) for view in views}
         by_job = {view.job: view for view in views}
-        heap: list[tuple[float, int, Sizes]] = []
 
-        def offer(job: int) -> None:
-            step = _best_step(by_job[job], sizes[job], times[job], snapshot.capacity, free)
-            if step is not None:
-                heapq.heappush(heap, (-step[0], job, step[1]))
+        def next_step(job: int, free: tuple[float, float]) -> tuple[float, Sizes] | None:
+            return _best_step(by_job[job], sizes[job], times[job], snapshot.capacity, free)
 
-        for job in by_job:
-            offer(job)
-        while heap:
-            _, job, larger = heapq.heappop(heap)
-            cpus = larger.cpus - sizes[job].cpus
-            memory = larger.memory_bytes - sizes[job].memory_bytes
-            if cpus <= free[0] + 1e-9 and memory <= free[1] + 1.0:
-                sizes[job] = larger
-                free[0], free[1] = free[0] - cpus, free[1] - memory
-                offer(job)
+        grow_greedily(sizes, by_job, snapshot.capacity, next_step)
 
     def _times(self, view: JobView, snapshot: Snapshot) -> Floats:
         """Return the remaining seconds at each size, (stores + 1, replicas + 1); nan if unknown."""
@@ -267,7 +289,7 @@ class MarginalPolicy:
 
 
 def _best_step(
-    view: JobView, sizes: Sizes, times: Floats, capacity: Capacity, free: list[float]
+    view: JobView, sizes: Sizes, times: Floats, capacity: Capacity, free: tuple[float, float]
 ) -> tuple[float, Sizes] | None:
     """Return the larger gain per dominant share of one more replica or store, with its sizes."""
     now = times[sizes.num_stores, sizes.num_replicas]
@@ -378,35 +400,22 @@ class GoodputPolicy:
         self, wanted: dict[int, Sizes], speeds: dict[int, dict[int, float]], snapshot: Snapshot
     ) -> None:
         """Add replicas where -1 / speedup rises most for the dominant share."""
-        capacity = snapshot.capacity
-        cpus = capacity.cpus - sum(sizes.cpus for sizes in wanted.values())
-        memory = capacity.memory_bytes - sum(sizes.memory_bytes for sizes in wanted.values())
-        views = {view.job: view for view in snapshot.jobs}
-        heap: list[tuple[float, int, int]] = []
+        capacity, views = snapshot.capacity, {view.job: view for view in snapshot.jobs}
 
-        def offer(job: int) -> None:
+        def next_step(job: int, free: tuple[float, float]) -> tuple[float, Sizes] | None:
             now = wanted[job].num_replicas
-            larger = [size for size in speeds[job] if size > now]
-            if larger and speeds[job][larger[0]] > speeds[job][now]:
-                step = _request_at(views[job], larger[0])
-                share = max(
-                    (step.cpus - wanted[job].cpus) / capacity.cpus,
-                    (step.memory_bytes - wanted[job].memory_bytes) / capacity.memory_bytes,
-                )
-                gained = 1.0 / speeds[job][now] - 1.0 / speeds[job][larger[0]]
-                weight = 2.0 ** views[job].priority
-                heapq.heappush(heap, (-weight * gained / max(share, 1e-12), job, larger[0]))
+            larger = next((size for size in speeds[job] if size > now), None)
+            if larger is None or not speeds[job][larger] > speeds[job][now]:
+                return None
+            step = _request_at(views[job], larger)
+            share = max(
+                (step.cpus - wanted[job].cpus) / capacity.cpus,
+                (step.memory_bytes - wanted[job].memory_bytes) / capacity.memory_bytes,
+            )
+            gained = 1.0 / speeds[job][now] - 1.0 / speeds[job][larger]
+            return 2.0 ** views[job].priority * gained / max(share, 1e-12), step
 
-        for job in wanted:
-            offer(job)
-        while heap:
-            _, job, size = heapq.heappop(heap)
-            step = _request_at(views[job], size)
-            more = step.cpus - wanted[job].cpus, step.memory_bytes - wanted[job].memory_bytes
-            if more[0] <= cpus + 1e-9 and more[1] <= memory + 1.0:
-                wanted[job] = step
-                cpus, memory = cpus - more[0], memory - more[1]
-                offer(job)
+        grow_greedily(wanted, list(wanted), capacity, next_step)
 
     def _keep_small_changes(
         self, wanted: dict[int, Sizes], speeds: dict[int, dict[int, float]], snapshot: Snapshot

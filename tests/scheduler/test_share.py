@@ -182,7 +182,7 @@ def test_options_end_at_the_own_choice_and_a_job_alone_gets_it(
     grid = find_candidates(known, config, models)
     found = predict_candidates(grid, known, config, models)
     preferred = int(preference(grid, found, config)[0])
-    places, job = job_options(grid, found, config, preferred)
+    places, job = job_options(found, config, preferred)
     assert places[-1] == preferred
     assert (np.diff(job.gain) > 0).all()
     assert job.gain[-1] == 1.0

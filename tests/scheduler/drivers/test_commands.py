@@ -31,7 +31,7 @@ from trainer.__main__ import build_parser as trainer_parser
 def paths(tmp_path: Path) -> JobPaths:
     """A job of three segments whose rows lie in two stores."""
     found = paths_of(tmp_path / "small", write_job(tmp_path), 3)
-    copy_job_file(found)
+    copy_job_file(found, found.source.read_bytes().decode())
     prepare_stores(found, (0, 1))
     return found
 

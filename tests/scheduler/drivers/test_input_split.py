@@ -66,7 +66,7 @@ def test_submit_of_a_job_at_a_url_leaves_records_alone_in_the_folder(tmp_path: P
     told, paths = submit(job, {"small": source}, tmp_path / "out", 5.0, storage=storage)
     assert told.facts.num_samples == 60
     assert paths.input == source
-    copy_job_file(paths)
+    copy_job_file(paths, told.document)
     assert [entry.path for entry in storage.entries()] == ["small/job.yaml", "small/schema.pbtxt"]
     assert paths.job_file.read_bytes() == job.read_bytes()
     below = (tmp_path / "out").rglob("*")
@@ -80,8 +80,8 @@ def test_schema_outside_the_jobs_folder_is_copied_beside_the_job(tmp_path: Path)
     text = job.read_text().replace("data:\n", "data:\n  schema: ../other.pbtxt\n")
     job.write_text(text)
     log = Location.parse(write_log(tmp_path / "log", ["a.parquet"]))
-    _, paths = submit(job, {"small": log}, tmp_path / "out", 5.0, allow_outside=True)
-    copy_job_file(paths)
+    told, paths = submit(job, {"small": log}, tmp_path / "out", 5.0, allow_outside=True)
+    copy_job_file(paths, told.document)
     copied, submitted = load_job(paths.job_file), load_job(job)
     assert replace(copied, data=replace(copied.data, schema="../other.pbtxt")) == submitted
     copy = paths.storage / copied.data.schema
