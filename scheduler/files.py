@@ -1,33 +1,14 @@
-"""Lines of JSON, and a directory lock."""
+"""A directory lock."""
 
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
 from schemas.errors import SchemaError
-
-
-def whole_bytes(content: bytes) -> tuple[int, bool]:
-    r"""Return the bytes of complete lines, and whether the last one lacks its newline.
-
-    Example:
-        >>> whole_bytes(b'{}\n{"a"'), whole_bytes(b'{}\n{}')
-        ((3, False), (5, True))
-    """
-    head, newline, last = content.rpartition(b"\n")
-    if not last:
-        return len(content), False
-    try:
-        json.loads(last)
-    except ValueError:
-        return len(head) + len(newline), False
-    return len(content), True
-
 
 LOCK = "lock"
 """File in a locked directory; it holds the pid of the process that has the lock."""

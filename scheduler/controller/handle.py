@@ -99,7 +99,7 @@ def _apply(state: State, event: Event) -> tuple[State, list[Action]]:
     job = state.jobs.get(event.job)
     if job is None or (isinstance(event, ProcessEvent) and event.process not in job.processes):
         return state, []  # an event of a process that has ended
-    job, actions = _HANDLERS[type(event)](job, event, state)
+    job, actions = HANDLERS[type(event)](job, event, state)
     return state.with_job(job), actions
 
 
@@ -437,7 +437,7 @@ def _hand_back(job: JobState, process: Process, reason: str) -> Action:
     return Action(verb="hand back", job=job.name, process=process.name, reason=reason)
 
 
-_HANDLERS: Mapping[type[Event], Handler] = MappingProxyType(
+HANDLERS: Mapping[type[Event], Handler] = MappingProxyType(
     {
         Drained: _on_drained,
         Started: _on_started,

@@ -27,22 +27,8 @@ from types import MappingProxyType
 from typing import Any, Self
 
 from scheduler.controller.codec import decode, encode
-from scheduler.controller.events import (
-    BudgetSet,
-    Drained,
-    Ended,
-    Event,
-    LoadKnown,
-    Moved,
-    Preempted,
-    Read,
-    Resized,
-    Started,
-    Stepped,
-    Submitted,
-    Tick,
-)
-from scheduler.controller.handle import handle
+from scheduler.controller.events import BudgetSet, Event, Read, Submitted, Tick
+from scheduler.controller.handle import HANDLERS, handle
 from scheduler.controller.journal import Journal, record
 from scheduler.controller.state import Action, JobState, State
 from scheduler.planner.policy import counted
@@ -51,23 +37,7 @@ from schemas.files import replace_bytes
 from schemas.run_log import Decision
 
 EVENT_TYPES: Mapping[str, type[Event]] = MappingProxyType(
-    {
-        kind.__name__: kind
-        for kind in (
-            BudgetSet,
-            Submitted,
-            Drained,
-            Started,
-            Ended,
-            Preempted,
-            Read,
-            Resized,
-            Stepped,
-            LoadKnown,
-            Moved,
-            Tick,
-        )
-    }
+    {kind.__name__: kind for kind in (BudgetSet, Submitted, Tick, *HANDLERS)}
 )
 """Event classes by their names in the log."""
 

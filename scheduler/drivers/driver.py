@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import shutil
 import time
@@ -54,12 +53,12 @@ from scheduler.drivers.job_files import (
     store_command,
 )
 from scheduler.drivers.submit import HISTORY
-from scheduler.files import whole_bytes
 from scheduler.model.history import PAST_JOBS, format_past_job
 from scheduler.model.predict import fit_models, summarize_job
 from schemas.config.job import parse_job
 from schemas.config.train import TrainConfig
 from schemas.errors import SchemaError, StorageError
+from schemas.files import replace_bytes
 from schemas.manifest import find_root
 from schemas.run_log import (
     EXIT_BEHIND,
@@ -632,14 +631,8 @@ def record_history(job: JobState, folder: Path) -> None:
     if not models.training.num_cells:
         return
     line = format_past_job(summarize_job(job.snapshot, models.training, models.segments)).encode()
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / PAST_JOBS).open("a+b") as file:
-        file.seek(0)
-        content = file.read()
-        if line in content.splitlines():
-            return
-        whole, newline = whole_bytes(content)
-        file.truncate(whole)
-        file.write((b"\n" if newline else b"") + line + b"\n")
-        file.flush()
-        os.fsync(file.fileno())
+    path = folder / PAST_JOBS
+    content = path.read_bytes() if path.exists() else b""
+    if line not in content.splitlines():
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_bytes(path, content[: content.rfind(b"\n") + 1] + line + b"\n")

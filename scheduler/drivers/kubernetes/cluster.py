@@ -143,9 +143,9 @@ class Cluster:
         now = time.monotonic()
         for pod in self._pods.values():
             self._check_timeouts(pod, now)
-        if now >= self._quiet_until and now >= self._confirm_at:
+        if self._unconfirmed and now >= self._confirm_at:
             self._confirm_at = now + RETRY_SEC
-            self._confirm_pods()
+            self._send("Pods cannot be read", self._confirm_pods)
         for pod in list(self._pods.values()):
             self.sync(pod)
 
@@ -182,42 +182,45 @@ class Cluster:
 
     def sync(self, pod: TrackedPod) -> None:
         """Send pending requests for a Pod, if the API server answers."""
-        now = time.monotonic()
-        if now < self._quiet_until or now < pod.since.get("refused", -RETRY_SEC) + RETRY_SEC:
+        if time.monotonic() < pod.since.get("refused", -RETRY_SEC) + RETRY_SEC:
             return
-        if pod.manifest is None and not pod.must_be_deleted:
-            return
-        try:
-            if pod.manifest is not None:
-                self._apply(pod, pod.manifest)
-            if pod.must_be_deleted:
-                assert pod.grace_sec is not None, "it must be deleted"
-                self._api.delete(pod.name, pod.uid, pod.grace_sec)
-                pod.deleted_grace_sec = pod.grace_sec
-        except UnreachableError as error:
-            self._on_unreachable(error)
-            return
-        except RefusedError as error:
-            verb = "deleted" if pod.manifest is None else "created"
-            self._report(f"Pod {pod.name} cannot be {verb}: {error.message}")
+        sent: bool | None = True
+        if pod.manifest is not None:
+            sent = self._send(f"Pod {pod.name} cannot be created", lambda: self._apply(pod))
+        if sent and pod.must_be_deleted:
+            sent = self._send(f"Pod {pod.name} cannot be deleted", lambda: self._delete(pod))
+        if sent is False:
             pod.since["refused"] = time.monotonic()
+
+    def _send(self, problem: str, request: Callable[[], object]) -> bool | None:
+        """Send a request if the API server answers, and report a problem if it is rejected.
+
+        Returns:
+            Whether it was accepted; None if it is to be repeated.
+        """
+        if time.monotonic() < self._quiet_until:
+            return None
+        accepted = True
+        try:
+            request()
+        except UnreachableError as error:
+            self._quiet_until = time.monotonic() + RETRY_SEC
+            self._set_reachable("calls", str(error) or repr(error))
+            return None
+        except RefusedError as error:
+            self._report(f"{problem}: {error.message}")
+            accepted = False
         self._set_reachable("calls")
+        return accepted
 
     def resize(self, pod: TrackedPod, request: ResourceRequest) -> bool:
         """Request other limits; False if the API server rejects them."""
-        if time.monotonic() < self._quiet_until:
-            return True  # the caller repeats it
-        try:
+
+        def request_limits() -> None:
             pod.observed = self._api.resize(pod.name, resize_patch(request))
             pod.resize_request = request
-        except UnreachableError as error:
-            self._on_unreachable(error)
-            return True
-        except RefusedError as error:
-            self._report(f"Pod {pod.name} cannot be resized: {error.message}")
-            return False
-        self._set_reachable("calls")
-        return True
+
+        return self._send(f"Pod {pod.name} cannot be resized", request_limits) is not False
 
     def usage(self, pod: TrackedPod) -> Usage | None:
         """Return the resources that a Pod uses, None without a metrics server."""
@@ -239,22 +242,21 @@ class Cluster:
 
         The next process that needs one gets a new Secret.
         """
-        if time.monotonic() < self._quiet_until:
-            return False
-        try:
-            self._api.delete_secret(secret_name(self._instance, job))
-        except UnreachableError as error:
-            self._on_unreachable(error)
-            return False
-        except RefusedError as error:
-            self._report(f"Secret of job {job} cannot be deleted: {error.message}")
-        self._set_reachable("calls")
-        return True
+        name, problem = secret_name(self._instance, job), f"Secret of job {job} cannot be deleted"
+        return self._send(problem, lambda: self._api.delete_secret(name)) is not None
 
-    def _apply(self, pod: TrackedPod, manifest: Any) -> None:
+    def _delete(self, pod: TrackedPod) -> None:
+        assert pod.grace_sec is not None, "it must be deleted"
+        self._api.delete(pod.name, pod.uid, pod.grace_sec)
+        pod.deleted_grace_sec = pod.grace_sec
+
+    def _apply(self, pod: TrackedPod) -> None:
+        job = pod.secret_job
         try:
-            self._ensure_secret(pod.secret_job)
-            pod.observed = self._api.apply(manifest)
+            if job is not None:  # each time, as another client may have deleted it
+                endpoint = self.endpoint(job)
+                self._api.ensure_secret(secret_of(self._config, self._instance, job, endpoint))
+            pod.observed = self._api.apply(pod.manifest or {})
         except RefusedError as error:
             if error.is_quota:
                 quota = error.message.partition("exceeded quota: ")[2].partition(",")[0]
@@ -265,12 +267,6 @@ class Cluster:
             else:
                 pod.forced_status = ExitStatus(refused=f"Pod {pod.name}: {error.message}")
         pod.manifest = None
-
-    def _ensure_secret(self, job: str | None) -> None:
-        """Create a job's Secret; repeated before each Pod, as another client may delete it."""
-        if job is not None:
-            secret = secret_of(self._config, self._instance, job, self.endpoint(job))
-            self._api.ensure_secret(secret)
 
     def _is_ours(self, pod: TrackedPod) -> bool:
         body = self._api.get(pod.name)
@@ -321,30 +317,20 @@ class Cluster:
 
     def _confirm_pods(self) -> None:
         """Look up Pods that the watch does not show; those without our labels are deleted."""
-        try:
-            for name in sorted(self._unconfirmed):
-                pod = self._pods.get(name)
-                body = None if pod is None else self._api.get(name)
-                if pod is None or body is None or body["metadata"]["uid"] != pod.uid:
-                    self._unconfirmed.discard(name)
-                    if pod is not None:
-                        pod.is_gone = True
-                    continue
-                self._set_reachable("calls")
-                pod.observed = body
-                if body["metadata"].get("labels", {}).get(INSTANCE) == self._instance:
-                    self._unconfirmed.discard(name)
-                else:
-                    self._report(f"Pod {name} has lost its labels and is deleted")
-                    pod.delete(self.grace_sec)
-        except UnreachableError as error:
-            self._on_unreachable(error)
-        except RefusedError as error:
-            self._report(f"Pods cannot be read: {error.message}")
-
-    def _on_unreachable(self, error: UnreachableError) -> None:
-        self._quiet_until = time.monotonic() + RETRY_SEC
-        self._set_reachable("calls", str(error) or repr(error))
+        for name in sorted(self._unconfirmed):
+            pod = self._pods.get(name)
+            body = None if pod is None else self._api.get(name)
+            if pod is None or body is None or body["metadata"]["uid"] != pod.uid:
+                self._unconfirmed.discard(name)
+                if pod is not None:
+                    pod.is_gone = True
+                continue
+            pod.observed = body
+            if body["metadata"].get("labels", {}).get(INSTANCE) == self._instance:
+                self._unconfirmed.discard(name)
+            else:
+                self._report(f"Pod {name} has lost its labels and is deleted")
+                pod.delete(self.grace_sec)
 
     def _set_reachable(self, channel: Literal["calls", "watch"], reason: str = "") -> None:
         """Record whether the API server answers (no reason) or not, and report the change."""
