@@ -165,10 +165,7 @@ def _limited_schedule(snapshot: Snapshot) -> tuple[ScheduleConfig, tuple[str, ..
     declared = snapshot.job.schedule
     if declared.driver == "kubernetes":
         return cluster_schedule(declared), ()
-    budget = fill_budget(declared.budget, machine_budget())
-    return machine_schedule(
-        snapshot, budget, allow_oversubscription=budget.cpus != declared.budget.cpus
-    )
+    return machine_schedule(snapshot, fill_budget(declared.budget, machine_budget()))
 
 
 def _simulate(arguments: argparse.Namespace) -> None:

@@ -134,38 +134,33 @@ def _submit(state: State, event: Submitted) -> State:
     declared = job_of_document(event.document, event.job, event.schedule)
     snapshot = Snapshot(job=declared, facts=event.facts, history=event.history)
     config = declared.schedule
-    replica_cpus, store_cpus = config.training.replica.cpus, config.training.store.cpus
-    if old is not None:
-        resumed = replace(
-            old,
-            document=event.document,
-            schedule=event.schedule,
-            snapshot=snapshot,
-            phase="submitted",
-            sizes=None,
-            backoffs={},
-            replica_cpus=replica_cpus,
-            store_cpus=store_cpus,
-            usage=UsageWindow(),
-            cores=CoreReadings(),
-            steps_suspect=False,
-        )
-        return state.with_job(resumed)
-    return state.with_job(
-        JobState(
-            name=event.job,
-            submitted_sec=event.time_sec,
-            document=event.document,
-            schedule=event.schedule,
-            snapshot=snapshot,
-            num_segments=event.num_segments,
-            worker_memory=config.preprocessing.worker.memory,
-            replica_memory=config.training.replica.memory,
-            store_memory=config.training.store.memory,
-            replica_cpus=replica_cpus,
-            store_cpus=store_cpus,
-        )
+    job = old or JobState(
+        name=event.job,
+        submitted_sec=event.time_sec,
+        document=event.document,
+        snapshot=snapshot,
+        num_segments=event.num_segments,
+        worker_memory=config.preprocessing.worker.memory,
+        replica_memory=config.training.replica.memory,
+        store_memory=config.training.store.memory,
+        replica_cpus=config.training.replica.cpus,
+        store_cpus=config.training.store.cpus,
     )
+    job = replace(
+        job,
+        document=event.document,
+        schedule=event.schedule,
+        snapshot=snapshot,
+        phase="submitted",
+        sizes=None,
+        backoffs={},
+        replica_cpus=config.training.replica.cpus,
+        store_cpus=config.training.store.cpus,
+        usage=UsageWindow(),
+        cores=CoreReadings(),
+        steps_suspect=False,
+    )
+    return state.with_job(job)
 
 
 def _on_drained(job: JobState, _event: Drained, _state: State) -> Result:

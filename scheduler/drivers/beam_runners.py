@@ -6,16 +6,15 @@ Each gets its workers at its submission. A Flink cluster without free slots queu
 from __future__ import annotations
 
 import hashlib
-import http.client
 import json
 import re
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 from urllib.parse import quote, urlsplit
+
+import urllib3
 
 from scheduler.controller.state import State
 from scheduler.drivers.base import instance_of
@@ -244,22 +243,13 @@ class FlinkRunner(SegmentRunner):
 
     def _request(self, method: str, path: str) -> bytes:
         url = self._config.address.rstrip("/") + path
-        # Without the environment's web proxies.
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        try:
-            with opener.open(
-                urllib.request.Request(url, method=method), timeout=TIMEOUT_SEC
-            ) as got:
-                return got.read()
-        except urllib.error.HTTPError as error:
-            error.close()
-            if method == "PATCH":
-                return b""  # it ended before it was cancelled
-            raise OSError(f"HTTP {error.code} of {path}") from error
-        except urllib.error.URLError as error:
-            raise OSError(str(error.reason)) from error
-        except http.client.HTTPException as error:
-            raise OSError(f"{type(error).__name__}: {error}") from error
+        try:  # without the environment's web proxies
+            answer = urllib3.request(method, url, timeout=TIMEOUT_SEC, retries=False)
+        except urllib3.exceptions.HTTPError as error:
+            raise OSError(str(error).rpartition(": ")[2]) from error
+        if answer.status >= 400 and method != "PATCH":  # a job may end before it is cancelled
+            raise OSError(f"HTTP {answer.status} of {path}")
+        return answer.data
 
     def options(self, job: str, process: str, workers: int) -> list[str]:
         """Return the Beam options of a segment job."""

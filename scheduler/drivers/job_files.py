@@ -302,14 +302,9 @@ def move_command(
     target: int,
     endpoint: Endpoint | None = None,
 ) -> list[str]:
-    """Return the command that moves slot ranges to a store.
+    """Return the command that moves slot ranges from running stores to another one.
 
-    Args:
-        paths: of the job.
-        ranges: numbers of the ranges; empty for all that the sources own.
-        sources: running stores that may own the ranges.
-        target: store.
-        endpoint: how processes connect; None if all share one loopback.
+    No ranges stand for all that the sources own.
     """
     slots = [slots_of_range(number) for number in ranges] or [(0, NUM_SLOTS)]
     command = [*module_command("trainer"), "migrate-slots"]

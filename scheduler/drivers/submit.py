@@ -93,13 +93,11 @@ def submit(
     )
     config = None
     if budget is not None:
-        own = job.schedule.budget
-        least = replace(
-            budget, cpus=min(own.cpus, budget.cpus), memory=min(own.memory, budget.memory)
-        )
-        shared = allow_oversubscription and budget.cpus < own.cpus
         config, changes = machine_schedule(
-            snapshot, least, allow_oversubscription=shared, num_segments=len(segments)
+            snapshot,
+            budget,
+            allow_oversubscription=allow_oversubscription,
+            num_segments=len(segments),
         )
         for line in changes:
             progress(f"{job.name}: {line}")

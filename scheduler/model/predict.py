@@ -166,12 +166,7 @@ def features_of(snapshot: Snapshot) -> dict[str, float]:
 
 
 def warm_start(snapshot: Snapshot, past: Sequence[PastJob]) -> WarmStart:
-    """Return the coefficients that past jobs suggest; without any, the defaults.
-
-    Args:
-        snapshot: of the new job.
-        past: past jobs, oldest first.
-    """
+    """Return the coefficients that past jobs suggest, oldest first; without any, the defaults."""
     weights = np.array([similarity(snapshot, job) for job in past], np.float64)
     weights *= FADING ** np.arange(len(past))[::-1]
     built = np.array([bool(job.segments) for job in past], bool)

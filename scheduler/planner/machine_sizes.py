@@ -42,7 +42,7 @@ def machine_schedule(
     snapshot: Snapshot,
     budget: BudgetConfig,
     *,
-    allow_oversubscription: bool,
+    allow_oversubscription: bool = True,
     num_segments: int | None = None,
 ) -> tuple[ScheduleConfig, tuple[str, ...]]:
     """Return a schedule that fits a budget, and a line for each size that was changed.
@@ -50,14 +50,15 @@ def machine_schedule(
     Sizes that fit are not changed. If none fit, planning will report the smallest that would.
     """
     declared = snapshot.job.schedule
-    named = replace(declared.budget, cpus=budget.cpus, memory=budget.memory)
-    config = replace(declared, budget=named)
+    own = declared.budget
+    least = replace(own, cpus=min(own.cpus, budget.cpus), memory=min(own.memory, budget.memory))
+    config = replace(declared, budget=least)
     models = fit_models(snapshot, config)
     if num_segments is not None:
         models = replace(models, num_segments=num_segments)
     if _fits(snapshot, config, models):
         return config, ()
-    if allow_oversubscription:
+    if allow_oversubscription and least.cpus < own.cpus:
         config = _with_shared_cores(config)
     config = _with_needed_memory(snapshot, config, models)
     return config, tuple(_changes(declared, config))

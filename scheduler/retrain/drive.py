@@ -254,15 +254,11 @@ def sizes_of(job_file: Path | Location, root: Root, *, allow_outside: bool = Fal
     snapshot = _snapshot_of_one_day(
         take_snapshot(job_file, dataset, root.location, allow_outside=allow_outside), root
     )
-    schedule, machine = snapshot.job.schedule, machine_budget()
-    own = schedule.budget
-    budget = replace(own, cpus=min(own.cpus, machine.cpus), memory=min(own.memory, machine.memory))
+    schedule = snapshot.job.schedule
     training = replace(schedule.training, max_stores=0)
     job = replace(snapshot.job, schedule=replace(schedule, training=training))
     snapshot = replace(snapshot, job=job)
-    config, changes = machine_schedule(
-        snapshot, budget, allow_oversubscription=machine.cpus < own.cpus
-    )
+    config, changes = machine_schedule(snapshot, machine_budget())
     decision = plan(snapshot, config)
     chosen = decision.chosen
     return Sizes(

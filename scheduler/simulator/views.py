@@ -88,14 +88,8 @@ class JobView:
 
     Attributes:
         job: its number, in order of submission.
-        priority: larger is more important.
-        request: sizes that its user requested.
         current: its sizes; None while it waits.
-        since_sec: when it got these.
-        left_samples: samples that remain to be trained.
         progress: trained share of its samples.
-        num_oom: number of out-of-memory failures.
-        most_replicas: maximum of replicas so far, at least 1.
     """
 
     job: int
