@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any, cast
 
 import numpy as np
@@ -33,9 +32,6 @@ from schemas.hashing import splitmix64
 from schemas.kernels import arrays as kernels
 
 Array = NDArray[Any]
-
-_TABLE_POSITIONS = 64
-"""Leading bytes of a text that are hashed by table lookup."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,16 +172,20 @@ def unique_tuples(columns: Sequence[Column]) -> tuple[NDArray[np.int64], NDArray
     """
     if not columns:
         raise ValueError("columns is empty; add a column")
-    flat = [
+    flat = _flat(columns)
+    for seed in range(64):
+        if (found := kernels.unique_tuples(flat, seed)) is not None:
+            return found
+    raise AssertionError("rows collide under 64 hash functions")
+
+
+def _flat(columns: Sequence[Column]) -> list[tuple[Array, NDArray[np.int64] | None]]:
+    return [
         (np.ascontiguousarray(c.values), c.offsets)
         if isinstance(c, Jagged)
         else (np.ascontiguousarray(c), None)
         for c in columns
     ]
-    for seed in range(64):
-        if (found := kernels.unique_tuples(flat, seed)) is not None:
-            return found
-    raise AssertionError("rows collide under 64 hash functions")
 
 
 def bits(values: Array) -> NDArray[np.uint64]:
@@ -204,53 +204,9 @@ def hash_keys(columns: Sequence[Column]) -> NDArray[np.uint64]:
     Returns:
         (num_rows,) uint64.
     """
-    total: NDArray[np.uint64] | None = None
-    for index, column in enumerate(columns):
-        salt = splitmix64(np.array([index]))
-        part = splitmix64(_hash_column(column, salt) ^ salt)
-        total = part if total is None else splitmix64(total * np.uint64(31) + part)
-    if total is None:
+    if not columns:
         raise ValueError("columns is empty; add a column")
-    return total
-
-
-def _hash_column(column: Column, salt: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    if not isinstance(column, Jagged):
-        return splitmix64(bits(column) ^ salt)
-    lengths = column.lengths
-    positions = ranges(np.zeros_like(lengths), lengths)
-    if column.values.dtype == np.uint8 and len(column.values) >= 256 * _TABLE_POSITIONS:
-        mixed = _mixed_bytes(column.values, positions, int(salt[0]))
-    else:
-        mixed = _mixed(column.values, positions, salt)
-    sums = np.zeros(len(mixed) + 1, np.uint64)  # overflow is intended
-    np.cumsum(mixed, out=sums[1:])
-    return splitmix64(sums[column.offsets[1:]] - sums[column.offsets[:-1]] + bits(lengths))
-
-
-def _mixed(
-    values: Array, positions: NDArray[np.int64], salt: NDArray[np.uint64]
-) -> NDArray[np.uint64]:
-    return splitmix64(bits(values) + splitmix64(positions) + salt)
-
-
-def _mixed_bytes(
-    values: NDArray[np.uint8], positions: NDArray[np.int64], salt: int
-) -> NDArray[np.uint64]:
-    """Return `_mixed` of bytes by table lookup: half the time for short texts."""
-    codes = np.minimum(positions, _TABLE_POSITIONS - 1) << 8 | values
-    hashes = _byte_table(salt)[codes]
-    beyond = np.flatnonzero(positions >= _TABLE_POSITIONS)
-    if len(beyond):
-        hashes[beyond] = _mixed(values[beyond], positions[beyond], np.array([salt], np.uint64))
-    return hashes
-
-
-@lru_cache(maxsize=64)
-def _byte_table(salt: int) -> NDArray[np.uint64]:
-    """Return `_mixed` of every byte at each of the first positions."""
-    positions, values = np.divmod(np.arange(_TABLE_POSITIONS << 8), 256)
-    return _mixed(values.astype(np.uint8), positions, np.array([salt], np.uint64))
+    return kernels.hash_keys(_flat(columns))
 
 
 def one_chunk(column: pa.Array | pa.ChunkedArray) -> pa.Array:

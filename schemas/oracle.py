@@ -7,38 +7,28 @@ in accesses, except for sorting the rows of one block or step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from schemas.arrays import Jagged, offsets_of, unique_tuples
+from schemas.hashing import MAX_ROW
 from schemas.kernels import arrays as array_kernels
 from schemas.kernels import oracle as kernels
 
-_GROUP_VALUES = 1 << 18
-"""Values that are numbered at once."""
-
 
 def distinct(lists: Jagged) -> Jagged:
-    """Return the ascending distinct values of each list of int64.
+    """Return the ascending distinct rows of each list of int64, at least 0.
 
     Example:
         >>> unique = distinct(Jagged(np.array([3, 1, 3, 2, 2]), np.array([0, 3, 5])))
         >>> unique.values.tolist(), unique.offsets.tolist()
         ([1, 3, 2], [0, 2, 3])
     """
-    return Jagged(*array_kernels.distinct(lists.values, lists.offsets))
-
-
-def _groups(offsets: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-    """Yield ranges of lists with about `_GROUP_VALUES` values."""
-    start, num_lists = 0, len(offsets) - 1
-    while start < num_lists:
-        fits = int(np.searchsorted(offsets, offsets[start] + _GROUP_VALUES, side="right")) - 1
-        end = min(max(fits, start + 1), num_lists)
-        yield start, end
-        start = end
+    found = array_kernels.distinct_rows([(lists.values, lists.offsets)], None, MAX_ROW + 1)
+    assert found is not None, "rows are not negative"
+    return Jagged(*found)
 
 
 NEVER = 0
@@ -77,72 +67,6 @@ def number_by_appearance(rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], ND
     """
     first, numbers = unique_tuples([rows])
     return numbers.astype(np.int64), rows[first]
-
-
-class FirstUseNumbering:
-    """Numbers rows in order of first use, as their lists arrive in training order.
-
-    Attributes:
-        count: rows that have numbers; less than 2**31.
-    """
-
-    def __init__(self, low: int = 0, size: int | None = None) -> None:
-        """Number nothing yet.
-
-        Args:
-            low: smallest row.
-            size: number of possible rows, for which there is an array of 4 bytes each. None
-                requires 32 to 64 bytes for each row that is used.
-        """
-        self.count = 0
-        self._low, self._last = low, np.empty(0, np.int32)
-        self._slots = None if size is None else np.zeros(size, np.int32)
-        self._pairs = np.zeros(2 * 1024 if size is None else 0, np.int64)
-
-    @property
-    def last(self) -> NDArray[np.int32]:
-        """Position of the last list with each number, (count,)."""
-        return self._last[: self.count]
-
-    def number(self, lists: Jagged, position: int) -> tuple[NDArray[np.int32], Jagged]:
-        """Number the rows of consecutive lists.
-
-        Args:
-            lists: int64, distinct rows of each list.
-            position: of the first list.
-
-        Returns:
-            The number of each row, and for each list its rows that are new, in order of numbers.
-        """
-        parts: list[tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int32]]] = [
-            (np.empty(0, np.int32), np.empty(0, np.int64), np.empty(0, np.int32))
-        ]
-        for start, end in _groups(lists.offsets):
-            offsets = lists.offsets[start : end + 1]
-            values = np.ascontiguousarray(lists.values[offsets[0] : offsets[-1]])
-            group = Jagged(values, offsets - offsets[0])
-            parts.append(self._number(group, position + start))
-        numbers, new_rows, num_new = (np.concatenate(part) for part in zip(*parts, strict=True))
-        return numbers, Jagged(new_rows, offsets_of(num_new))
-
-    def _number(
-        self, lists: Jagged, position: int
-    ) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int32]]:
-        """Return the number of each row, the new rows, and how many are in each list."""
-        most = self.count + len(lists.values)
-        if most > len(self._last):
-            before, self._last = self.last, np.empty(max(most, 2 * len(self._last)), np.int32)
-            self._last[: self.count] = before
-        if self._slots is None and 4 * most >= len(self._pairs):
-            smaller, self._pairs = self._pairs, np.zeros(2 << (2 * most).bit_length(), np.int64)
-            kernels.rehash(smaller, self._pairs)
-        flat, state = (lists.values, lists.offsets), (self.count, position, self._last)
-        if self._slots is None:
-            found = kernels.number_hashed(*flat, self._pairs, *state)
-        else:
-            found = kernels.number_in_range(*flat, self._low, self._slots, *state)
-        self.count += len(found[1])
-        return found
 
 
 def union(lists: Sequence[NDArray[np.signedinteger]]) -> NDArray[np.signedinteger]:

@@ -38,8 +38,9 @@ from schemas.arrays import ranges as consecutive
 from schemas.errors import SchemaError
 from schemas.files import FileEntry
 from schemas.hashing import NUM_SLOTS, slot_of_row
+from schemas.kernels.oracle import FirstUseNumbering
 from schemas.layout import BLOCK, FILE_SHIFT, TRAIN, part_path
-from schemas.oracle import FirstUseNumbering, sorted_gaps
+from schemas.oracle import sorted_gaps
 from schemas.storage import Location
 
 ARRAY_ROWS = 1 << 24
@@ -207,12 +208,13 @@ class NumberedRange:
         numbering = FirstUseNumbering(rows.low, None if rows.is_hashed else rows.end - rows.low)
         position = 0
         for lists in chunks:
-            numbers, new_rows = numbering.number(lists, position)
+            numbers, *new = numbering.number(lists.values, lists.offsets, position)
+            new_rows = Jagged(*new)
             self.count = numbering.count
             self.new_rows.append(self._file.write_lists(new_rows))
             position += lists.num_rows
             of_blocks = Jagged(numbers, lists.offsets)
-            del lists, numbers, new_rows  # before the next ones are read
+            del lists, numbers, new, new_rows  # before the next ones are read
             yield of_blocks
             del of_blocks
         ends = np.cumsum([stored.values.count for stored in self.new_rows])

@@ -106,36 +106,22 @@ inline u64 hash_row(u64 id, u64 salt, u64 num_rows) {
   return num_rows & (num_rows - 1) ? hash % num_rows : hash & (num_rows - 1);
 }
 
-// A set of rows of a table that is written in ascending order and emptied. Small tables have a bit for each row, and a bit
-// for each word of these; rows of larger ones are sorted.
+// A set of rows of a table that is written in ascending order and emptied. Small tables have a bit for each row; rows of larger
+// ones are sorted.
 class RowSet {
  public:
-  explicit RowSet(u64 num_rows) : is_small_(num_rows <= kMaxBits) {
-    if (!is_small_) return;
-    words_.resize((num_rows + 63) / 64, 0);
-    used_.resize((words_.size() + 63) / 64, 0);
-  }
+  explicit RowSet(u64 num_rows) : is_small_(num_rows <= kMaxBits), bits_(is_small_ ? num_rows : 0) {}
 
   void add(u64 row) {
-    if (is_small_) {
-      words_[row >> 6] |= 1ull << (row & 63);
-      used_[row >> 12] |= 1ull << (row >> 6 & 63);
-    } else if (static_cast<size_t>(numbering_.number(row)) == rows_.size()) {
+    if (is_small_)
+      bits_.add(row);
+    else if (static_cast<size_t>(numbering_.number(row)) == rows_.size())
       rows_.push_back(static_cast<i64>(row));
-    }
   }
 
   // Writes the rows and empties the set; returns the end of what is written.
   i64* write(i64* out) {
-    for (size_t u = 0; u < used_.size(); u++) {
-      for (u64 words = used_[u]; words; words &= words - 1) {
-        const size_t w = u * 64 + __builtin_ctzll(words);
-        for (u64 bits = words_[w]; bits; bits &= bits - 1) *out++ = w * 64 + __builtin_ctzll(bits);
-        words_[w] = 0;
-      }
-      used_[u] = 0;
-    }
-    if (is_small_) return out;
+    if (is_small_) return bits_.write(out);
     std::sort(rows_.begin(), rows_.end());
     out = std::copy(rows_.begin(), rows_.end(), out);
     rows_.clear();
@@ -146,17 +132,14 @@ class RowSet {
  private:
   static constexpr u64 kMaxBits = 1 << 24;
   const bool is_small_;
-  std::vector<u64> words_, used_;
+  BitSet bits_;
   Numbering numbering_;
   std::vector<i64> rows_;
 };
 
-
 using Columns = std::vector<std::tuple<Numbers, std::optional<Flat<const i64>>>>;
 
-// Numbers the distinct rows of all columns taken together, in order of first appearance; none if different rows have
-// equal hashes under this seed.
-std::optional<std::tuple<Made<i64>, Made<i32>>> unique_tuples(const Columns& arguments, u64 seed) {
+std::vector<Column> checked(const Columns& arguments) {
   require(!arguments.empty(), "columns must be at least one");
   std::vector<Column> columns;
   for (const auto& [values, offsets] : arguments) {
@@ -165,6 +148,45 @@ std::optional<std::tuple<Made<i64>, Made<i32>>> unique_tuples(const Columns& arg
     columns.push_back({values.bytes(), offsets ? offsets->data : nullptr, values.width(), num_rows});
     require(num_rows == columns[0].num_rows, "columns must have equally many rows");
   }
+  return columns;
+}
+
+// The hash of a row of a column, as the format has it.
+template <class T>
+u64 stable_hash(const Column& c, i64 row, u64 salt) {
+  const T* values = reinterpret_cast<const T*>(c.values);
+  if (!c.offsets) return splitmix64(values[row] ^ salt);
+  u64 sum = 0;
+  const i64 start = c.offsets[row], length = c.offsets[row + 1] - start;
+  for (i64 i = 0; i < length; i++) sum += splitmix64(values[start + i] + splitmix64(i) + salt);
+  return splitmix64(sum + length);
+}
+
+Made<u64> hash_keys(const Columns& arguments) {
+  const std::vector<Column> columns = checked(arguments);
+  Made<u64> out(columns[0].num_rows);
+  for (size_t c = 0; c < columns.size(); c++) {
+    const u64 salt = splitmix64(c);
+    const auto hash = [&](auto like) {
+      for (i64 i = 0; i < out.size(); i++) {
+        const u64 part = splitmix64(stable_hash<decltype(like)>(columns[c], i, salt) ^ salt);
+        out[i] = c ? splitmix64(out[i] * 31 + part) : part;
+      }
+    };
+    switch (columns[c].width) {
+      case 1: hash(uint8_t()); break;
+      case 2: hash(uint16_t()); break;
+      case 4: hash(u32()); break;
+      default: hash(u64());
+    }
+  }
+  return out;
+}
+
+// Numbers the distinct rows of all columns taken together, in order of first appearance; none if different rows have
+// equal hashes under this seed.
+std::optional<std::tuple<Made<i64>, Made<i32>>> unique_tuples(const Columns& arguments, u64 seed) {
+  const std::vector<Column> columns = checked(arguments);
   const i64 num_rows = columns[0].num_rows;
   Made<i64> first(num_rows);
   Made<i32> inverse(num_rows);
@@ -248,37 +270,6 @@ MadeNumbers take_ranges(Numbers values, Flat<const i64> starts, Flat<const i64> 
   uint8_t* to = out.bytes();
   for (i64 i = 0; i < starts.size; i++) to = copy_range(values, starts[i], lengths[i], to);
   return out;
-}
-
-// Returns the ascending distinct values of each list, list after list, and their offsets.
-std::tuple<Made<i64>, Made<i64>> distinct(Flat<const i64> values, Flat<const i64> offsets) {
-  struct Slot {
-    i64 value;
-    i64 list;
-  };
-  require_offsets(offsets, values.size);
-  const i64 num_lists = offsets.size - 1;
-  i64 longest = 0;
-  for (i64 l = 0; l < num_lists; l++) longest = std::max(longest, offsets[l + 1] - offsets[l]);
-  u64 size = 64;
-  while (size < 2 * static_cast<u64>(longest)) size *= 2;
-  std::vector<Slot> table(size, Slot{0, -1});
-  Made<i64> out(offsets[num_lists] - offsets[0]), out_offsets(num_lists + 1);
-  i64 total = out_offsets[0] = 0;
-  for (i64 l = 0; l < num_lists; l++) {
-    const i64 start = total;
-    for (i64 i = offsets[l]; i < offsets[l + 1]; i++) {
-      u64 at = (static_cast<u64>(values[i]) * kOdd >> 20) & (size - 1);
-      while (table[at].list == l && table[at].value != values[i]) at = (at + 1) & (size - 1);
-      if (table[at].list == l) continue;
-      table[at] = Slot{values[i], l};
-      out[total++] = values[i];
-    }
-    std::sort(&out[start], &out[total]);
-    out_offsets[l + 1] = total;
-  }
-  out.shrink(total);
-  return {std::move(out), std::move(out_offsets)};
 }
 
 // Returns the ascending distinct rows of a table that the ids of all columns stand for, block after block, and their
@@ -384,11 +375,11 @@ void insert_rows(Flat<u32> buckets, Flat<const i64> rows, i64 start, i64 end) {
 
 NB_MODULE(arrays, m) {
   m.def("unique_tuples", unique_tuples, nb::arg("columns"), nb::arg("seed"), Unlocked());
+  m.def("hash_keys", hash_keys, nb::arg("columns"), Unlocked());
   m.def("unique_in_ranges", unique_in_ranges, nb::arg("ranges"), nb::arg("references"), nb::arg("num_references"), Unlocked());
   m.def("take", take, nb::arg("values"), nb::arg("rows"), Unlocked());
   m.def("take_lists", take_lists, nb::arg("values"), nb::arg("offsets"), nb::arg("rows"), Unlocked());
   m.def("take_ranges", take_ranges, nb::arg("values"), nb::arg("starts"), nb::arg("lengths"), Unlocked());
-  m.def("distinct", distinct, nb::arg("values"), nb::arg("offsets"), Unlocked());
   m.def("distinct_rows", distinct_rows, nb::arg("columns"), nb::arg("salt").none(), nb::arg("num_rows"), Unlocked());
   m.def("overlaps", overlaps, nb::arg("values"), nb::arg("offsets"), nb::arg("rows"), nb::arg("max_candidates"), Unlocked());
   m.def("splitmix64", splitmix64_all, nb::arg("values"), Unlocked());

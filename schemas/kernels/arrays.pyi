@@ -22,6 +22,11 @@ def unique_tuples(
         seed: of the hash function.
     """
 
+def hash_keys(
+    columns: Sequence[tuple[NDArray[Any], NDArray[np.int64] | None]],
+) -> NDArray[np.uint64]:
+    """Return `schemas.arrays.hash_keys`."""
+
 def unique_in_ranges(
     ranges: NDArray[np.int64], references: NDArray[np.int64], num_references: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -39,11 +44,6 @@ def take_ranges(
     values: NDArray[_Number], starts: NDArray[np.int64], lengths: NDArray[np.int64]
 ) -> NDArray[_Number]:
     """Return the values of some ranges, concatenated."""
-
-def distinct(
-    values: NDArray[np.int64], offsets: NDArray[np.int64]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the ascending distinct values of each list, and their offsets."""
 
 def distinct_rows(
     columns: Sequence[tuple[NDArray[np.integer], NDArray[np.int64]]],

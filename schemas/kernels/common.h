@@ -1,4 +1,4 @@
-// What the kernels share: typed values, hashes, a hash table.
+// What the kernels share: typed values, hashes, a hash table, a set of bits.
 #pragma once
 #include <cstring>
 #include <limits>
@@ -81,4 +81,33 @@ class Numbering {
 
   std::vector<Slot> slots_;
   i32 count_ = 0;
+};
+
+// A set of numbers in [0, size), which is read and emptied in ascending order. A second level of bits marks the words
+// that are not empty.
+class BitSet {
+ public:
+  explicit BitSet(u64 size) : words_(size / 64 + 1), used_(size / 4096 + 1) {}
+
+  void add(u64 number) {
+    words_[number >> 6] |= 1ull << (number & 63);
+    used_[number >> 12] |= 1ull << (number >> 6 & 63);
+  }
+
+  template <class Number>
+  Number* write(Number* out) {
+    for (size_t u = 0; u < used_.size(); u++) {
+      for (; used_[u]; used_[u] &= used_[u] - 1) {
+        const size_t w = u * 64 + __builtin_ctzll(used_[u]);
+        for (; words_[w]; words_[w] &= words_[w] - 1) *out++ = static_cast<Number>(w * 64 + __builtin_ctzll(words_[w]));
+      }
+    }
+    return out;
+  }
+
+  // Words that are looked at for each list.
+  i64 num_used_words() const { return static_cast<i64>(used_.size()); }
+
+ private:
+  std::vector<u64> words_, used_;
 };

@@ -3,50 +3,41 @@
 import numpy as np
 from numpy.typing import NDArray
 
-_Numbered = tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int32]]
+class FirstUseNumbering:
+    """Numbers rows in order of first use, as their lists arrive in training order.
 
-def number_in_range(
-    rows: NDArray[np.int64],
-    offsets: NDArray[np.int64],
-    low: int,
-    slots: NDArray[np.int32],
-    count: int,
-    position: int,
-    last: NDArray[np.int32],
-) -> _Numbered:
-    """Number the rows of lists by first use.
-
-    Args:
-        rows: flat rows.
-        offsets: of the lists.
-        low: smallest possible row.
-        slots: of each possible row its number and 1, or 0; changed.
-        count: rows that have numbers.
-        position: of the first list.
-        last: for each number the position of the last list with it; changed. As long as numbers can
-            be.
-
-    Returns:
-        The number of each row; the new rows, in order of their numbers; and how many of them are in
-        each list.
+    Attributes:
+        count: rows that have numbers; less than 2**31.
+        last: position of the last list with each number, (count,).
     """
 
-def number_hashed(
-    rows: NDArray[np.int64],
-    offsets: NDArray[np.int64],
-    slots: NDArray[np.int64],
-    count: int,
-    position: int,
-    last: NDArray[np.int32],
-) -> _Numbered:
-    """Number any rows like `number_in_range`.
+    def __init__(self, low: int = 0, size: int | None = None) -> None:
+        """Number nothing yet.
 
-    `slots` is a hash table of a power of two of pairs (row, number and 1), flat, with more pairs
-    than rows will have numbers; changed.
-    """
+        Args:
+            low: smallest row.
+            size: number of possible rows, for which there is an array of 4 bytes each. None
+                requires 32 to 64 bytes for each row that is used.
+        """
 
-def rehash(slots: NDArray[np.int64], larger: NDArray[np.int64]) -> None:
-    """Insert the pairs of a hash table into a larger one."""
+    @property
+    def count(self) -> int: ...
+    @property
+    def last(self) -> NDArray[np.int32]: ...
+    def number(
+        self, rows: NDArray[np.int64], offsets: NDArray[np.int64], position: int
+    ) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
+        """Number the rows of consecutive lists.
+
+        Args:
+            rows: flat, distinct in each list.
+            offsets: of the lists.
+            position: of the first list.
+
+        Returns:
+            The number of each row; the new rows, in order of their numbers; and the offsets of
+            those of each list.
+        """
 
 def sorted_gaps(
     numbers: NDArray[np.int32], offsets: NDArray[np.int64], size: int

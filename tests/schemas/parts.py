@@ -14,6 +14,7 @@ from schemas.config.job import parse_job
 from schemas.dataset import Dataset, Segment, access_lists
 from schemas.features import FeatureSet
 from schemas.files import FileEntry, ListFiles, describe_file, sha256_of, write_files
+from schemas.kernels.oracle import FirstUseNumbering
 from schemas.manifest import (
     DatasetManifest,
     IndexEntry,
@@ -25,7 +26,7 @@ from schemas.manifest import (
     shuffle_key_of,
     write_manifest,
 )
-from schemas.oracle import FirstUseNumbering, from_gaps, sorted_gaps
+from schemas.oracle import from_gaps, sorted_gaps
 from schemas.order import Order
 from schemas.storage import Location
 from tests.schemas.reference import next_use
@@ -34,7 +35,8 @@ from tests.schemas.reference import next_use
 def numbered(accesses: Jagged) -> tuple[Jagged, np.ndarray, np.ndarray, np.ndarray]:
     """Return the ascending numbers of each block, and by number its row, first and last block."""
     numbering = FirstUseNumbering()
-    codes, new = numbering.number(accesses, 0)
+    codes, *flat = numbering.number(accesses.values, accesses.offsets, 0)
+    new = Jagged(*flat)
     first = np.repeat(np.arange(new.num_rows, dtype=np.int32), new.lengths)
     gaps = sorted_gaps(Jagged(codes, accesses.offsets), max(1, numbering.count))
     return from_gaps(Jagged(gaps, accesses.offsets)), new.values, first, numbering.last

@@ -119,7 +119,7 @@ def test_ranges_are_taken_as_from_python_lists(
     assert taken.to_pylist() == [v for start, end in ranges for v in values[start:end]]
 
 
-@given(st.lists(st.lists(st.integers(-5, 5) | st.integers(-(2**63), 2**63 - 1))))
+@given(st.lists(st.lists(st.integers(0, 9) | st.integers(0, 2**63 - 1))))
 def test_distinct_values_of_lists_are_sorted_sets(lists: list[list[int]]) -> None:
     found = distinct(jagged(lists))
     expected = [sorted(set(values)) for values in lists]
