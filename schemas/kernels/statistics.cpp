@@ -219,18 +219,11 @@ Made<u64> smallest_hashes(Numbers values, i64 limit) {
   require(limit > 0, "limit must be positive");
   constexpr i64 kChunk = 1024;
   const i64 count = values.size;
-  u64 size = 64;
-  while (size < 4 * static_cast<u64>(limit)) size *= 2;
-  std::vector<u64> table(size, 0), found;  // 0 marks an empty slot
+  std::vector<u64> found;
+  Numbering numbering;  // of those
   u64 bound = std::numeric_limits<u64>::max();
-  bool has_zero = false;
   const auto add = [&](u64 hash) {
-    u64 at = (hash * kOdd >> 20) & (size - 1);
-    while (table[at] && table[at] != hash) at = (at + 1) & (size - 1);
-    if (table[at] == hash) return false;
-    table[at] = hash;
-    found.push_back(hash);
-    return true;
+    if (static_cast<size_t>(numbering.number(hash)) == found.size()) found.push_back(hash);
   };
   const auto shrink = [&] {
     std::nth_element(found.begin(), found.begin() + limit - 1, found.end());
@@ -238,7 +231,7 @@ Made<u64> smallest_hashes(Numbers values, i64 limit) {
     bound = found.back();
     std::vector<u64> kept;
     kept.swap(found);
-    std::fill(table.begin(), table.end(), 0);
+    numbering = Numbering();
     for (const u64 hash : kept) add(hash);
   };
   u64 hashes[kChunk];
@@ -257,12 +250,11 @@ Made<u64> smallest_hashes(Numbers values, i64 limit) {
       for (i64 i = 0; i < end; i++) hashes[i] = splitmix64(static_cast<u64>(static_cast<i64>(typed_values[start + i])));
       for (i64 i = 0; i < end; i++) {
         if (hashes[i] > bound) continue;
-        has_zero |= !hashes[i];
-        if (hashes[i] && add(hashes[i]) && static_cast<i64>(found.size()) == 2 * limit) shrink();
+        add(hashes[i]);
+        if (static_cast<i64>(found.size()) == 2 * limit) shrink();
       }
     }
   });
-  if (has_zero) found.push_back(0);
   std::sort(found.begin(), found.end());
   Made<u64> out(std::min<i64>(limit, found.size()));
   std::copy_n(found.begin(), out.size(), out.data());
