@@ -11,6 +11,7 @@ import pytest
 
 from schemas.cache_plan import NEVER_AGAIN
 from schemas.errors import SchemaError
+from trainer.checkpoint import read_rows
 from trainer.checkpoint.format import ROW_FILES, RowsAndRecords
 from trainer.checkpoint.load import load_rows, verify_checkpoint
 from trainer.checkpoint.manifest import (
@@ -95,8 +96,9 @@ def load(saved: Saved, store: Store) -> None:
 
 
 @pytest.fixture(autouse=True)
-def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let parts have several chunks."""
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let small files have several blocks, and parts several chunks."""
+    monkeypatch.setattr(read_rows, "_BLOCK_BYTES", 100)
     monkeypatch.setattr("trainer.stores.api._CHUNK_ROWS", 16)
 
 
@@ -134,8 +136,11 @@ def damages(path: Path) -> Iterator[Callable[[], object]]:
     yield path.unlink
 
 
-def test_files_of_many_chunks_are_loaded_and_verified(tmp_path: Path) -> None:
-    for num_rows in (2048, 30_001):  # files end with a chunk, and not
+def test_files_of_many_blocks_are_loaded_and_verified(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(read_rows, "_BLOCK_BYTES", 4096)
+    for num_rows in (4 * 4096 // 8 - 16, 30_001):  # files end with a block, and not
         folder = tmp_path / str(num_rows)
         rows = np.arange(num_rows) * 7
         block = np.random.default_rng(0).random((num_rows, 4), np.float32)

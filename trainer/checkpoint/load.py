@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +20,6 @@ from schemas.errors import SchemaError, suggest_name
 from schemas.layout import MANIFEST
 from schemas.run_log import CHECKPOINTS
 from trainer.checkpoint.format import (
-    ROW_FILES,
     ArraySpec,
     RowPart,
     RowsAndRecords,
@@ -40,7 +37,7 @@ from trainer.checkpoint.manifest import (
     read_checkpoint_manifest,
     verify_files,
 )
-from trainer.checkpoint.read_rows import verified_chunks
+from trainer.checkpoint.read_rows import fill_store, verified_chunks
 from trainer.components import Components, layouts_of, order_of
 from trainer.data.decode import spec_of
 from trainer.embedding.cache import CachedRows, arrays_of_cached, cached_of
@@ -53,7 +50,7 @@ from trainer.stores.api import (
     empty_records,
     initial_records,
 )
-from trainer.stores.local import ArrayTable, LocalStore
+from trainer.stores.local import LocalStore
 
 # ---- The dense state as named arrays ----
 #
@@ -384,7 +381,6 @@ def _check_position(
 # ---- Save and load checkpoints ----
 
 _NO_ROWS = np.empty(0, np.int64)
-_LOADED_TABLES = 2
 NextUseOf = Callable[[str, int, NDArray[np.int64]], NDArray[np.int64]]
 """(table, train_step, rows) to the first step from that one on that uses each row."""
 
@@ -537,9 +533,7 @@ def load_rows(
         SchemaError: a file of rows is missing or has changed; the store must not be used then.
     """
     if isinstance(store, LocalStore):
-        with ThreadPoolExecutor(_LOADED_TABLES, thread_name_prefix="load") as pool:
-            for _ in pool.map(partial(_load_table, checkpoint, manifest), store.tables.values()):
-                pass  # raises exceptions of the threads
+        _load_local(checkpoint, manifest, store)
         return
     cached_rows = {table: state.rows[state.is_cached] for table, state in (cached or {}).items()}
     for table, layout in store.layouts.items():
@@ -554,14 +548,13 @@ def load_rows(
             store.write(manifest.train_step - 1, {table: WriteBack(rows, records, steps)})
 
 
-def _load_table(checkpoint: Path, manifest: CheckpointManifest, table: ArrayTable) -> None:
-    """Write the parts of a table to an empty one, the oldest first."""
-    parts = manifest.parts.get(table.layout.table, ())
-    if parts:
-        table.reserve(manifest.files[f"{parts[-1]}/{ROW_FILES[0]}.npy"].num_bytes // 8)
-    for part in reversed(parts):
-        for rows, records in verified_chunks(checkpoint, manifest, part, table.layout):
-            table.write(rows, records)
+def _load_local(checkpoint: Path, manifest: CheckpointManifest, store: LocalStore) -> None:
+    """Read the oldest parts into the arrays of the store, and overwrite rows of newer ones."""
+    fill_store(checkpoint, manifest, store)
+    for table, layout in store.layouts.items():
+        for part in reversed(manifest.parts.get(table, ())[:-1]):
+            for rows, records in verified_chunks(checkpoint, manifest, part, layout):
+                store.tables[table].write(rows, records)
 
 
 def read_dense(checkpoint: Path) -> dict[str, Array]:

@@ -139,10 +139,15 @@ class ArrayTable:
         self._records.put(positions, records)
         return positions
 
-    def reserve(self, num_rows: int) -> None:
-        """Empty the table and make room for some rows."""
+    def reserve(self, num_rows: int) -> Records:
+        """Empty the table and return the arrays of its first rows, to be filled by the caller."""
         self._map = RowMap()
         self._reserve(num_rows)
+        return self._records.take(slice(0, num_rows))
+
+    def add_rows(self, rows: NDArray[np.int64]) -> None:
+        """Add the distinct rows of the records that the caller of `reserve` fills, in order."""
+        self._map.add(rows)
 
     def gather(self, rows: NDArray[np.int64]) -> GatheredRows:
         """Return a view of rows, valid until a row is added; new rows get their initial values."""
