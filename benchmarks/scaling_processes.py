@@ -141,7 +141,7 @@ def run_replica(config: ProcessConfig, connection: Connection) -> None:
     data = FollowedDataset(Location.parse(config.dataset), job, choice, Drain())
     data.wait_for(0)
     frontier = Frontier(data, data.refresh(), Drain(), poll_sec=1.0)
-    rows = MemoryRows(components.store, components.embedding)
+    rows = MemoryRows(components.store, components.embedding, config.run)
     context = RunContext(
         *(config.run, job, choice, frontier.span, components, rows, 0, time.perf_counter),
         is_replica=True,

@@ -52,7 +52,7 @@ class OneReplica:
         job, dataset = load_job(job_path), open_dataset(folder / "dataset")
         order, spec = order_of(job, dataset), spec_of(dataset, job.train.dtype)
         components = build_components(spec, job.train)
-        self.rows = MemoryRows(components.store, components.embedding)
+        self.rows = MemoryRows(components.store, components.embedding, run)
         end = order.num_steps
         self.span = Span(dataset, order, Horizon(end_step=end, known_end=end, is_final=True))
         options = TrainOptions()
