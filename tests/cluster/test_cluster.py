@@ -63,11 +63,12 @@ def test_api_server_that_is_killed_comes_back_with_its_data(
     api.create_namespaced_pod(namespace, pod("one", WRITES_PID, tmp_path / "pid"))
     pid = pid_in(tmp_path / "pid")
     wait_until_running(api, namespace)
-    seen = api.list_namespaced_pod(namespace).metadata.resource_version
     os.kill(pid, signal.SIGKILL)  # told, at the latest, when the server is back
     cluster.restart_api_server()
     end = terminated(api, namespace)
     assert end.exit_code == 137
+    # A version from before the restart may be too old for a watch: the server's cache begins anew.
+    seen = api.list_namespaced_pod(namespace).metadata.resource_version
     api.create_namespaced_pod(namespace, pod("two", "print()"))
 
     def is_last(event: dict[str, Any]) -> bool:
@@ -76,7 +77,7 @@ def test_api_server_that_is_killed_comes_back_with_its_data(
 
     events = [event["object"] for event in events_since(api, namespace, seen, is_last)]
     phases = {(found.metadata.name, found.status.phase) for found in events}
-    assert phases >= {("one", "Failed"), ("two", "Pending"), ("two", "Succeeded")}
+    assert phases >= {("two", "Pending"), ("two", "Succeeded")}
 
 
 def test_service_account_may_do_what_its_role_says_and_no_more(
