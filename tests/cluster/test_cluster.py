@@ -68,16 +68,17 @@ def test_api_server_that_is_killed_comes_back_with_its_data(
     end = terminated(api, namespace)
     assert end.exit_code == 137
     # A version from before the restart may be too old for a watch: the server's cache begins anew.
-    seen = api.list_namespaced_pod(namespace).metadata.resource_version
+    listed = api.list_namespaced_pod(namespace)
+    version = listed.metadata.resource_version
     api.create_namespaced_pod(namespace, pod("two", "print()"))
 
     def is_last(event: dict[str, Any]) -> bool:
         found = event["object"]
         return (found.metadata.name, found.status.phase) == ("two", "Succeeded")
 
-    events = [event["object"] for event in events_since(api, namespace, seen, is_last)]
-    phases = {(found.metadata.name, found.status.phase) for found in events}
-    assert phases >= {("two", "Pending"), ("two", "Succeeded")}
+    events = [event["object"] for event in events_since(api, namespace, version, is_last)]
+    phases = {(each.metadata.name, each.status.phase) for each in (*listed.items, *events)}
+    assert phases >= {("one", "Failed"), ("two", "Pending"), ("two", "Succeeded")}
 
 
 def test_service_account_may_do_what_its_role_says_and_no_more(
