@@ -84,6 +84,11 @@ class Outputs:
         self.counts.add(more)
         self.rejects.append(rejects)
 
+    def reject_rows(self, source: str, bad: pa.Table) -> None:
+        """Add bad rows (`BAD_ROWS_SCHEMA`) of a source, which were read."""
+        if bad.num_rows:
+            self.reject(source, self.context.rejects(bad))
+
 
 def split_file(outputs: Outputs, file: InputSplit) -> list[InputSplit]:
     """Return the splits of a file, which workers can read independently."""
@@ -151,7 +156,7 @@ def _without_nulls(
             valid = table[name].is_valid()
             reason = f"{role} {name!r}{suffix} must not be null"
             bad = bad_rows(table.filter(pc.invert(valid)), reason)
-            outputs.reject(source, outputs.context.rejects(bad))
+            outputs.reject_rows(source, bad)
             table = table.filter(valid)
     return table
 
@@ -209,7 +214,7 @@ class SampleStage:
             yield from self._look_up(outputs, result)
 
     def _look_up(self, outputs: Outputs, result: SqlResult) -> Iterator[Tuples | pa.Table]:
-        outputs.reject(self.source, self.context.rejects(result.bad_rows))
+        outputs.reject_rows(self.source, result.bad_rows)
         if result.samples is None:
             return
         samples = with_list_index(result.samples)
@@ -222,14 +227,14 @@ class SampleStage:
 
     def finish(self, outputs: Outputs, samples: pa.Table) -> Iterator[Tuples]:
         """Check and sample rows after all look-ups; yield them, if any is left."""
-        context, data, features = self.context, self.context.data, self.context.features
+        data, features = self.context.data, self.context.features
         separated = separate_tuples(samples, data.groups)
         good, unusable = usable_samples(separated, features, data)
         good = sample_negatives(good, features, data)
         for key, partial in partial_fits(good, self.inputs, data):
             outputs.partials[key] = add_partial(outputs.partials.get(key, []), partial)
         outputs.counts.samples += good.num_samples
-        outputs.reject(self.source, context.rejects(unusable))
+        outputs.reject_rows(self.source, unusable)
         if good.num_samples:
             yield good
 
