@@ -84,9 +84,9 @@ class DataLoader(IterableDataset[Batch]):
             dataset: path or URL, or an open dataset, whose days, segments or split may be selected.
             batch_samples: of a global batch, for all ranks; a multiple of the block size.
             epochs: passes over the training split.
-            shuffle: permute the blocks of each segment in every epoch.
+            shuffle: permute the row groups of each segment, and blocks within 16, in every epoch.
             seed: of the permutation.
-            split: `evaluation` is passed once, in stored order. None for the selected split of
+            split: `evaluation` is passed once, without a shuffle. None for the selected split of
                 `presage.Dataset`, or `train`.
             rank: of this process; it gets its blocks of every global batch.
             world_size: number of ranks.
@@ -390,7 +390,7 @@ class DataLoader(IterableDataset[Batch]):
             )
         if self.split == EVALUATION and (self.epochs > 1 or self.shuffle or self.follow):
             raise ValueError(
-                "the evaluation split is passed once, in stored order; leave out epochs, shuffle "
+                "the evaluation split is passed once, unshuffled; leave out epochs, shuffle "
                 "and follow"
             )
 

@@ -34,6 +34,7 @@ from schemas.files import (
 from schemas.layout import (
     BLOCK,
     BLOCKS,
+    FILE_SHIFT,
     FILES,
     JOB,
     MANIFEST,
@@ -115,6 +116,13 @@ class Segment:
         """Return the positions of a split's blocks in `blocks`."""
         first, count = self.manifest.splits.get(split, (0, 0))
         return np.arange(first, first + count)
+
+    def row_groups(self, split: str) -> bytes:
+        """Return the row groups of a split's blocks, as in `Order.row_groups`."""
+        positions = self.positions(split)
+        keys = (self.column("file") << FILE_SHIFT | self.column("row_group"))[positions]
+        _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
+        return np.argsort(np.argsort(first))[inverse].astype(np.int32).tobytes()
 
     def column(self, name: str) -> NDArray[np.int64]:
         """Return a numeric column of `blocks` as int64."""
@@ -304,7 +312,8 @@ class Dataset:
         config = OrderConfig(shuffle="blocks" if shuffle == "blocks" else "none", seed=seed)
         counts = tuple(len(s.positions(split)) for s in self.segments)
         keys = tuple(shuffle_key_of(segment.reference) for segment in self.segments)
-        return Order(counts, batch_samples // block, epochs, config, keys)
+        row_groups = tuple(segment.row_groups(split) for segment in self.segments)
+        return Order(counts, batch_samples // block, epochs, config, keys, row_groups)
 
     def index_entry(self, order: Order) -> IndexEntry:
         """Return the index with the settings of an order; one without parts if there is none."""

@@ -7,9 +7,12 @@ steps do not change when a segment is appended; the last batch of a segment may 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from heapq import heapreplace
 from itertools import accumulate
+from math import gcd
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +50,8 @@ class Order:
         shuffle_keys: shuffle key of each segment, unsigned 64 bits, on which the order of its
             blocks depends instead of its index, so that it is the same in every selection of
             segments; their indexes if empty.
+        row_groups: for each segment (num_blocks,) int32 as bytes: the row group of each block,
+            numbered by first appearance; if empty, each segment has one.
     """
 
     num_blocks: tuple[int, ...]
@@ -54,6 +59,7 @@ class Order:
     epochs: int
     config: OrderConfig
     shuffle_keys: tuple[int, ...] = ()
+    row_groups: tuple[bytes, ...] = field(default=(), repr=False)
     _ends: tuple[int, ...] = field(init=False, repr=False, compare=False)
     """For each segment one after its last step in an epoch, for bisection."""
 
@@ -65,6 +71,9 @@ class Order:
                 f"{len(self.num_blocks)} segments"
             )
         object.__setattr__(self, "shuffle_keys", keys)
+        if not self.row_groups:
+            one_each = tuple(bytes(4 * count) for count in self.num_blocks)
+            object.__setattr__(self, "row_groups", one_each)
         object.__setattr__(self, "_ends", tuple(accumulate(self.steps_per_segment)))
 
     @property
@@ -94,6 +103,17 @@ class Order:
             num_blocks=self.num_blocks[segment : segment + 1],
             epochs=self.distinct_epochs,
             shuffle_keys=self.shuffle_keys[segment : segment + 1],
+            row_groups=self.row_groups[segment : segment + 1],
+        )
+
+    def blocks_of(self, epoch: int, segment: int) -> NDArray[np.int64]:
+        """Return the positions of a segment's training blocks in the order of an epoch."""
+        return block_order(
+            self.config,
+            epoch,
+            self.shuffle_keys[segment],
+            self.row_groups[segment],
+            self.blocks_per_batch,
         )
 
     def first_step(self, segment: int) -> int:
@@ -118,10 +138,9 @@ class Order:
     def step(self, train_step: int) -> Step:
         """Return the blocks of a step; raise ValueError if it is outside [0, num_steps)."""
         epoch, segment, step_of_segment = self.locate(train_step)
-        key, num_blocks = self.shuffle_keys[segment], self.num_blocks[segment]
-        order = block_order(self.config, epoch, key, num_blocks)
         start = step_of_segment * self.blocks_per_batch
-        return Step(train_step, epoch, segment, order[start : start + self.blocks_per_batch])
+        chosen = self.blocks_of(epoch, segment)[start : start + self.blocks_per_batch]
+        return Step(train_step, epoch, segment, chosen)
 
 
 def blocks_of_rank(num_blocks: int, rank: int, world_size: int) -> slice:
@@ -135,25 +154,124 @@ def blocks_of_rank(num_blocks: int, rank: int, world_size: int) -> slice:
     return slice(start, end)
 
 
+NUM_LANES = 8
+"""Most lanes of a batch, fixed in the format."""
+SHUFFLED_ROW_GROUPS = 16
+"""Row groups whose blocks are mixed at a time, fixed in the format; a reader of all lanes has them
+in memory."""
+
+
 @lru_cache(maxsize=16)
 def block_order(
-    config: OrderConfig, epoch: int, shuffle_key: int, num_blocks: int
+    config: OrderConfig,
+    epoch: int,
+    shuffle_key: int,
+    row_groups: bytes,
+    blocks_per_batch: int,
 ) -> NDArray[np.int64]:
     """Return the training blocks of one segment in the order of one epoch.
+
+    The row groups of a segment are dealt to lanes, and a batch takes equally many blocks of each
+    lane, in the order of the lanes. So a rank reads only the row groups of its own lanes, if the
+    number of ranks divides that of lanes. The blocks that some lanes have in excess come last: they
+    are cut into one run for each lane, and dealt like lanes.
 
     Args:
         config: shuffle and seed.
         epoch: pass over the training range.
         shuffle_key: of the segment, unsigned 64 bits; without effect if blocks are not shuffled.
-        num_blocks: training blocks of the segment.
+        row_groups: of the segment, as in `Order`.
+        blocks_per_batch: blocks of a full batch; the lanes are its greatest common divisor with 8,
+            or one where there are fewer row groups.
 
     Returns:
         (num_blocks,) int64, a permutation of 0 to num_blocks - 1.
     """
-    order = np.arange(num_blocks, dtype=np.int64)
+    row_group = np.frombuffer(row_groups, np.int32)
+    num_blocks, sizes = len(row_group), np.bincount(row_group)
+    sequence, draws = np.arange(len(sizes)), None
     if config.shuffle == "blocks":
         seed = splitmix64([config.seed])
         key = splitmix64(splitmix64(seed + np.uint64(epoch)) + np.uint64(shuffle_key))
-        order = np.argsort(splitmix64(order.view(np.uint64) ^ key), kind="stable")
+        draws = _draws(key, num_blocks)
+        sequence = np.argsort(_draws(splitmix64(key), len(sizes)), kind="stable")
+    num_lanes = gcd(blocks_per_batch, NUM_LANES)
+    if num_lanes > len(sizes):
+        num_lanes = 1
+    lanes = _lanes(row_group, sizes, sequence, draws, num_lanes)
+    per_lane = blocks_per_batch // num_lanes
+    num_equal = num_blocks if num_lanes == 1 else min(map(len, lanes)) // per_lane * per_lane
+    excess = np.concatenate([lane[num_equal:] for lane in lanes])
+    lanes = [lane[:num_equal] for lane in lanes]
+    if draws is not None:
+        reach = (SHUFFLED_ROW_GROUPS / num_lanes - 1) / 2
+        lanes = [_mix(lane, row_group[lane], draws[lane], reach) for lane in lanes]
+    runs = _equal_runs(excess, blocks_per_batch, num_lanes)
+    order = np.concatenate([_deal(lanes, per_lane), _deal(runs, per_lane)])
     order.setflags(write=False)  # shared by all callers
     return order
+
+
+def _draws(key: NDArray[np.uint64], count: int) -> NDArray[np.float64]:
+    """Return (count,) pseudorandom numbers in [0, 1)."""
+    bits = splitmix64(np.arange(count, dtype=np.uint64) ^ key)
+    return (bits >> np.uint64(11)).astype(np.float64) / (1 << 53)
+
+
+def _lanes(
+    row_group: NDArray[np.int32],
+    sizes: NDArray[np.int64],
+    sequence: NDArray[np.int64],
+    draws: NDArray[np.float64] | None,
+    num_lanes: int,
+) -> list[NDArray[np.int64]]:
+    """Give each row group of a sequence to the lane with the fewest blocks.
+
+    Returns:
+        The blocks of each lane in stored order, or, if there are draws, by the sequence of their
+        row groups and by draw within one.
+    """
+    lengths = [(0, lane) for lane in range(num_lanes)]  # a heap
+    lane_of = np.empty(len(sizes), np.int64)
+    for each in sequence.tolist():
+        length, lane = lengths[0]
+        lane_of[each] = lane
+        heapreplace(lengths, (length + int(sizes[each]), lane))
+    keys = [lane_of[row_group]]
+    if draws is not None:
+        keys = [draws, np.argsort(sequence)[row_group], *keys]
+    ends = np.cumsum(np.bincount(keys[-1], minlength=num_lanes))
+    return np.split(np.lexsort(keys), ends[:-1])
+
+
+def _mix(
+    blocks: NDArray[np.int64],
+    row_group: NDArray[np.int32],
+    draws: NDArray[np.float64],
+    reach: float,
+) -> NDArray[np.int64]:
+    """Spread the blocks of each row group over the row groups that are at most `reach` away.
+
+    Source: py1e of MosaicML's Streaming.
+    """
+    place = np.cumsum(np.diff(row_group, prepend=row_group[:1]) != 0)
+    low = np.maximum(place - reach, 0)
+    high = np.minimum(place + 1 + reach, place[-1:] + 1)
+    return blocks[np.argsort(low + draws * (high - low), kind="stable")]
+
+
+def _equal_runs(
+    blocks: NDArray[np.int64], blocks_per_batch: int, num_runs: int
+) -> list[NDArray[np.int64]]:
+    """Cut blocks into consecutive runs that fill batches together."""
+    num_full, last = divmod(len(blocks), blocks_per_batch)
+    lasts = [blocks_of_rank(last, run, num_runs) for run in range(num_runs)]
+    per_batch = blocks_per_batch // num_runs
+    lengths = [num_full * per_batch + each.stop - each.start for each in lasts]
+    return np.split(blocks, np.cumsum(lengths)[:-1])
+
+
+def _deal(lanes: Sequence[NDArray[np.int64]], per_lane: int) -> NDArray[np.int64]:
+    """Take `per_lane` blocks of each lane in turn until all are empty."""
+    turn = np.concatenate([np.arange(len(lane)) // per_lane for lane in lanes])
+    return np.concatenate(lanes)[np.argsort(turn, kind="stable")]

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -136,8 +137,8 @@ def _take_sessions(
 
 
 ROW_GROUP_BYTES = 64 << 20
-"""Maximum uncompressed bytes of a row group, samples and groups together; smaller ones cost 15-30 %
-of the bytes, larger ones memory (ARCHITECTURE, measured)."""
+"""Maximum uncompressed bytes of a row group, samples and groups together. A reader has 16 of them
+in memory; 32 MiB cost 7 % of the bytes of the demo's log, 16 MiB 15 % (benchmarks/order.md)."""
 WINDOWS_BYTES = 256 << 20
 """Maximum uncompressed bytes of one row group with several windows from each part: the memory of a
 reader that reads the windows of all parts in order."""
@@ -183,9 +184,8 @@ def plan_row_groups(
         if groups and end - last <= per_windows and is_evaluation[last] == is_evaluation[start]:
             groups[-1] = BlockRange(last, end)
         else:
-            groups.extend(
-                BlockRange(a, min(a + per_group, end)) for a in range(start, end, per_group)
-            )
+            cuts_of_window = np.linspace(start, end, -(-(end - start) // per_group) + 1).astype(int)
+            groups.extend(BlockRange(a, b) for a, b in pairwise(cuts_of_window.tolist()))
     return groups
 
 

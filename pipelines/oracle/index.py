@@ -27,7 +27,7 @@ from schemas.arrays import jagged_of
 from schemas.dataset import Segment
 from schemas.files import FileEntry, in_turn, rows_before
 from schemas.oracle import EpochUses
-from schemas.order import Order, block_order
+from schemas.order import Order
 from schemas.storage import Location
 
 RANGE_NUMBERS = 8 * ENTRIES_PER_FILE
@@ -84,11 +84,6 @@ def copy_access_lists(segment: Segment, table: str, file: ArrayFile) -> IndexedL
     return copy
 
 
-def positions_of_epoch(order: Order, epoch: int) -> NDArray[np.int64]:
-    """Return the positions of all blocks, those of one step after those of another."""
-    return block_order(order.config, epoch, order.shuffle_keys[0], order.num_blocks[0])
-
-
 def step_lengths(order: Order, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the sum of the entries of each step's blocks.
 
@@ -97,7 +92,7 @@ def step_lengths(order: Order, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
     steps = np.arange(0, order.num_blocks[0], order.blocks_per_batch)
     if not len(steps):
         return np.empty(0, np.int64)
-    epochs = (lengths[positions_of_epoch(order, epoch)] for epoch in range(order.epochs))
+    epochs = (lengths[order.blocks_of(epoch, 0)] for epoch in range(order.epochs))
     return np.concatenate([np.add.reduceat(each, steps) for each in epochs])
 
 
@@ -118,7 +113,7 @@ def link_epoch(
     Returns:
         `uses`, with the first and last step of each number.
     """
-    positions, size = positions_of_epoch(order, epoch), order.blocks_per_batch
+    positions, size = order.blocks_of(epoch, 0), order.blocks_per_batch
     steps = order.steps_per_epoch
     cuts = np.unique(np.clip(bounds - epoch * steps, 0, steps)).tolist()
     for first, end in reversed(list(pairwise(cuts))):

@@ -188,6 +188,7 @@ def order_of_part(index: IndexEntry, segment: Segment, data: DataConfig) -> Orde
         epochs=index.epochs,
         config=_order_config(index),
         shuffle_keys=(shuffle_key_of(segment.reference),),
+        row_groups=(segment.row_groups(TRAIN),),
     ).of_segment(0)
 
 

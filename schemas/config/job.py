@@ -158,8 +158,9 @@ class OrderConfig:
     """Order in which blocks are trained."""
 
     shuffle: Literal["none", "blocks"] = "none"
-    """`none`: as stored (windows by time, sessions by hash within a window); `blocks`: the blocks
-    of a segment are permuted in every epoch."""
+    """`none`: as stored (windows by time, sessions by hash within a window), each batch taken from
+    up to eight row groups; `blocks`: in every epoch, the row groups of a segment are permuted, and
+    blocks within 16 of them."""
     seed: int = 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from math import gcd
 
 
 def dedup(rows: Sequence[Hashable]) -> tuple[list[Hashable], list[int]]:
@@ -55,22 +56,70 @@ def _splitmix64(x: int) -> int:
     return z ^ z >> 31
 
 
-def steps(num_blocks: Sequence[int], blocks_per_batch: int) -> list[tuple[int, list[int]]]:
-    """Return (segment, block positions) of each step of one unshuffled epoch.
+def block_order(
+    seed: int | None, epoch: int, shuffle_key: int, row_groups: Sequence[int], blocks_per_batch: int
+) -> list[int]:
+    """Return the blocks of one segment in the order of one epoch.
 
     Args:
-        num_blocks: training blocks of each segment.
-        blocks_per_batch: blocks of a full batch; a batch never straddles two segments.
+        seed: None if blocks are not shuffled.
+        epoch: pass over the training range.
+        shuffle_key: of the segment.
+        row_groups: row group of each block, numbered by first appearance.
+        blocks_per_batch: blocks of a full batch.
 
     Example:
-        >>> steps([3, 1], 2)
-        [(0, [0, 1]), (0, [2]), (1, [0])]
+        >>> block_order(None, 0, 0, [0, 0, 1, 1, 2], 2)
+        [0, 2, 1, 3, 4]
     """
-    result: list[tuple[int, list[int]]] = []
-    for segment, count in enumerate(num_blocks):
-        for start in range(0, count, blocks_per_batch):
-            result.append((segment, list(range(start, min(start + blocks_per_batch, count)))))
-    return result
+    mask, num_blocks, count = (1 << 64) - 1, len(row_groups), len(set(row_groups))
+    draws, sequence = [0.0] * num_blocks, list(range(count))
+    if seed is not None:
+        key = _splitmix64((_splitmix64(seed & mask) + epoch) & mask)
+        key = _splitmix64((key + shuffle_key) & mask)
+        draws = [(_splitmix64(block ^ key) >> 11) / 2**53 for block in range(num_blocks)]
+        sequence.sort(key=lambda each: _splitmix64(each ^ _splitmix64(key)) >> 11)
+    num_lanes = gcd(blocks_per_batch, 8)
+    if num_lanes > count:
+        num_lanes = 1
+    per_lane = blocks_per_batch // num_lanes
+
+    lanes: list[list[int]] = [[] for _ in range(num_lanes)]
+    for each in sequence:
+        blocks = [block for block in range(num_blocks) if row_groups[block] == each]
+        blocks.sort(key=lambda block: draws[block])
+        min(lanes, key=len).extend(blocks)
+    if seed is None:
+        for lane in lanes:
+            lane.sort()
+    equal = min(map(len, lanes)) // per_lane * per_lane if num_lanes > 1 else num_blocks
+    excess = [block for lane in lanes for block in lane[equal:]]
+    lanes = [lane[:equal] for lane in lanes]
+    if seed is not None:
+        reach = (16 / num_lanes - 1) / 2
+        for lane in lanes:
+            places = list(dict.fromkeys(row_groups[block] for block in lane))
+
+            def position(block: int, places: list[int] = places) -> float:
+                place = places.index(row_groups[block])
+                low, high = max(0, place - reach), min(len(places), place + 1 + reach)
+                return low + draws[block] * (high - low)
+
+            lane.sort(key=position)
+
+    order: list[int] = []
+    while any(lanes):
+        for lane in lanes:
+            order += [lane.pop(0) for _ in range(min(per_lane, len(lane)))]
+    full, last = divmod(len(excess), blocks_per_batch)
+    runs: list[list[int]] = []
+    for lane in range(num_lanes):
+        more = -(-last * (lane + 1) // num_lanes) + (last * lane // -num_lanes)
+        runs.append([excess.pop(0) for _ in range(full * per_lane + more)])
+    while any(runs):
+        for run in runs:
+            order += [run.pop(0) for _ in range(min(per_lane, len(run)))]
+    return order
 
 
 def next_use(accesses: Sequence[Sequence[int]]) -> list[list[int]]:

@@ -13,10 +13,8 @@ import pytest
 
 from schemas import layout
 from schemas.arrays import comparable, hash_keys
-from schemas.config.job import OrderConfig
 from schemas.hashing import hash_rows, slot_of_row
 from schemas.manifest import DatasetManifest, IndexManifest, SegmentManifest
-from schemas.order import block_order
 from tests.schemas.tiny import write_dataset
 
 MASK = (1 << 64) - 1
@@ -55,14 +53,6 @@ def test_rows_follow_the_formula() -> None:
     found = hash_rows(np.array(ids), "items", 1000)
     assert [mix(i & MASK ^ salt) % 2**63 % 1000 for i in ids] == found.tolist()
     assert slot_of_row(np.array([0, 5, 1000])).tolist() == [mix(row) >> 52 for row in (0, 5, 1000)]
-
-
-def test_order_follows_the_formula() -> None:
-    seed, epoch, segment = 7, 3, 2
-    key = mix(mix(mix(seed) + epoch & MASK) + segment & MASK)
-    expected = sorted(range(100), key=lambda position: mix(position ^ key))
-    config = OrderConfig(shuffle="blocks", seed=seed)
-    assert block_order(config, epoch, segment, 100).tolist() == expected
 
 
 def test_hash_of_session_keys_follows_the_formula() -> None:

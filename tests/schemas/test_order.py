@@ -1,5 +1,6 @@
 """Global order: a pure function with every block exactly once per epoch."""
 
+import math
 import pickle
 import re
 from collections.abc import Iterator
@@ -7,11 +8,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from schemas.config.job import OrderConfig
-from schemas.order import Order, block_order
+from schemas.order import NUM_LANES, SHUFFLED_ROW_GROUPS, Order, block_order, blocks_of_rank
 from tests.schemas import reference
 
 SEGMENTS = st.lists(st.integers(0, 12), min_size=1, max_size=4)
@@ -25,11 +27,27 @@ def order_of(
     return Order(tuple(num_blocks), blocks_per_batch, epochs, config)
 
 
+def row_groups_of(*sizes: int) -> bytes:
+    """Return row groups of consecutive blocks."""
+    return np.repeat(np.arange(len(sizes), dtype=np.int32), sizes).tobytes()
+
+
 def test_block_order_equals_ten_pinned_numbers() -> None:
     config = OrderConfig(shuffle="blocks", seed=7)
-    assert block_order(config, 3, 2, 10).tolist() == [0, 4, 2, 9, 7, 1, 3, 5, 8, 6]
+    assert block_order(config, 3, 2, row_groups_of(10), 1).tolist() == [
+        0,
+        4,
+        2,
+        9,
+        7,
+        1,
+        3,
+        5,
+        8,
+        6,
+    ]
     first = OrderConfig(shuffle="blocks", seed=0)
-    assert block_order(first, 0, 0, 10).tolist() == [0, 1, 9, 4, 2, 3, 6, 8, 7, 5]
+    assert block_order(first, 0, 0, row_groups_of(10), 1).tolist() == [0, 1, 9, 4, 2, 3, 6, 8, 7, 5]
 
 
 @pytest.mark.parametrize("change", ["seed", "epoch", "segment"])
@@ -38,18 +56,83 @@ def test_block_order_depends_on_seed_epoch_and_segment(change: str) -> None:
 
     def permutation(of: dict[str, int]) -> list[int]:
         config = OrderConfig(shuffle="blocks", seed=of["seed"])
-        return block_order(config, of["epoch"], of["segment"], 64).tolist()
+        return block_order(config, of["epoch"], of["segment"], row_groups_of(64), 1).tolist()
 
     others = [permutation({**values, change: value}) for value in (0, 2, 3)]
     assert permutation(values) not in others
     assert permutation(values) == permutation(dict(values))
 
 
-@given(st.integers(0, 200), st.integers(0, 2**63 - 1), st.integers(0, 50), st.integers(0, 50))
-def test_block_order_is_a_permutation(num: int, seed: int, epoch: int, segment: int) -> None:
-    order = block_order(OrderConfig(shuffle="blocks", seed=seed), epoch, segment, num)
+@st.composite
+def row_groups(draw: st.DrawFn) -> bytes:
+    """Draw the row groups of up to 200 blocks; those of several parts may lie side by side."""
+    parts = draw(st.lists(st.lists(st.integers(1, 5), max_size=8), max_size=5))
+    first, blocks = 0, []
+    for sizes in parts:
+        of_part = np.repeat(np.arange(len(sizes)), sizes)
+        windows = draw(st.integers(1, 3)) * np.arange(len(of_part)) // max(1, len(of_part))
+        blocks += list(zip(windows.tolist(), (of_part + first).tolist(), strict=True))
+        first += len(sizes)
+    numbers: dict[int, int] = {}
+    for _, each in sorted(blocks, key=lambda block: block[0]):
+        numbers.setdefault(each, len(numbers))
+    ids = [numbers[each] for _, each in sorted(blocks, key=lambda block: block[0])]
+    return np.array(ids, np.int32).tobytes()
+
+
+@given(
+    row_groups(), st.integers(1, 20), SHUFFLES, st.integers(-(2**63), 2**63 - 1), st.integers(0, 9)
+)
+@settings(max_examples=300)
+def test_block_order_equals_the_reference(
+    row_groups: bytes, per_batch: int, shuffle: str, seed: int, epoch: int
+) -> None:
+    config = OrderConfig(shuffle=shuffle, seed=seed)  # type: ignore[arg-type]
+    order = block_order(config, epoch, 2**64 - 1, row_groups, per_batch)
+    ids = np.frombuffer(row_groups, np.int32).tolist()
+    wanted = reference.block_order(
+        seed if shuffle == "blocks" else None, epoch, 2**64 - 1, ids, per_batch
+    )
     assert order.dtype == np.int64
-    assert sorted(order.tolist()) == list(range(num))
+    assert order.tolist() == wanted
+    assert sorted(wanted) == list(range(len(ids)))
+
+
+SIZES = st.integers(0, 99).map(lambda seed: np.random.default_rng(seed).integers(16, 24, 80))
+
+
+@given(SIZES, st.sampled_from([4, 8, 32, 48]), SHUFFLES)
+def test_no_step_is_between_two_uses_of_more_row_groups_than_fit(
+    sizes: NDArray[np.int64], per_batch: int, shuffle: str
+) -> None:
+    config = OrderConfig(shuffle=shuffle, seed=5)  # type: ignore[arg-type]
+    row_groups = row_groups_of(*sizes)
+    order = block_order(config, 0, 3, row_groups, per_batch)
+    used = np.frombuffer(row_groups, np.int32)[order]
+    first, last = np.full((2, len(sizes)), -1)
+    for position, each in enumerate(used.tolist()):
+        step = position // per_batch
+        first[each] = step if first[each] < 0 else first[each]
+        last[each] = step
+    steps = np.arange(last.max() + 1)[:, None]
+    num_lanes = math.gcd(per_batch, NUM_LANES)
+    limit = SHUFFLED_ROW_GROUPS if shuffle == "blocks" else num_lanes
+    # Besides them, the row groups that end in this step, and those whose last blocks come last.
+    assert ((first <= steps) & (steps <= last)).sum(1).max() <= limit + 2 * num_lanes
+
+
+@given(SIZES, st.sampled_from([8, 32, 48]), SHUFFLES, st.sampled_from([2, 4, 8]))
+def test_rank_reads_the_row_groups_of_its_lanes_and_few_others(
+    sizes: NDArray[np.int64], per_batch: int, shuffle: str, world_size: int
+) -> None:
+    config = OrderConfig(shuffle=shuffle, seed=5)  # type: ignore[arg-type]
+    row_groups = row_groups_of(*sizes)
+    order = block_order(config, 0, 3, row_groups, per_batch)
+    used = np.frombuffer(row_groups, np.int32)[order]
+    batches = [used[i : i + per_batch] for i in range(0, len(used), per_batch)]
+    for rank in range(world_size):
+        own = [b[blocks_of_rank(len(b), rank, world_size)] for b in batches]
+        assert len(np.unique(np.concatenate(own))) <= 1.1 * len(sizes) / world_size + 4
 
 
 def test_block_order_moves_each_block_to_every_place() -> None:
@@ -57,7 +140,7 @@ def test_block_order_moves_each_block_to_every_place() -> None:
     config = OrderConfig(shuffle="blocks", seed=1)
     counts = np.zeros((8, 8))
     for epoch in range(800):
-        counts[np.arange(8), block_order(config, epoch, 0, 8)] += 1
+        counts[np.arange(8), block_order(config, epoch, 0, row_groups_of(8), 1)] += 1
     chi_square = ((counts - 100) ** 2 / 100).sum()  # 49 degrees of freedom
     assert chi_square < 49 + 6 * np.sqrt(2 * 49)
 
@@ -78,16 +161,6 @@ def test_steps_have_every_block_once_an_epoch_and_straddle_no_segment(
         for segment, count in enumerate(num_blocks):
             lengths = [len(step.positions) for step in mine if step.segment == segment]
             assert lengths[:-1] == [per_batch] * (-(-count // per_batch) - 1 if count else 0)
-
-
-@given(SEGMENTS, st.integers(1, 5), st.integers(1, 3))
-def test_unshuffled_steps_equal_the_reference(
-    num_blocks: list[int], per_batch: int, epochs: int
-) -> None:
-    order = order_of(num_blocks, per_batch, epochs, "none", 0)
-    steps = [order.step(train_step) for train_step in range(order.num_steps)]
-    found = [(step.segment, step.positions.tolist()) for step in steps]
-    assert found == reference.steps(num_blocks, per_batch) * epochs
 
 
 @given(SEGMENTS, st.integers(1, 12), st.integers(1, 5), SHUFFLES)
@@ -115,7 +188,7 @@ def scanned(order: Order, train_step: int) -> tuple[int, int, list[int]]:
     while rest >= order.steps_per_segment[segment]:
         rest -= order.steps_per_segment[segment]
         segment += 1
-    blocks = block_order(order.config, epoch, segment, order.num_blocks[segment])
+    blocks = order.blocks_of(epoch, segment)
     start = rest * order.blocks_per_batch
     return epoch, segment, blocks[start : start + order.blocks_per_batch].tolist()
 

@@ -1,7 +1,7 @@
 """Read the batches of a dataset in training order, from decoded row groups.
 
-A row group is decoded once and kept while its blocks are read; blocks of a batch that are
-neighbours in a row group are collated as one range.
+A row group is decoded once an epoch and kept until its last block is read; blocks of a batch that
+are neighbours in a row group are collated as one range.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
+from schemas.arrays import offsets_of
 from schemas.dataset import Dataset, Segment, missing_column_defaults, read_with_defaults
 from schemas.files import CheckedFile
 from schemas.group_files import read_group
@@ -27,44 +28,57 @@ from trainer.data.collate import Batch, BlockRange, Microbatches, collate, make_
 from trainer.data.decode import SAMPLES, BatchSpec, BlockCounts, RowGroup, decode, padding_row_group
 
 CACHE_BYTES = 512 << 20
-"""Decoded row groups that are kept; training order reads each row group from start to end."""
+"""Decoded row groups that are kept, besides those with blocks that are still to be read."""
 
-AHEAD_STEPS, AHEAD_ROW_GROUPS = 16, 2
+AHEAD_STEPS, AHEAD_ROW_GROUPS = 16, 8
 """Row groups at a store are fetched so many steps before they are read, at most so many at once."""
 
-_RowGroupKey = tuple[int, int, int]
-"""Segment, file and row group."""
+_RowGroupKey = tuple[int, int]
+"""Segment, and index of the row group in `_BlockIndex`."""
 T = TypeVar("T")
 R = TypeVar("R")
 
 
 class _BlockIndex:
-    """File, row group and index in the row group of each block of a segment."""
+    """Row group, and index in it, of each block of a segment."""
 
     def __init__(self, segment: Segment, groups: Sequence[str]) -> None:
         self.segment = segment
-        self.file = segment.column("file")
-        self.row_group = segment.column("row_group")
         self._blocks = segment.block_ids
         self.num_samples = segment.column("num_samples")
         self._uniques = {group: segment.num_unique(group) for group in groups}
-        keys = self.file << 32 | self.row_group
-        self._order = np.lexsort((self._blocks, keys))
-        self._sorted_keys = keys[self._order]
+        keys = segment.column("file") << 32 | segment.column("row_group")
+        self._keys, self.row_group, counts = np.unique(
+            keys, return_inverse=True, return_counts=True
+        )
+        self._sorted = np.lexsort((self._blocks, self.row_group))
+        self._offsets = offsets_of(counts)
         self.index_in_row_group = np.empty(len(keys), np.int64)
-        first = np.searchsorted(self._sorted_keys, self._sorted_keys)
-        self.index_in_row_group[self._order] = np.arange(len(keys)) - first
+        first = np.repeat(self._offsets[:-1], counts)
+        self.index_in_row_group[self._sorted] = np.arange(len(keys)) - first
 
-    def counts(self, file: int, row_group: int) -> BlockCounts:
+    def place(self, row_group: int) -> tuple[int, int]:
+        """Return the file of a row group, and its index in the file."""
+        file, index = divmod(int(self._keys[row_group]), 1 << 32)
+        return file, index
+
+    def counts(self, row_group: int) -> BlockCounts:
         """Return the blocks of a row group, in file order."""
-        key = file << 32 | row_group
-        start, end = np.searchsorted(self._sorted_keys, [key, key + 1])
-        positions = self._order[start:end]
+        positions = self._sorted[self._offsets[row_group] : self._offsets[row_group + 1]]
         return BlockCounts(
             blocks=self._blocks[positions],
             samples=self.num_samples[positions],
             uniques={group: counts[positions] for group, counts in self._uniques.items()},
         )
+
+    def last_steps(self, order: NDArray[np.int64], blocks_per_batch: int) -> NDArray[np.int64]:
+        """Return the last step of the segment that reads each row group, -1 if none does.
+
+        `order` are the positions of the blocks of an epoch in training order.
+        """
+        last = np.full(len(self._keys), -1)
+        np.maximum.at(last, self.row_group[order], np.arange(len(order)) // blocks_per_batch)
+        return last
 
 
 class Reader:
@@ -102,6 +116,10 @@ class Reader:
         self._absent = [missing_column_defaults(dataset, s) for s in dataset.segments]
         self._files: dict[tuple[int, str], CheckedFile] = {}
         self._decoded: OrderedDict[_RowGroupKey, RowGroup] = OrderedDict()
+        self._num_bytes = 0
+        # Epoch, segment and step in the segment that is read; None: the evaluation split is.
+        self._current: tuple[int, int, int] | None = None
+        self._last_steps = (-1, -1), np.empty(0, np.int64)  # of an epoch and a segment
         self._block_weights: dict[_RowGroupKey, NDArray[np.float64]] = {}
         self._is_remote = any(s.directory.local is None for s in dataset.segments)
 
@@ -125,7 +143,7 @@ class Reader:
         Raises:
             SchemaError: a file is missing, its checksum differs, or its content does not fit.
         """
-        step = self._order.step(train_step)
+        step = self._begin_step(train_step)
         positions = self._positions(step)
         chosen = positions[blocks_of_rank(len(positions), rank, world_size)]
         batch = self._assemble(step, chosen, num_padding)
@@ -144,7 +162,7 @@ class Reader:
 
         A row group is decoded once for it, if it was not decoded before for samples.
         """
-        step = self._order.step(train_step)
+        step = self._begin_step(train_step)
         total = 0.0
         for key, index in self._stored_blocks(step.segment, self._positions(step)):
             if key not in self._block_weights:
@@ -168,7 +186,7 @@ class Reader:
         Raises:
             SchemaError: a file is missing, its checksum differs, or its content does not fit.
         """
-        step = self._order.step(train_step)
+        step = self._begin_step(train_step)
         positions = self._positions(step)
         chosen = range(len(positions))[run]
         batches = [self._assemble(step, positions[i : i + 1]) for i in chosen]
@@ -177,7 +195,7 @@ class Reader:
 
     def evaluation_batches(self) -> Iterator[Batch]:
         """Yield the samples of the evaluation split once, in stored order."""
-        count = 0
+        count, self._current = 0, None
         for index, segment in enumerate(self._segments):
             positions = segment.segment.positions(EVALUATION)
             for start in range(0, len(positions), self._order.blocks_per_batch):
@@ -193,6 +211,10 @@ class Reader:
         """Return the number of samples of each of a training step's blocks, in batch order."""
         return self._segments[step.segment].num_samples[self._positions(step)]
 
+    def _begin_step(self, train_step: int) -> Step:
+        self._current = self._order.locate(train_step)
+        return self._order.step(train_step)
+
     def _positions(self, step: Step) -> NDArray[np.int64]:
         """Return the positions of a step's blocks among all blocks of their segment."""
         return self._split_positions[step.segment][step.positions]
@@ -202,9 +224,10 @@ class Reader:
     ) -> Iterator[tuple[_RowGroupKey, int]]:
         """Yield where each block is stored: its row group, and its index in it."""
         blocks = self._segments[segment]
-        for position in positions.tolist():
-            key = (segment, int(blocks.file[position]), int(blocks.row_group[position]))
-            yield key, int(blocks.index_in_row_group[position])
+        row_groups = blocks.row_group[positions].tolist()
+        indices = blocks.index_in_row_group[positions].tolist()
+        for row_group, index in zip(row_groups, indices, strict=True):
+            yield (segment, row_group), index
 
     def _assemble(self, step: Step, positions: NDArray[np.int64], num_padding: int = 0) -> Batch:
         ranges: list[BlockRange] = []
@@ -226,11 +249,37 @@ class Reader:
         )
 
     def _row_group(self, key: _RowGroupKey) -> RowGroup:
-        segment, file, row_group = key
-        if key in self._decoded:
-            self._decoded.move_to_end(key)
-            return self._decoded[key]
+        if key not in self._decoded:
+            decoded = self._decode(key)
+            self._decoded[key] = decoded
+            self._num_bytes += decoded.num_bytes
+            self._evict()
+        self._decoded.move_to_end(key)
+        return self._decoded[key]
 
+    def _evict(self) -> None:
+        """Remove row groups that are not read again in the epoch while all exceed `CACHE_BYTES`."""
+        for key in list(self._decoded)[:-1]:
+            if self._num_bytes <= CACHE_BYTES:
+                return
+            if not self._is_live(key):
+                self._num_bytes -= self._decoded.pop(key).num_bytes
+
+    def _is_live(self, key: _RowGroupKey) -> bool:
+        """Return whether the current or a later step of the segment reads a row group."""
+        segment, row_group = key
+        if self._current is None or self._current[1] != segment:
+            return False
+        epoch, segment, step = self._current
+        if self._last_steps[0] != (epoch, segment):
+            blocks = self._split_positions[segment][self._order.blocks_of(epoch, segment)]
+            last = self._segments[segment].last_steps(blocks, self._order.blocks_per_batch)
+            self._last_steps = (epoch, segment), last
+        return bool(self._last_steps[1][row_group] >= step)
+
+    def _decode(self, key: _RowGroupKey) -> RowGroup:
+        segment, blocks = key[0], self._segments[key[0]]
+        file, row_group = blocks.place(key[1])
         open_file = partial(self._file, segment)
 
         def read(owner: str, columns: list[str]) -> pa.Table:
@@ -241,15 +290,8 @@ class Reader:
 
             return read_with_defaults(read_present, columns, self._absent[segment])
 
-        blocks = self._segments[segment]
-        decoded = decode(self._spec, blocks.counts(file, row_group), read)
-        decoded = decoded.without(blocks.segment.deleted_rows(file, row_group))
-        self._decoded[key] = decoded
-        while len(self._decoded) > 1 and (
-            sum(d.num_bytes for d in self._decoded.values()) > CACHE_BYTES
-        ):
-            self._decoded.popitem(last=False)
-        return decoded
+        decoded = decode(self._spec, blocks.counts(key[1]), read)
+        return decoded.without(blocks.segment.deleted_rows(file, row_group))
 
     def _fetch_ahead(self, first_step: int) -> None:
         """Begin to fetch the next row groups that are not in memory, if files are at a store."""
@@ -263,7 +305,8 @@ class Reader:
                     ahead[key] = None
             if len(ahead) >= AHEAD_ROW_GROUPS:
                 break
-        for segment, file, row_group in islice(ahead, AHEAD_ROW_GROUPS):
+        for segment, index in islice(ahead, AHEAD_ROW_GROUPS):
+            file, row_group = self._segments[segment].place(index)
             for path in self._paths(segment, file):
                 self._file(segment, path).prefetch(row_group)
 
