@@ -53,6 +53,7 @@ from pipelines.report.sizes import (
     write_flat,
 )
 from schemas.dataset import Dataset, open_dataset
+from schemas.samples import column_names
 
 LIMIT_RATIO, LIMIT_BYTES = 1.02, 64_000
 """Limit for a dataset without its oracle, relative to the best clustered file."""
@@ -133,7 +134,8 @@ def measure(dataset: Dataset, rounds: int, scratch: Path) -> Sizes:
     """Write every peer of a dataset and return all sizes."""
     rows = flat_rows(dataset)
     assert rows.share == 1, "the benchmark writes all rows of its logs"
-    clustered, path = rows.table, scratch / "peer.parquet"
+    clustered = rows.read(column_names(dataset, model_inputs=False))
+    path = scratch / "peer.parquet"
     peers: dict[str, int] = {}
     shuffles: dict[str, list[int]] = {encodings: [] for encodings in ENCODINGS}
     for seed in range(rounds):
@@ -143,7 +145,7 @@ def measure(dataset: Dataset, rounds: int, scratch: Path) -> Sizes:
     by_time = time_ordered(clustered, dataset.job.data.session.time)
     for order, table in {"time-ordered": by_time, "clustered": clustered}.items():
         peers |= {f"{order}, {e}": write(table, path) for e, write in ENCODINGS.items()}
-    with_derived = flat_rows(dataset, 1 << 33, model_inputs=True).table
+    with_derived = rows.read(column_names(dataset, model_inputs=True))
     derived = derived_bytes(dataset)
     return Sizes(
         ours=dataset_bytes(dataset) - derived,

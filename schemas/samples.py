@@ -127,10 +127,13 @@ def read_live_row_group(
     row_group: int,
     data: DataConfig,
     defaults: Mapping[str, pa.Scalar] | None = None,
+    columns: Sequence[str] | None = None,
 ) -> pa.Table:
     """Return what `read_joined_row_group` does, without deleted samples."""
-    joined = read_joined_row_group(segment, file_index, row_group, data, defaults)
-    return _keep(joined, live_rows(segment, file_index, row_group))
+    open_file = partial(segment.file, by_column=columns is not None)
+    part = (segment, file_index, row_group)
+    joined = read_joined_row_group(*part, data, defaults, columns, open_file)
+    return _keep(joined, live_rows(*part))
 
 
 def live_rows(segment: Segment, file_index: int, row_group: int) -> NDArray[np.bool_]:

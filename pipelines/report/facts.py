@@ -129,7 +129,7 @@ def storage_facts(dataset: Dataset, rows: FlatRows) -> StorageFacts:
     data, derived = dataset_bytes(dataset), derived_bytes(dataset)
     return StorageFacts(
         plain=flat_bytes(rows, dataset.job.data.session.time),
-        written_rows=rows.table.num_rows,
+        written_rows=rows.num_rows,
         columns=data - derived,
         derived=derived,
         other=folder_bytes(dataset) - data,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,10 +30,10 @@ from schemas.layout import (
     tombstones_path,
     window_columns,
 )
-from schemas.samples import column_names, read_live_row_group, row_groups
+from schemas.samples import column_names, live_rows, read_live_row_group, row_groups
 
 MAX_BYTES = 1 << 30
-"""Bytes of expanded rows in memory; of a larger dataset a share of the row groups is read."""
+"""Bytes of expanded rows that are written; of a larger dataset a share of the row groups is."""
 ROWS_PER_GROUP = 1 << 20
 """Rows of a row group: pyarrow's default."""
 SEED = 0
@@ -49,39 +49,42 @@ BEST_ENCODINGS = "plain, clustered, best encodings"
 class FlatRows:
     """Expanded rows of a dataset, one per sample, in the dataset's order: sessions side by side.
 
-    `table` has all rows, or some; `num_samples` counts those of the whole dataset.
+    Attributes:
+        row_groups: segment, file and row group of all rows, or of some.
+        num_rows: their number.
+        num_samples: samples of the whole dataset.
     """
 
-    table: pa.Table
+    dataset: Dataset
+    row_groups: Sequence[tuple[Segment, int, int]]
+    num_rows: int
     num_samples: int
 
     @property
     def share(self) -> float:
-        """Share of the dataset's samples in `table`."""
-        return self.table.num_rows / self.num_samples
+        """Share of the dataset's samples in the rows."""
+        return self.num_rows / self.num_samples
+
+    def read(self, columns: Sequence[str]) -> pa.Table:
+        """Return some columns of the rows."""
+        tables = [_read(self.dataset, place, columns) for place in self.row_groups]
+        return pa.concat_tables(tables).combine_chunks()
 
 
-def flat_rows(
-    dataset: Dataset, max_bytes: int = MAX_BYTES, *, model_inputs: bool = False
-) -> FlatRows:
-    """Return the expanded rows, or those of every n-th row group if all are too large.
-
-    `model_inputs` adds the columns of transforms and sampling.
-    """
-    data, columns = dataset.job.data, column_names(dataset, model_inputs)
-    defaults = {s.id: missing_column_defaults(dataset, s) for s in dataset.segments}
-    all_groups = [(s, f, g) for s in dataset.segments for f, g in row_groups(s)]
-
-    def read(segment: Segment, file_index: int, row_group: int) -> pa.Table:
-        missing = defaults[segment.id]
-        return read_live_row_group(segment, file_index, row_group, data, missing).select(columns)
-
+def flat_rows(dataset: Dataset, max_bytes: int = MAX_BYTES) -> FlatRows:
+    """Return the expanded rows, or those of every n-th row group if all are too large."""
+    places = [(s, f, g) for s in dataset.segments for f, g in row_groups(s)]
+    first = _read(dataset, places[0], column_names(dataset, model_inputs=False))
     num_samples = sum(s.manifest.num_samples for s in dataset.segments)
-    tables = [read(*all_groups[0])]
-    total_bytes = tables[0].nbytes / max(1, tables[0].num_rows) * num_samples
-    stride = max(1, -(-int(total_bytes) // max_bytes))
-    tables.extend(read(*group) for group in all_groups[stride::stride])
-    return FlatRows(pa.concat_tables(tables).combine_chunks(), num_samples)
+    total_bytes = first.nbytes / max(1, first.num_rows) * num_samples
+    chosen = places[:: max(1, -(-int(total_bytes) // max_bytes))]
+    num_rows = sum(int(live_rows(*place).sum()) for place in chosen)
+    return FlatRows(dataset, chosen, num_rows, num_samples)
+
+
+def _read(dataset: Dataset, place: tuple[Segment, int, int], columns: Sequence[str]) -> pa.Table:
+    defaults = missing_column_defaults(dataset, place[0])
+    return read_live_row_group(*place, dataset.job.data, defaults, columns)
 
 
 def shuffled(table: pa.Table, seed: int = SEED) -> pa.Table:
@@ -115,23 +118,30 @@ def write_best(table: pa.Table, path: Path) -> int:
 
 
 def flat_bytes(rows: FlatRows, time: str) -> dict[str, float]:
-    """Write the rows as plain Parquet in every order; return the bytes of each file.
+    """Write the rows as plain Parquet in every order; return the bytes without footers.
 
-    `rows` are in session order.
+    Columns are read and written one after the other. `rows` are in session order.
 
     Returns:
         Order to bytes, extrapolated to the whole dataset if only a share of the rows was read.
     """
-    table = rows.table
-    writers: Mapping[str, Callable[[Path], int]] = {
-        SHUFFLED: lambda path: write_flat(shuffled(table), path),
-        TIME_ORDERED: lambda path: write_flat(time_ordered(table, time), path),
-        CLUSTERED: lambda path: write_flat(table, path),
-        BEST_ENCODINGS: lambda path: write_best(table, path),
+    by_time = np.argsort(pc.cast(rows.read([time])[time], pa.int64()).to_numpy(), kind="stable")
+    at_random = np.random.default_rng(SEED).permutation(rows.num_rows)
+    writers: Mapping[str, Callable[[pa.Table, Path], int]] = {
+        SHUFFLED: lambda column, path: write_flat(column.take(pa.array(at_random)), path),
+        TIME_ORDERED: lambda column, path: write_flat(column.take(pa.array(by_time)), path),
+        CLUSTERED: write_flat,
+        BEST_ENCODINGS: write_best,
     }
+    totals = dict.fromkeys(writers, 0.0)
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "flat.parquet"
-        return {order: write(path) / rows.share for order, write in writers.items()}
+        for name in column_names(rows.dataset, model_inputs=False):
+            column = rows.read([name])
+            for order, write in writers.items():
+                num_bytes = write(column, path) - pq.read_metadata(path).serialized_size
+                totals[order] += num_bytes / rows.share
+    return totals
 
 
 def dataset_bytes(dataset: Dataset) -> int:

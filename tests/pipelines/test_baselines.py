@@ -19,6 +19,7 @@ from pipelines.report.sizes import (
     write_flat,
 )
 from schemas.dataset import Dataset, open_dataset
+from schemas.samples import column_names
 from tests.pipelines.logs import built
 
 
@@ -30,7 +31,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 
 @pytest.mark.slow
 def test_baselines_hold_the_same_rows_in_other_orders(dataset: Dataset, tmp_path: Path) -> None:
-    table = flat_rows(dataset).table
+    table = flat_rows(dataset).read(column_names(dataset, model_inputs=False))
     orders = {
         "clustered": table,
         "shuffled": shuffled(table),
