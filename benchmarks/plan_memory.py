@@ -39,7 +39,7 @@ from schemas.cache_plan import Plan, summarize
 from schemas.config.job import OrderConfig
 from schemas.config.train import CacheConfig
 from schemas.dataset import Dataset, Index, IndexPart, Segment, access_lists
-from schemas.files import describe_file, sha256_of, write_files
+from schemas.files import ListFiles, describe_file, sha256_of, write_files
 from schemas.layout import FILES
 from schemas.manifest import Reference
 from schemas.oracle import next_use, sorted_gaps
@@ -79,9 +79,7 @@ def write_tables(root: Path, num_rows: int, num_accesses: int) -> None:
 def write_edges(root: Path, rows: NDArray[np.int64]) -> None:
     """Write the rows of a segment in files of 1 Mi rows."""
     for index, start in enumerate(range(0, len(rows), 1 << 20)):
-        part = rows[start : start + (1 << 20)]
-        zeros = np.zeros(len(part), np.int32)
-        write_edges_file(root, TABLE, index, part, zeros, zeros)
+        write_edges_file(root, TABLE, index, rows[start : start + (1 << 20)])
 
 
 def manifest_of(root: Path) -> Any:
@@ -122,9 +120,10 @@ def plan_streaming(root: Path, num_rows: int) -> int:
 def plan_decoded(root: Path, num_rows: int) -> int:
     """Plan over fully decoded lists and next uses."""
     dataset, index = open_files(root)
-    files = map(access_lists, dataset.segments[0].access_files(TABLE))
-    lists = [f.values[a:b] for f in files for a, b in pairwise(f.offsets)]
-    steps = zip(lists, list(NextUses(dataset, index, TABLE)), strict=True)
+    lists = ListFiles(dataset.segments[0].access_files(TABLE), access_lists)
+    steps = zip(
+        [lists[i] for i in range(len(lists))], list(NextUses(dataset, index, TABLE)), strict=True
+    )
     return count_fetched_rows(steps, num_rows)
 
 

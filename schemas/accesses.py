@@ -24,7 +24,7 @@ from schemas.arrays import Array, Jagged, offsets_of, stable_order
 from schemas.dataset import Dataset, Index, access_lists, has_accesses
 from schemas.decode import from_json
 from schemas.errors import SchemaError
-from schemas.files import CheckedFile, DecodedFileCache, ListFiles, replace_bytes
+from schemas.files import CheckedFile, DecodedListCache, ListFiles, replace_bytes
 from schemas.hashing import NUM_SLOTS, slot_of_row
 from schemas.oracle import NEVER, number_by_appearance, union
 from schemas.order import Order
@@ -170,11 +170,6 @@ def _split_by_slot(rows: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
         yield np.flatnonzero(slot_range == index)
 
 
-def decoded_cache_for(order: Order, max_bytes: int) -> DecodedFileCache:
-    """Return a cache of decoded files; an empty one suffices if blocks are not shuffled."""
-    return DecodedFileCache(0 if order.config.shuffle == "none" else max_bytes)
-
-
 class ListsOfSegments:
     """Lists of segments, opened on demand; only the last one has a decoded file beside a cache."""
 
@@ -206,7 +201,7 @@ class TableAccesses:
         dataset: Dataset,
         table: str,
         order: Order,
-        cache: DecodedFileCache | None = None,
+        cache: DecodedListCache | None = None,
         numbering: RowNumbering | None = None,
     ) -> None:
         """Read the row of each number, unless the numbering of the dataset is given.
@@ -216,7 +211,7 @@ class TableAccesses:
         self.numbering = RowNumbering(dataset, table) if numbering is None else numbering
         self.rows = self.numbering.rows
         if cache is None:
-            cache = decoded_cache_for(order, DECODED_CACHE_BYTES)
+            cache = DecodedListCache(DECODED_CACHE_BYTES)
         self._order = order
         self._lists = ListsOfSegments(
             lambda s: ListFiles(dataset.segments[s].access_files(table), _decode_narrow, cache)
@@ -260,9 +255,9 @@ class TableAccesses:
             yield self.numbers(train_step)
 
 
-def _decode_narrow(file: CheckedFile) -> Jagged:
-    """Decode a file of access lists, in int32 if the numbers fit."""
-    lists = access_lists(file)
+def _decode_narrow(file: CheckedFile, row_group: int) -> Jagged:
+    """Decode a row group of access lists, in int32 if the numbers fit."""
+    lists = access_lists(file, row_group)
     dtype = smallest_int_type(int(lists.values.max(initial=0)) + 1)
     return Jagged(lists.values.astype(dtype, copy=False), lists.offsets)
 
@@ -293,7 +288,7 @@ class NextUses:
         # of last uses, and the first entry of each step
         self._later: dict[tuple[int, int], tuple[NDArray[np.int32], NDArray[np.int64]]] = {}
         if len(index.parts) > 1 or index.order.epochs > 1:
-            self._link(dataset, RowNumbering(dataset, table) if numbering is None else numbering)
+            self._link(RowNumbering(dataset, table) if numbering is None else numbering)
 
     def __len__(self) -> int:
         """Return the number of steps."""
@@ -328,7 +323,7 @@ class NextUses:
         is_used = (later != NEVER) & (later < len(self) - origin)
         return np.where(is_used, later - np.int32(train_step - origin), np.int32(NEVER))
 
-    def _link(self, dataset: Dataset, numbering: RowNumbering) -> None:
+    def _link(self, numbering: RowNumbering) -> None:
         """Go through the segments and distinct epochs from the last to the first."""
         order = self._order
         used = [s for s, uses in enumerate(numbering.is_used) if uses]
@@ -336,14 +331,14 @@ class NextUses:
         next_step = np.full(len(numbering.rows), NEVER, np.int32)  # of each row
         kept: dict[int, tuple[NDArray[np.int32], NDArray[np.int32]]] = {}
         if order.distinct_epochs < order.epochs:  # first uses in the epoch that follows
-            kept = self._keep_uses(dataset, used, numbering.counts)
+            kept = self._keep_uses(used, numbering.counts)
             for segment in reversed(used):
                 first, _ = kept[segment]
                 start = order.steps_per_epoch + order.first_step(segment)
                 next_step[numbering.of_segment(segment)] = first + start
         for epoch in reversed(range(order.distinct_epochs)):
             for segment in reversed(used):
-                first, last = kept.get(segment) or self._uses(dataset, segment, epoch)
+                first, last = kept.get(segment) or self._parts[segment].uses(self._table, epoch)
                 numbers = numbering.of_segment(segment)
                 later, free = np.split(free, [len(first)])
                 later[:] = next_step[numbers][stable_order(last)]
@@ -353,7 +348,7 @@ class NextUses:
                 next_step[numbers] = first + start
 
     def _keep_uses(
-        self, dataset: Dataset, used: Sequence[int], counts: Sequence[int]
+        self, used: Sequence[int], counts: Sequence[int]
     ) -> dict[int, tuple[NDArray[np.int32], NDArray[np.int32]]]:
         free, kept = allocate(2 * sum(counts)), {}
         for segment in used:
@@ -361,21 +356,11 @@ class NextUses:
             kept[segment] = first, last
 
         def read(segment: int) -> None:
-            kept[segment][0][:], kept[segment][1][:] = self._uses(dataset, segment, 0)
+            kept[segment][0][:], kept[segment][1][:] = self._parts[segment].uses(self._table, 0)
 
         with ThreadPoolExecutor(READ_THREADS) as pool:
             list(pool.map(read, used))
         return kept
-
-    def _uses(
-        self, dataset: Dataset, segment: int, epoch: int
-    ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Return the first and last step of the segment that uses each of its numbers."""
-        if self._order.config.shuffle != "none":
-            return self._parts[segment].uses(self._table, epoch)
-        first, last = dataset.segments[segment].edge_positions(self._table)
-        per_batch = self._order.blocks_per_batch
-        return first // per_batch, last // per_batch
 
 
 def allocate(count: int) -> NDArray[np.int32]:

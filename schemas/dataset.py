@@ -173,11 +173,6 @@ class Segment:
         """Return the row of each dense number."""
         return _columns(self.edge_files(table), np.int64, "row")[0]
 
-    def edge_positions(self, table: str) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Return the positions of the first and last training block that use each number."""
-        first, last = _columns(self.edge_files(table), np.int32, "first_position", "last_position")
-        return first, last
-
 
 @dataclass(frozen=True)
 class IndexPart:
@@ -200,10 +195,7 @@ class IndexPart:
         return ListFiles(self._files(table), step_distances)
 
     def uses(self, table: str, epoch: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        """Return the first and last step of the segment that uses each number in an epoch.
-
-        They are stored for shuffled epochs only; others follow from the segment's edges.
-        """
+        """Return the first and last step of the segment that uses each number in an epoch."""
         files = self._files(table, f"uses-{epoch:05d}")
         first, last = _columns(files, np.int32, "first_step", "last_step")
         return first, last
@@ -260,14 +252,14 @@ class Index:
         return sum(per_epoch) * (self.order.epochs // self.order.distinct_epochs)
 
 
-def access_lists(file: CheckedFile) -> Jagged:
-    """Decode a file of access lists: the ascending dense numbers of each block."""
-    return from_gaps(jagged_of(file.read(["gaps"])["gaps"]))
+def access_lists(file: CheckedFile, row_group: int) -> Jagged:
+    """Decode a row group of access lists: the ascending dense numbers of each block."""
+    return from_gaps(jagged_of(file.read_row_group(row_group, ["gaps"])["gaps"]))
 
 
-def step_distances(file: CheckedFile) -> Jagged:
-    """Decode a file of an index: the distances of each step's entries."""
-    return jagged_of(file.read(["distances"])["distances"])
+def step_distances(file: CheckedFile, row_group: int) -> Jagged:
+    """Decode a row group of an index: the distances of each step's entries."""
+    return jagged_of(file.read_row_group(row_group, ["distances"])["distances"])
 
 
 @dataclass(frozen=True)

@@ -334,6 +334,12 @@ class CheckedFile:
         """Rows of the file."""
         return self._open().metadata.num_rows
 
+    @property
+    def rows_per_row_group(self) -> list[int]:
+        """Rows of each row group."""
+        metadata = self._open().metadata
+        return [metadata.row_group(index).num_rows for index in range(metadata.num_row_groups)]
+
     def read_row_group(self, row_group: int, columns: Sequence[str] | None = None) -> pa.Table:
         """Read one row group, all columns or some.
 
@@ -491,33 +497,33 @@ def sha256_of(path: Location | Path) -> str:
     return digest.hexdigest()
 
 
-# List columns over consecutive Parquet files, such as access lists, decoded file by file on demand.
-# Sequential access in either direction needs one decoded file; for random access, a cache of
+# List columns over consecutive Parquet files, such as access lists, decoded by row group on demand.
+# Sequential access in either direction needs one decoded row group; for other orders, a cache of
 # limited size keeps several.
 
 
-class DecodedFileCache:
-    """LRU cache of decoded files, shared by several `ListFiles`."""
+class DecodedListCache:
+    """LRU cache of decoded row groups, shared by several `ListFiles`."""
 
     def __init__(self, max_bytes: int) -> None:
         """Create an empty cache of at most `max_bytes` bytes of decoded values."""
         self._max_bytes = max_bytes
-        self._files: OrderedDict[tuple[ListFiles, int], Jagged] = OrderedDict()
+        self._lists: OrderedDict[tuple[ListFiles, int], Jagged] = OrderedDict()
         self._bytes = 0
 
-    def get(self, owner: ListFiles, file_index: int) -> Jagged | None:
-        """Return a file if it is cached."""
-        lists = self._files.get((owner, file_index))
+    def get(self, owner: ListFiles, row_group: int) -> Jagged | None:
+        """Return a row group, counted over all files of its owner, if it is cached."""
+        lists = self._lists.get((owner, row_group))
         if lists is not None:
-            self._files.move_to_end((owner, file_index))
+            self._lists.move_to_end((owner, row_group))
         return lists
 
-    def put(self, owner: ListFiles, file_index: int, lists: Jagged) -> None:
-        """Add a file and evict the least recently used ones."""
-        self._files[owner, file_index] = lists
+    def put(self, owner: ListFiles, row_group: int, lists: Jagged) -> None:
+        """Add a row group and evict the least recently used ones."""
+        self._lists[owner, row_group] = lists
         self._bytes += lists.values.nbytes
         while self._bytes > self._max_bytes:
-            _, oldest = self._files.popitem(last=False)
+            _, oldest = self._lists.popitem(last=False)
             self._bytes -= oldest.values.nbytes
 
 
@@ -527,20 +533,30 @@ class ListFiles:
     def __init__(
         self,
         files: Sequence[CheckedFile],
-        decode: Callable[[CheckedFile], Jagged],
-        cache: DecodedFileCache | None = None,
+        decode: Callable[[CheckedFile, int], Jagged],
+        cache: DecodedListCache | None = None,
     ) -> None:
-        """Count the lists of each file; the cache keeps decoded files besides the last one."""
+        """Count the lists of each row group.
+
+        Args:
+            files: files of the table.
+            decode: returns the lists of a row group of a file.
+            cache: keeps decoded row groups besides the last one.
+        """
         self._files = files
         self._decode = decode
-        self._cache = DecodedFileCache(0) if cache is None else cache
-        self._first = rows_before(files)
+        self._cache = DecodedListCache(0) if cache is None else cache
         for file in files:
-            file.close()
+            file.prefetch_footer()
+        rows = [file.rows_per_row_group for file in files]
+        self._row_groups = [(f, r) for f, counts in enumerate(rows) for r in range(len(counts))]
+        self._first = offsets_of(np.array([count for counts in rows for count in counts], np.int64))
         self.release()
 
     def release(self) -> None:
-        """Drop the decoded file that was used last; the cache keeps its own."""
+        """Close the files and drop the row group that was used last; the cache keeps its own."""
+        for file in self._files:
+            file.close()
         self._open = (-1, Jagged(np.empty(0, np.int64), np.zeros(1, np.int64)))
 
     def __len__(self) -> int:
@@ -548,20 +564,21 @@ class ListFiles:
         return int(self._first[-1])
 
     def __getitem__(self, index: int) -> Array:
-        """Return a list, as a view of its file's values."""
-        file_index = int(np.searchsorted(self._first, index, side="right")) - 1
-        lists = self._file(file_index)
-        row = index - int(self._first[file_index])
+        """Return a list, as a view of its row group's values."""
+        number = int(np.searchsorted(self._first, index, side="right")) - 1
+        lists = self._row_group(number)
+        row = index - int(self._first[number])
         return lists.values[lists.offsets[row] : lists.offsets[row + 1]]
 
-    def _file(self, file_index: int) -> Jagged:
-        if self._open[0] != file_index:
-            lists = self._cache.get(self, file_index)
+    def _row_group(self, number: int) -> Jagged:
+        if self._open[0] != number:
+            lists = self._cache.get(self, number)
             if lists is None:
-                if file_index + 1 < len(self._files):
-                    self._files[file_index + 1].prefetch()
-                lists = self._decode(self._files[file_index])
-                self._files[file_index].close()
-                self._cache.put(self, file_index, lists)
-            self._open = file_index, lists
+                if number + 1 < len(self._row_groups):
+                    file_index, row_group = self._row_groups[number + 1]
+                    self._files[file_index].prefetch(row_group)
+                file_index, row_group = self._row_groups[number]
+                lists = self._decode(self._files[file_index], row_group)
+                self._cache.put(self, number, lists)
+            self._open = number, lists
         return self._open[1]

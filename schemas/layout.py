@@ -58,13 +58,7 @@ FILES_SCHEMA = pa.schema(
     ]
 )
 
-EDGES_SCHEMA = pa.schema(
-    [
-        pa.field("row", pa.int64()),
-        pa.field("first_position", pa.int32()),
-        pa.field("last_position", pa.int32()),
-    ]
-)
+EDGES_SCHEMA = pa.schema([pa.field("row", pa.int64())])
 
 
 TOMBSTONES_SCHEMA = pa.schema(

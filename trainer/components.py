@@ -13,12 +13,13 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from schemas.accesses import NextUses, TableAccesses, decoded_cache_for
+from schemas.accesses import NextUses, TableAccesses
 from schemas.cache_plan import Keyframe, Plan, check_cache_size
 from schemas.config.job import Job
 from schemas.config.train import CacheConfig, DenseOptimizerConfig, TrainConfig
 from schemas.dataset import Dataset
 from schemas.errors import SchemaError
+from schemas.files import DecodedListCache
 from schemas.oracle import clip_to_horizon
 from schemas.order import Order
 from trainer.data.collate import features_of_tables
@@ -186,7 +187,7 @@ def plans_of(
     """
     index, end = dataset.index_for(order), order.num_steps if end_step is None else end_step
     to_train = range(first_step, end)
-    decoded = decoded_cache_for(order, DECODED_BYTES)
+    decoded = DecodedListCache(DECODED_BYTES)
     job_tables = job_tables or {table: table for table in tables}
     accesses = {
         table: TableAccesses(dataset, table, order, decoded)

@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.accesses import TableAccesses, decoded_cache_for
+from schemas.accesses import TableAccesses
 from schemas.config.job import Job
 from schemas.dataset import Dataset
+from schemas.files import DecodedListCache
 from schemas.order import Order
 from schemas.run_log import LedgerEntry
 from trainer.components import Components, uses_shared_features
@@ -36,7 +37,7 @@ class StepRows:
         Raises:
             SchemaError: the dataset has no access lists.
         """
-        kept = decoded_cache_for(order, _ACCESS_LIST_BYTES)
+        kept = DecodedListCache(_ACCESS_LIST_BYTES)
         self._accesses = {t: TableAccesses(dataset, t, order, kept) for t in tables}
 
     def of(self, train_step: int) -> dict[str, NDArray[np.int64]]:

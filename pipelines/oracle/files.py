@@ -20,6 +20,9 @@ from schemas.files import FileEntry, describe_file
 from schemas.layout import BLOCK, EDGES_SCHEMA, USES_SCHEMA, access_schema, index_schema, part_path
 from schemas.storage import Location
 
+ACCESSES_PER_ROW_GROUP = 1 << 16
+"""Entries after which a row group of access lists ends. A batch has blocks of up to eight places of
+a segment, and readers have a row group of each in memory."""
 LISTS_PER_FILE = 1 << 20
 """Maximum number of access lists, or steps, of a file."""
 ENTRIES_PER_FILE = 1 << 21
@@ -29,8 +32,6 @@ ENTRIES_PER_FILE = 1 << 21
 ENCODINGS = {
     BLOCK: "DELTA_BINARY_PACKED",
     "step": "DELTA_BINARY_PACKED",
-    "first_position": "DELTA_BINARY_PACKED",
-    "last_position": "BYTE_STREAM_SPLIT",
     "first_step": "BYTE_STREAM_SPLIT",
     "last_step": "BYTE_STREAM_SPLIT",
     "row": "BYTE_STREAM_SPLIT",
@@ -40,11 +41,18 @@ ENCODINGS = {
 """Encodings of all files, by column path."""
 
 
-def write_file(root: Location | Path, path: str, table: pa.Table) -> FileEntry:
-    """Write a table as one row group; the file gets its final name when it is complete."""
+def write_file(
+    root: Location | Path, path: str, table: pa.Table, starts: Sequence[int] = (0,)
+) -> FileEntry:
+    """Write a table; the file gets its final name when it is complete.
+
+    `starts` are the first rows of its row groups.
+    """
     with (Location.parse(root) / path).new_file() as partial:
         with open_writer(partial, table.schema, ENCODINGS) as writer:
-            writer.write_table(table, row_group_size=max(1, table.num_rows))
+            for start, end in pairwise([*starts, table.num_rows]):
+                rows = table.slice(start, end - start)
+                writer.write_table(rows, row_group_size=max(1, rows.num_rows))
         return describe_file(partial, path)
 
 
@@ -66,23 +74,17 @@ def write_access_file(
     """Write the access lists of consecutive training blocks."""
     lists = large_list(gaps.values, gaps.offsets)
     columns = {BLOCK: pa.array(blocks, pa.int64()), "gaps": lists}
-    return write_file(
-        root, part_path(file_index, "access", table), pa.table(columns).cast(access_schema())
-    )
+    starts = np.flatnonzero(np.diff(gaps.offsets[:-1] // ACCESSES_PER_ROW_GROUP)) + 1
+    path, accesses = part_path(file_index, "access", table), pa.table(columns)
+    return write_file(root, path, accesses.cast(access_schema()), [0, *starts.tolist()])
 
 
 def write_edges_file(
-    root: Location | Path,
-    table: str,
-    file_index: int,
-    row: NDArray[np.int64],
-    first: NDArray[np.integer],
-    last: NDArray[np.integer],
+    root: Location | Path, table: str, file_index: int, row: NDArray[np.int64]
 ) -> FileEntry:
     """Write the rows that an access list file is the first to use, in order of their numbers."""
-    columns = {"row": row, "first_position": first, "last_position": last}
-    edges = pa.table({name: pa.array(column) for name, column in columns.items()})
-    return write_file(root, part_path(file_index, "edges", table), edges.cast(EDGES_SCHEMA))
+    edges = pa.table([row], EDGES_SCHEMA)
+    return write_file(root, part_path(file_index, "edges", table), edges)
 
 
 def write_index_file(
@@ -104,7 +106,7 @@ def write_uses_files(
     first: NDArray[np.int32],
     last: NDArray[np.int32],
 ) -> Iterator[FileEntry]:
-    """Write the first and last step in a shuffled epoch of consecutive numbers; yield the entries.
+    """Write the first and last step in an epoch of consecutive numbers; yield the entries.
 
     `low` is the first number, at which a file begins.
     """

@@ -62,7 +62,7 @@ def index_table(root: Location, segment: Segment, table: str, order: Order) -> T
             size = min(RANGE_NUMBERS, num_numbers - low)
             for epoch in range(order.epochs):
                 uses = link_epoch(lists, order, epoch, bounds, EpochUses(low, size), linked[-1])
-                if order.config.shuffle != "none" and order.num_steps:
+                if order.num_steps:
                     files += write_uses_files(root, table, epoch, low, uses.first, uses.last)
         for file_index, (start, end) in enumerate(pairwise(bounds.tolist())):
             steps = np.arange(start, end)

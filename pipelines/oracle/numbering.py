@@ -91,12 +91,9 @@ def number_table(root: Location, table: str, blocks: NDArray[np.int64]) -> Numbe
             gaps = Jagged(sorted_gaps(lists, checked_count(table, numbered)), lists.offsets)
             files.append(write_access_file(root, table, index, blocks[chunks[index]], gaps))
             del lists, gaps  # before the next ones are made
-        for index, chunk in enumerate(chunks):
+        for index in range(len(chunks)):
             rows = merge_lists([file.read_lists(part.new_rows[index]) for part in numbered])
-            last = merge_lists([file.read_lists(part.last[index]) for part in numbered])
-            first = np.repeat(chunk, rows.lengths)
-            entry = write_edges_file(root, table, index, rows.values, first, last.values)
-            files.append(entry)
+            files.append(write_edges_file(root, table, index, rows.values))
     return NumberedTable(checked_count(table, numbered), tuple(files))
 
 
@@ -190,14 +187,12 @@ class NumberedRange:
     Attributes:
         count: rows that have numbers.
         new_rows: of each block of a chunk, in order of their numbers.
-        last: positions of the last blocks with them.
     """
 
     def __init__(self, file: ArrayFile) -> None:
         """Number nothing yet."""
         self.count = 0
         self.new_rows: list[StoredLists] = []
-        self.last: list[StoredLists] = []
         self._file = file
 
     def number(self, rows: RowRange, chunks: Iterable[Jagged]) -> Iterator[Jagged]:
@@ -217,9 +212,6 @@ class NumberedRange:
             del lists, numbers, new, new_rows  # before the next ones are read
             yield of_blocks
             del of_blocks
-        ends = np.cumsum([stored.values.count for stored in self.new_rows])
-        for stored, last in zip(self.new_rows, np.split(numbering.last, ends[:-1]), strict=True):
-            self.last.append(StoredLists(self._file.write(last), stored.lengths))
 
 
 def number_ranges(

@@ -351,7 +351,6 @@ def compare_uses(
             is_equal = is_equal and np.array_equal(stored[train_step], expected)
             first[numbers] = step
             last[numbers[last[numbers] < 0]] = step
-        if order.config.shuffle != "none":
-            uses = part.uses(table, epoch)
-            is_equal = is_equal and all(map(np.array_equal, uses, (first, last)))
+        uses = part.uses(table, epoch)
+        is_equal = is_equal and all(map(np.array_equal, uses, (first, last)))
     return tuple(num_entries), is_equal

@@ -18,6 +18,7 @@ from pipelines.cli import main
 from pipelines.clustering.layout import GroupLayout
 from tests.pipelines.logs import IN_PROCESS
 from tests.pipelines.shifting import stored_as
+from tests.schemas.reference import block_order
 
 NUM_SAMPLES = 3000
 JOB = """\
@@ -288,19 +289,16 @@ def test_access_and_edges_equal_the_look_ups_of_the_star(segment: Path, table: s
     assert rows == list(dict.fromkeys(row for block in expected for row in block))
     assert [sorted(rows[n] for n in block) for block in numbers] == expected
     assert all(block == sorted(set(block)) for block in numbers)
-    users: dict[int, list[int]] = {}
-    for position, block in enumerate(numbers):
-        for number in block:
-            users.setdefault(number, []).append(position)
-    assert edges["first_position"].to_list() == [users[n][0] for n in range(len(rows))]
-    assert edges["last_position"].to_list() == [users[n][-1] for n in range(len(rows))]
 
 
-def shuffled(reference: dict[str, Any], num_blocks: int, epoch: int) -> list[int]:
-    """The training blocks of a segment in the order of an epoch."""
+def shuffled(dataset: Path, reference: dict[str, Any], epoch: int) -> list[int]:
+    """The training blocks of a segment in the order of an epoch, in batches of two."""
     own = int.from_bytes(bytes.fromhex(reference["manifest_sha256"])[:8], "little")
-    key = mix(mix(mix(5) + epoch & MASK) + reference.get("shuffle_key", own) & MASK)
-    return sorted(range(num_blocks), key=lambda position: mix(position ^ key))
+    blocks = blocks_of(directory_of(dataset, reference))
+    places = [(b["file"], b["row_group"]) for b in blocks if b["split"] == "train"]
+    numbers = {place: number for number, place in enumerate(dict.fromkeys(places))}
+    row_groups = [numbers[place] for place in places]
+    return block_order(5, epoch, reference.get("shuffle_key", own), row_groups, 2)
 
 
 def steps_of(dataset: Path, table: str) -> list[list[list[list[int]]]]:
@@ -310,7 +308,7 @@ def steps_of(dataset: Path, table: str) -> list[list[list[list[int]]]]:
         numbers = numbers_of_blocks(directory_of(dataset, reference), table)
         steps.append([])
         for epoch in (0, 1):
-            order = shuffled(reference, len(numbers), epoch)
+            order = shuffled(dataset, reference, epoch)
             batches = [order[start : start + 2] for start in range(0, len(order), 2)]
             merged = [sorted(set().union(*(numbers[p] for p in batch))) for batch in batches]
             steps[-1].append(merged)

@@ -32,14 +32,14 @@ from schemas.storage import Location
 from tests.schemas.reference import next_use
 
 
-def numbered(accesses: Jagged) -> tuple[Jagged, np.ndarray, np.ndarray, np.ndarray]:
-    """Return the ascending numbers of each block, and by number its row, first and last block."""
+def numbered(accesses: Jagged) -> tuple[Jagged, np.ndarray, np.ndarray]:
+    """Return the ascending numbers of each block, and by number its row and first block."""
     numbering = FirstUseNumbering()
     codes, *flat = numbering.number(accesses.values, accesses.offsets, 0)
     new = Jagged(*flat)
     first = np.repeat(np.arange(new.num_rows, dtype=np.int32), new.lengths)
     gaps = sorted_gaps(Jagged(codes, accesses.offsets), max(1, numbering.count))
-    return from_gaps(Jagged(gaps, accesses.offsets)), new.values, first, numbering.last
+    return from_gaps(Jagged(gaps, accesses.offsets)), new.values, first
 
 
 def gaps_of(numbers: Jagged) -> np.ndarray:
@@ -77,7 +77,7 @@ def write_part(dataset: Dataset, entry: IndexEntry, segment: Segment) -> Referen
             columns = [pa.array(np.arange(start, end)), lists]
             names.append(layout.part_path(file, table))
             write(root / names[-1], pa.table(columns, layout.index_schema()))
-        for epoch, (first, last) in enumerate(uses if is_shuffled else []):
+        for epoch, (first, last) in enumerate(uses):
             half = len(first) // 2
             for file, rows in enumerate((slice(0, half), slice(half, None))):
                 names.append(layout.part_path(file, table, f"uses-{epoch:05d}"))
@@ -182,17 +182,27 @@ def _write_segment(
     if lists is not None:
         offsets = offsets_of(np.array(list(map(len, lists)), np.int64))
         values = np.concatenate([np.empty(0, np.int64), *lists])
-        numbers, *edges = numbered(Jagged(values, offsets))
+        numbers, rows, _ = numbered(Jagged(values, offsets))
         gaps = large_list(gaps_of(numbers), numbers.offsets)
         path = layout.part_path(0, "access", "items")
         write(directory / path, pa.table([np.arange(len(lists)), gaps], layout.access_schema()))
         files[path] = describe_file(directory / path, path)
         path = layout.part_path(0, "edges", "items")
-        write(directory / path, pa.table(edges, layout.EDGES_SCHEMA))
+        write(directory / path, pa.table([rows], layout.EDGES_SCHEMA))
         files[path] = describe_file(directory / path, path)
-        counts = {"num_lookups": 0, "num_lookups_dedup": 0, "num_unique_rows": len(edges[0])}
+        counts = {"num_lookups": 0, "num_lookups_dedup": 0, "num_unique_rows": len(rows)}
         tables["items"] = TableCounts(**counts)
-    write(directory / layout.BLOCKS, layout.blocks_schema([]).empty_table())
+    numbers = np.arange(len(blocks))
+    columns = {
+        "block": numbers,
+        "split": ["train"] * len(blocks),
+        "window": 0 * numbers,
+        "file": 0 * numbers,
+        "row_group": numbers // 2,
+        "num_samples": 0 * numbers + 16,
+        "num_sessions": 0 * numbers,
+    }
+    write(directory / layout.BLOCKS, pa.table(columns).cast(layout.blocks_schema([])))
     manifest = SegmentManifest(
         num_samples=0,
         num_sessions=0,

@@ -17,6 +17,8 @@ from schemas.files import CheckedFile
 from tests.schemas import reference
 from tests.schemas.parts import write_lists
 
+Decode = Callable[[CheckedFile, int], Jagged]
+
 
 def random_segments(rng: np.random.Generator, num_segments: int) -> list[list[np.ndarray] | None]:
     """Blocks of a few rows of 40, some without a row; one segment in eight lacks the table."""
@@ -83,21 +85,22 @@ def test_next_uses_in_a_temporary_file_are_the_same(
     check(dataset, segments)
 
 
-def test_accesses_and_next_uses_keep_one_decoded_file_each(
+def test_accesses_and_next_uses_keep_one_decoded_row_group_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     segments = [[np.array([3, 5]), np.array([5])], [np.array([3])], [np.array([4, 5])]]
     dataset = write_lists(tmp_path / "dataset", segments, (16, 2, "none", 0))
     decoded = list[weakref.ref[np.ndarray]]()
 
-    def remember(decode: Callable[[CheckedFile], Jagged]) -> Callable[[CheckedFile], Jagged]:
-        def decode_and_remember(file: CheckedFile) -> Jagged:
-            lists = decode(file)
+    def remember(decode: Decode) -> Decode:
+        def decode_and_remember(file: CheckedFile, row_group: int) -> Jagged:
+            lists = decode(file, row_group)
             decoded.append(weakref.ref(lists.values))
             return lists
 
         return decode_and_remember
 
+    monkeypatch.setattr("schemas.accesses.DECODED_CACHE_BYTES", 0)
     monkeypatch.setattr("schemas.accesses._decode_narrow", remember(accesses._decode_narrow))
     monkeypatch.setattr("schemas.dataset.step_distances", remember(step_distances))
     steps = indexed_steps(dataset, dataset.open_index(dataset.manifest.indexes[0]), "items")

@@ -170,7 +170,7 @@ def write_oracle(directory: Path, samples: pa.Table) -> dict[str, tuple[Jagged, 
     for table in TABLES:
         lookups = lookups_of(samples.slice(0, train[-1].rows[1]), table)
         blocks = np.repeat(np.arange(len(lookups)) // 16, [len(rows) for rows in lookups])
-        numbers, rows, first, last = numbered(
+        numbers, rows, first = numbered(
             unique_per_block(np.concatenate(lookups), blocks, len(train))
         )
         names = pa.array([place.block for place in train], pa.int64())
@@ -182,7 +182,7 @@ def write_oracle(directory: Path, samples: pa.Table) -> dict[str, tuple[Jagged, 
             path.parent.mkdir(parents=True, exist_ok=True)
             pq.write_table(pa.table([names[places], gaps], layout.access_schema()), path)
             new = np.isin(first, positions)
-            edges = pa.table([rows[new], first[new], last[new]], layout.EDGES_SCHEMA)
+            edges = pa.table([rows[new]], layout.EDGES_SCHEMA)
             path = directory / layout.part_path(part, "edges", table)
             path.parent.mkdir(parents=True, exist_ok=True)
             pq.write_table(edges, path)

@@ -351,16 +351,14 @@ def _write_access(
                     blocks.append(np.full(len(found), num_blocks + b))
         num_blocks += int(block[train].max(initial=-1)) + 1
     accesses = unique_per_block(np.concatenate(rows), np.concatenate(blocks), num_blocks)
-    numbers, row_of_number, first, last = numbered(accesses)
+    numbers, row_of_number, _ = numbered(accesses)
     path = root / part_path(0, "access", name)
     path.parent.mkdir(parents=True)
     gaps = large_list(gaps_of(numbers), numbers.offsets)
     pq.write_table(pa.table([np.arange(num_blocks), gaps], access_schema()), path)
     path = root / part_path(0, "edges", name)
     path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(
-        pa.table({"row": row_of_number, "first_position": first, "last_position": last}), path
-    )
+    pq.write_table(pa.table({"row": row_of_number}), path)
     num_unique = len(row_of_number)
     return TableCounts(num_lookups=0, num_lookups_dedup=0, num_unique_rows=num_unique)
 
