@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import chain, islice, pairwise
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data._utils import worker as torch_worker
 
@@ -185,6 +187,32 @@ def test_arguments_come_from_a_job() -> None:
 def test_first_batch_is_that_of_the_loop() -> None:
     running = loader(rank=1, world_size=2)
     assert samples_of(running.first_batch()) == samples_of(next(iter(running)))
+
+
+def test_loop_leaves_the_number_of_torch_threads_to_all_threads() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        next(iter(loader()))
+        with ThreadPoolExecutor(1) as later:
+            numbers = torch.get_num_threads(), later.submit(torch.get_num_threads).result()
+    finally:
+        torch.set_num_threads(before)
+    assert numbers == (3, 3)
+
+
+class RefuseToCompute(TorchDispatchMode):
+    """Refuses torch operators that are more than views."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func.is_view or func is torch.ops.aten.lift_fresh.default, func
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("deduplicated", [False, True])
+def test_reading_runs_no_torch_operator_that_would_start_threads(deduplicated: bool) -> None:
+    with RefuseToCompute():
+        loader(deduplicated=deduplicated, lookups=True).first_batch()
 
 
 def test_columns_are_selected() -> None:

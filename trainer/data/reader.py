@@ -15,7 +15,6 @@ from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
-import torch
 from numpy.typing import NDArray
 
 from schemas.arrays import offsets_of
@@ -333,10 +332,11 @@ def prefetch(
 ) -> Generator[R, None, None]:
     """Yield function(item) of each item in order, computed up to `depth` ahead in one thread.
 
-    The thread runs torch operators without helper threads, which would spin between its calls.
+    `function` should compute without torch, whose operators start helper threads that spin between
+    its calls; torch.set_num_threads(1) would limit threads of the caller, too.
     """
     remaining = iter(items)
-    with ThreadPoolExecutor(1, "reader", initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with ThreadPoolExecutor(1, "reader") as pool:
         pending: list[Future[R]] = [pool.submit(function, i) for i in islice(remaining, depth)]
         try:
             while pending:
