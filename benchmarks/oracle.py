@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import statistics
 import sys
 import tempfile
@@ -44,6 +43,7 @@ from benchmarks.oracle_pipeline import GOALS, measure_bytes, run_beam_stages
 from schemas.arrays import Jagged
 from schemas.cache_plan import Plan
 from schemas.config.train import CacheConfig
+from schemas.machine import num_cores
 from schemas.oracle import distinct, next_use
 
 ORACLE = Path("BagPipe/oraclecacher.py")
@@ -232,7 +232,7 @@ def rate(
     """Return accesses per wall second and per CPU second."""
     tables = list(zip(columns, num_rows, strict=True))[::-1]  # the largest table first
     wall_start, cpu_start = time.perf_counter(), time.process_time()
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
+    with ThreadPoolExecutor(num_cores()) as threads:
         list(threads.map(lambda table: kernel(table[0], batch, table[1]), tables))
     total = sum(map(len, columns))
     return total / (time.perf_counter() - wall_start), total / (time.process_time() - cpu_start)

@@ -41,6 +41,7 @@ from scheduler.drivers.job_files import (
 from scheduler.model.memory import dense_multiplications
 from scheduler.model.snapshot import take_snapshot
 from schemas.config.job import load_job
+from schemas.machine import num_cores
 from schemas.run_log import METRICS, RENDEZVOUS, StepMetric, read_metrics
 from schemas.storage import Location
 
@@ -351,7 +352,7 @@ def machine() -> dict[str, Any]:
     )
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": num_cores(),
         "processor": values.get("model name", ""),
         "mhz": round(float(values.get("cpu MHz", 0))),
         "memory_gib": round(memory / GIB, 1),

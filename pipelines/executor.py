@@ -59,7 +59,8 @@ from pipelines.transforms.fit import (
     write_fitted,
     write_shard,
 )
-from pipelines.workers import Worker, Workers, keep_freed_memory, num_processes, num_threads
+from pipelines.workers import Worker, Workers, keep_freed_memory, num_processes
+from schemas.machine import num_cores
 
 BUNDLE_BYTES = 128 << 20
 """Input bytes of a task that makes samples: each task writes the rows of a partition once."""
@@ -115,7 +116,7 @@ def open_exchange(
 ) -> Iterator[Exchange]:
     """Yield the exchange of a build, with at most `num_workers`; 0 for all that fit the machine."""
     keep_freed_memory()
-    num_workers = num_workers or (num_threads() if in_memory else num_processes())
+    num_workers = num_workers or (num_cores() if in_memory else num_processes())
     scratch = None if in_memory else context.local_root / SHUFFLE
     with Workers(context, num_workers, use_processes=not in_memory) as workers:
         yield Exchange(workers, scratch, progress)

@@ -22,7 +22,7 @@ from pipelines.stages import SampleStage, load_sides
 from pipelines.transforms.fit import load_staged
 from schemas.errors import SchemaError
 from schemas.fitted import FittedValues
-from schemas.machine import machine_budget
+from schemas.machine import machine_budget, num_cores
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
@@ -31,14 +31,9 @@ PROCESS_BYTES = 2 << 30
 """Memory reserved for a worker process."""
 
 
-def num_threads() -> int:
-    """Return the number of processors that this process may use, within its control groups."""
-    return max(1, int(machine_budget().cpus))
-
-
 def num_processes() -> int:
     """Return the number of worker processes that fit the processors and the memory."""
-    return max(1, min(num_threads(), machine_budget().memory // PROCESS_BYTES))
+    return max(1, min(num_cores(), machine_budget().memory // PROCESS_BYTES))
 
 
 class Worker:

@@ -20,11 +20,21 @@ def machine_budget(root: Path = Path("/"), cores: int | None = None) -> BudgetCo
     meminfo = (root / "proc/meminfo").read_text(encoding="utf-8")
     total = next(line for line in meminfo.splitlines() if line.startswith("MemTotal:"))
     memory = int(total.split()[1]) << 10
-    cpus = float(len(os.sched_getaffinity(0)) if cores is None else cores)
+    cpus = float(len(os.sched_getaffinity(0)) if cores is None else cores)  # noqa: TID251
     for group in _own_groups(root):
         cpus = min(cpus, _quota(group))
         memory = min(memory, _memory_limit(group))
     return BudgetConfig(cpus=cpus, memory=memory)
+
+
+def num_cores(root: Path = Path("/"), cores: int | None = None) -> int:
+    """Return how many threads or processes can compute at once: whole cores, at least 1.
+
+    Args:
+        root: as in `machine_budget`.
+        cores: as in `machine_budget`.
+    """
+    return max(1, int(machine_budget(root, cores).cpus))
 
 
 def _own_groups(root: Path) -> Iterator[Path]:

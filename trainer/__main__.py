@@ -27,6 +27,7 @@ if __name__ == "__main__":
 from schemas.config.job import Job, load_job
 from schemas.errors import PlanError, SchemaError, pluralize
 from schemas.layout import BLOCKS
+from schemas.machine import num_cores
 from schemas.manifest import read_dataset
 from schemas.paths import import_variables, network_warning
 from schemas.run_log import EXIT_BEHIND, EXIT_LOST_ROWS, LEDGER, METRICS, RUN_FILE
@@ -104,8 +105,7 @@ def _work(arguments: argparse.Namespace) -> Path:
 def _set_threads(job: Job) -> None:
     import torch
 
-    num_threads = job.train.num_threads
-    torch.set_num_threads(num_threads or len(os.sched_getaffinity(0)))
+    torch.set_num_threads(job.train.num_threads or num_cores())
 
 
 def _check_inputs(arguments: argparse.Namespace, *, may_follow: bool = False) -> Job:

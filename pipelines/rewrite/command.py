@@ -54,7 +54,7 @@ from pipelines.sources.rows import ORIGIN, InputSplit, arrow_type
 from pipelines.stages import REJECTS, SAMPLES, read_rows
 from pipelines.table.rows import ContentHash, content_hash, hash_of_values, value_hashes
 from pipelines.table.segment import directory_reference, publish_files, remove_partial
-from pipelines.workers import Worker, num_threads
+from pipelines.workers import Worker
 from schemas.config.job import DataConfig, Job, SamplesConfig, SessionConfig
 from schemas.dataset import Segment
 from schemas.errors import SchemaError, suggest_name
@@ -62,6 +62,7 @@ from schemas.features import FeatureSet
 from schemas.files import sync_file
 from schemas.group_files import read_group
 from schemas.layout import part_path
+from schemas.machine import num_cores
 from schemas.manifest import read_segment
 from schemas.samples import blocks_of_row_group, row_groups, tuples_of_samples
 from schemas.storage import Location
@@ -171,7 +172,7 @@ def hash_input(rows: Rows, converted: Callable[[pa.Table], pa.Table]) -> Content
 
 def _sum_hashes(function: Callable[[Any], ContentHash], items: Iterable[Any]) -> ContentHash:
     """Return the sum of the function of all items, on all processors."""
-    with ThreadPoolExecutor(num_threads()) as pool:
+    with ThreadPoolExecutor(num_cores()) as pool:
         return sum(pool.map(function, items), ContentHash())
 
 

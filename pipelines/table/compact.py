@@ -62,7 +62,6 @@ from pipelines.table.segment import (
 )
 from pipelines.table.vacuum import check_unused, remove_replaced
 from pipelines.transforms.fit import free_path
-from pipelines.workers import num_threads
 from schemas.arrays import is_list, one_chunk
 from schemas.config.job import DataConfig, Job
 from schemas.dataset import (
@@ -90,6 +89,7 @@ from schemas.layout import (
     inverse_column,
     part_path,
 )
+from schemas.machine import num_cores
 from schemas.manifest import (
     ERASED_PREFIX,
     DatasetManifest,
@@ -414,7 +414,7 @@ def _rewrite_parts(
     if options is None:
         run = beam_build().rewrite_parts
         return run(building, parts, layout, features, data.tables, request.beam_args)
-    with ThreadPoolExecutor(options.num_workers or num_threads()) as pool:
+    with ThreadPoolExecutor(options.num_workers or num_cores()) as pool:
         results = list(
             pool.map(
                 lambda p: build_part(building, p.file_index, p, p.data, layout, features), parts

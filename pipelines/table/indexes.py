@@ -21,7 +21,6 @@ from pipelines.oracle.index import TableTotals, index_table
 from pipelines.quality.segment_statistics import segment_statistics
 from pipelines.table.root import update_root
 from pipelines.table.segment import describe_files, publish, remove_partial
-from pipelines.workers import num_threads
 from schemas.accesses import (
     NextUses,
     TableAccesses,
@@ -36,6 +35,7 @@ from schemas.config.train import CacheConfig
 from schemas.dataset import Dataset, Segment, open_dataset, select_segments
 from schemas.files import write_files
 from schemas.layout import FILES, TRAIN
+from schemas.machine import num_cores
 from schemas.manifest import (
     DatasetManifest,
     IndexEntry,
@@ -235,7 +235,7 @@ def index_tables(requests: Sequence[PartRequest], beam_args: list[str]) -> list[
         return index_table(request.root, request.segment, table, request.order)
 
     tables.sort(key=num_lookups, reverse=True)  # so that no thread waits for the last one
-    with ThreadPoolExecutor(options.num_workers or num_threads()) as pool:
+    with ThreadPoolExecutor(options.num_workers or num_cores()) as pool:
         return list(pool.map(run, tables))
 
 

@@ -58,7 +58,7 @@ def test_a_build_of_bad_rows_alone_stops_and_keeps_what_it_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(progress, "STOP_AFTER_REJECTS", 100)
-    monkeypatch.setattr(executor, "num_threads", lambda: 1)  # a second one reads the next file
+    monkeypatch.setattr(executor, "num_cores", lambda: 1)  # a second one reads the next file
     monkeypatch.setattr(executor, "MEMORY_BUNDLE_BYTES", 1)
     rows = logs.write_log(tmp_path / "log")
     first = tmp_path / "log" / "log-0.parquet"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,7 @@ from scheduler.planner.machine_sizes import (
 from scheduler.planner.policy import plan
 from schemas.config.schedule import BudgetConfig, ScheduleConfig
 from schemas.errors import PlanError
-from schemas.machine import machine_budget
+from schemas.machine import machine_budget, num_cores
 
 GIB = 1 << 30
 HOST = {"proc/meminfo": "MemTotal:       33554432 kB\nMemFree: 1 kB\n"}
@@ -64,6 +65,7 @@ def test_machine_has_what_its_control_groups_leave(
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     assert machine_budget(tmp_path, cores) == BudgetConfig(cpus=cpus, memory=memory)
+    assert num_cores(tmp_path, cores) == max(1, math.floor(cpus))
 
 
 def test_this_machine_has_something() -> None:

@@ -2,16 +2,22 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from schemas import machine
+from schemas.config.job import load_job
+from schemas.config.schedule import BudgetConfig
 from schemas.errors import pluralize
 from schemas.run_log import LEDGER, METRICS, PHASES, RUN_FILE, read_metrics, read_summary
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS
-from trainer.__main__ import _warn_if_useless, main
+from trainer.__main__ import _set_threads, _warn_if_useless, main
+from trainer.elastic.launcher import _threads_each
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +62,20 @@ def test_evaluate_repeats_the_metrics_of_the_run(
     found, summary = json.loads(capsys.readouterr().out), read_summary(run / "summary.json")
     assert found["num_samples"] == 80
     assert (found["ne"], found["auc"], found["gauc"]) == (summary.ne, summary.auc, summary.gauc)
+
+
+@pytest.mark.parametrize(("number", "alone", "of_two"), [(None, 5, 2), (3, 3, 3)])
+def test_threads_are_the_cores_within_the_quota_unless_the_job_has_a_number(
+    number: int | None, alone: int, of_two: int, job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "machine_budget", lambda *_: BudgetConfig(cpus=5.5))
+    loaded, before = load_job(job), torch.get_num_threads()
+    try:
+        _set_threads(replace(loaded, train=replace(loaded.train, num_threads=number)))
+        assert torch.get_num_threads() == alone
+    finally:
+        torch.set_num_threads(before)
+    assert _threads_each(number, 2) == of_two
 
 
 @pytest.mark.parametrize(("ne", "warned"), [(1.25, True), (1.0, False), (None, False)])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import os
 import signal
 import subprocess
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from schemas.config.job import Job, load_job
 from schemas.errors import SchemaError
+from schemas.machine import num_cores
 from schemas.run_log import (
     EXIT_BEHIND,
     EXIT_HUNG,
@@ -419,7 +419,7 @@ class Launcher:
 
 
 def _threads_each(wanted: int | None, count: int) -> int:
-    return wanted or max(1, len(os.sched_getaffinity(0)) // max(1, count))
+    return wanted or max(1, num_cores() // max(1, count))
 
 
 def resume_message(run: Path, last: int | None) -> str:
