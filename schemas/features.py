@@ -14,6 +14,7 @@ from google.protobuf import text_format
 from tensorflow_metadata.proto.v0 import schema_pb2
 
 from schemas.errors import SchemaError, suggest_name, suggest_name_or
+from schemas.layout import SAMPLE_WEIGHT
 from schemas.paths import is_below
 from schemas.storage import Location
 
@@ -79,6 +80,13 @@ class FeatureSet:
         if len(labels) != 1:
             raise SchemaError(f"schema must have one label, got {list(labels)}; tag one feature")
         return labels[0]
+
+    @property
+    def weight(self) -> str | None:
+        """Name of the column with the weight of each sample; None if all weigh one."""
+        if SAMPLE_WEIGHT in self:  # includes the job's own
+            return SAMPLE_WEIGHT
+        return next(iter(self.with_role("weight")), None)
 
 
 def load_features(path: Path | Location) -> FeatureSet:

@@ -120,6 +120,9 @@ def blocks_schema(groups: Iterable[str]) -> pa.Schema:
             pa.field("row_group", pa.int32()),
             pa.field("num_samples", pa.int32()),
             pa.field("num_sessions", pa.int32()),  # sessions that start in the block
+            pa.field("weight", pa.float64()),  # sum of the weights of its samples
+            pa.field("num_lookups", pa.int64()),  # entries of sparse features, of each sample
+            pa.field("num_lookups_dedup", pa.int64()),  # the same, of each unique tuple
             *(pa.field(num_unique_column(group), pa.int32()) for group in groups),
         ]
     )

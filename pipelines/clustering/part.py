@@ -10,11 +10,13 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from pipelines.clustering.chunks import cluster_chunks
 from pipelines.clustering.star import Clustered, Star, to_star
@@ -104,7 +106,8 @@ def build_part(
             if writer is None:
                 chosen = layout.result() if isinstance(layout, Future) else layout
                 writer = PartWriter(files, file_index, chosen)
-            blocks = writer.add(star, clustered)
+            lookups = {f: lookups_per_block(star, data, f) for f in data.table_of_feature}
+            blocks = writer.add(star, clustered, block_sums(star, data, features.weight, lookups))
             results.append(
                 PartResult(
                     file_index,
@@ -113,7 +116,7 @@ def build_part(
                     clustered.num_sessions,
                     blocks,
                     {name: group_totals(star, name) for name in star.groups},
-                    write_lookups(files, file_index, star, blocks, data),
+                    write_lookups(files, file_index, star, blocks, data, lookups),
                     slices,
                 )
             )
@@ -206,19 +209,75 @@ def _label_delays(
     return count_buckets(seconds)
 
 
+Lookups = Mapping[str, tuple[NDArray[np.int64], NDArray[np.int64]]]
+"""By sparse feature (num_blocks,) entries of each sample, and of each unique tuple of a block."""
+
+
+def lookups_per_block(
+    star: Star, data: DataConfig, feature: str
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return (num_blocks,) entries of a feature, of each sample and of each unique tuple."""
+    group = data.group_of_column.get(feature, SAMPLES)
+    lengths = np.diff(values_of(_table_of(star, group)[feature])[1])
+    dedup = _sum_per_block(star, group, lengths)
+    if group == SAMPLES:
+        return dedup, dedup
+    return _sum_per_block(star, group, lengths * star.samples_per_tuple[group]), dedup
+
+
+def block_sums(
+    star: Star, data: DataConfig, weight: str | None, lookups: Lookups
+) -> dict[str, NDArray[np.float64] | NDArray[np.int64]]:
+    """Return (num_blocks,) columns of `blocks.parquet`: the sum of weights, and look-ups.
+
+    `weight` is the column of weights; without one each sample weighs 1.
+    """
+    weights = star.samples_per_block.astype(np.float64)
+    if weight is not None:
+        group = data.group_of_column.get(weight, SAMPLES)
+        of_rows = numpy_of(_table_of(star, group)[weight]).astype(np.float64)
+        if group != SAMPLES:
+            of_rows = of_rows * star.samples_per_tuple[group]
+        weights = _sum_per_block(star, group, of_rows)
+    expanded, dedup = np.zeros((2, len(weights)), np.int64)
+    for of_samples, of_tuples in lookups.values():
+        expanded, dedup = expanded + of_samples, dedup + of_tuples
+    return {"weight": weights, "num_lookups": expanded, "num_lookups_dedup": dedup}
+
+
+def _table_of(star: Star, group: str) -> pa.Table:
+    return star.samples if group == SAMPLES else star.groups[group]
+
+
+def _rows_per_block(star: Star, group: str) -> NDArray[np.int64]:
+    return star.samples_per_block if group == SAMPLES else star.unique_per_block[group]
+
+
+def _sum_per_block(star: Star, group: str, of_rows: NDArray[Any]) -> NDArray[Any]:
+    return np.add.reduceat(of_rows, offsets_of(_rows_per_block(star, group))[:-1])
+
+
 def write_lookups(
-    files: PartFiles, file_index: int, star: Star, blocks: pa.Table, data: DataConfig
+    files: PartFiles,
+    file_index: int,
+    star: Star,
+    blocks: pa.Table,
+    data: DataConfig,
+    lookups: Lookups,
 ) -> dict[str, tuple[int, int]]:
     """Write the rows that some blocks look up, the input of the oracle.
 
     Returns:
-        (num_lookups, num_lookups_dedup) by table.
+        (num_lookups, num_lookups_dedup) by table, in training blocks.
     """
     num_training = int(pc.sum(pc.equal(blocks["split"], TRAIN)).as_py() or 0)
     counts: dict[str, tuple[int, int]] = {}
-    for name in data.tables:
-        accesses, counts[name] = table_lookups(star, num_training, data, name)
-        rows = lookups_table(accesses)
+    for name, table in data.tables.items():
+        expanded, dedup = (
+            sum(int(lookups[f][i][:num_training].sum()) for f in table.features) for i in (0, 1)
+        )
+        counts[name] = expanded, dedup
+        rows = lookups_table(table_lookups(star, num_training, data, name))
         path = f"{LOOKUPS}/{name}/{part_path(file_index)}"
         files.writer(path, partial(open_lookups, schema=rows.schema)).write_table(rows)
     return counts
@@ -239,36 +298,23 @@ def open_lookups(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
     )
 
 
-def table_lookups(
-    star: Star, num_training: int, data: DataConfig, name: str
-) -> tuple[Jagged, tuple[int, int]]:
+def table_lookups(star: Star, num_training: int, data: DataConfig, name: str) -> Jagged:
     """Return the look-ups of one table in the training blocks of a part or chunk.
 
     The first `num_training` blocks are for training; those for evaluation follow.
 
     Returns:
-        For each block its ascending distinct rows, none for evaluation; and the number of look-ups
-        without deduplication and once per unique tuple of a block.
+        For each block its ascending distinct rows, none for evaluation.
     """
-    expanded = dedup = 0
     columns: list[Jagged] = []
     for feature in data.tables[name].features:
         group = data.group_of_column.get(feature, SAMPLES)
-        table = star.samples if group == SAMPLES else star.groups[group]
-        per_block = star.samples_per_block if group == SAMPLES else star.unique_per_block[group]
-        values, offsets = values_of(table[feature])
-        rows_of_blocks = offsets_of(per_block)
+        values, offsets = values_of(_table_of(star, group)[feature])
+        rows_of_blocks = offsets_of(_rows_per_block(star, group))
         rows_of_blocks[num_training:] = rows_of_blocks[num_training]
         blocks = offsets[rows_of_blocks]
         columns.append(Jagged(ids_of(values.slice(0, blocks[-1])), blocks))
-        lengths = np.diff(offsets[: rows_of_blocks[-1] + 1])
-        dedup += int(blocks[-1])
-        samples_per_tuple = star.samples_per_tuple.get(group)
-        if samples_per_tuple is None:
-            expanded += int(blocks[-1])
-        else:
-            expanded += int(lengths @ samples_per_tuple[: len(lengths)])
-    return distinct_rows(columns, name, data.tables[name]), (expanded, dedup)
+    return distinct_rows(columns, name, data.tables[name])
 
 
 def lookups_table(accesses: Jagged) -> pa.Table:

@@ -236,10 +236,11 @@ class PartWriter:
         self._written: Counter[str] = Counter()
         self._num_row_groups = 0
 
-    def add(self, star: Star, clustered: Clustered) -> pa.Table:
+    def add(self, star: Star, clustered: Clustered, sums: Mapping[str, NDArray[Any]]) -> pa.Table:
         """Write the next chunk of the part; return its rows of `blocks.parquet`.
 
-        `clustered` has the same samples, for splits and windows.
+        `clustered` has the same samples, for splits and windows; `sums` are columns of
+        `blocks.parquet`.
         """
         first_sample = offsets_of(star.samples_per_block)[:-1]
         groups = plan_row_groups(
@@ -257,7 +258,9 @@ class PartWriter:
                 name, star, layout, unique, self._file_index, dict(self._written)
             ):
                 self._write(file.path, file.table, file.row_groups)
-        blocks = _blocks_table(star, clustered, self._file_index, groups, self._num_row_groups)
+        blocks = _blocks_table(
+            star, clustered, sums, self._file_index, groups, self._num_row_groups
+        )
         self._num_row_groups += len(groups)
         return blocks
 
@@ -281,6 +284,7 @@ def _bytes_per_block(star: Star) -> float:
 def _blocks_table(
     star: Star,
     clustered: Clustered,
+    sums: Mapping[str, NDArray[Any]],
     file_index: int,
     groups: Sequence[BlockRange],
     first_row_group: int,
@@ -299,6 +303,7 @@ def _blocks_table(
         "row_group": np.repeat(row_groups, lengths),
         "num_samples": star.samples_per_block.astype(np.int32),
         "num_sessions": np.add.reduceat(clustered.starts_session.astype(np.int32), first_sample),
+        **sums,
         **{num_unique_column(g): c.astype(np.int32) for g, c in star.unique_per_block.items()},
     }
     return pa.table({k: pa.array(v) for k, v in columns.items()}).cast(blocks_schema(star.groups))

@@ -179,7 +179,10 @@ def finish_segment(
         (root / scratch).remove_all()
     remove_partial(root)
     blocks = merge_blocks(r.blocks for r in results)
-    encodings = {c: "DELTA_BINARY_PACKED" for c in blocks.column_names} | {"split": DICTIONARY}
+    encodings = {c: "DELTA_BINARY_PACKED" for c in blocks.column_names} | {
+        "split": DICTIONARY,
+        "weight": DICTIONARY,
+    }
     with (root / BLOCKS).new_file() as partial:
         with open_writer(partial, blocks.schema, encodings) as writer:
             writer.write_table(blocks)

@@ -1,6 +1,6 @@
 """Indexes, written by the rules of `FORMAT.md` step by step, and small datasets of access lists."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from schemas import layout
-from schemas.arrays import Jagged, large_list, offsets_of
+from schemas.arrays import Jagged, is_list, large_list, offsets_of
 from schemas.config.job import parse_job
 from schemas.dataset import Dataset, Segment, access_lists
 from schemas.features import FeatureSet
@@ -40,6 +40,12 @@ def numbered(accesses: Jagged) -> tuple[Jagged, np.ndarray, np.ndarray]:
     first = np.repeat(np.arange(new.num_rows, dtype=np.int32), new.lengths)
     gaps = sorted_gaps(Jagged(codes, accesses.offsets), max(1, numbering.count))
     return from_gaps(Jagged(gaps, accesses.offsets)), new.values, first
+
+
+def num_entries(table: pa.Table, columns: Iterable[str]) -> int:
+    """Return the entries of some columns; a value that is no list is one."""
+    flat = [table[name].combine_chunks() for name in columns if name in table.column_names]
+    return sum(len(each.flatten() if is_list(each.type) else each) for each in flat)
 
 
 def gaps_of(numbers: Jagged) -> np.ndarray:
@@ -201,6 +207,9 @@ def _write_segment(
         "row_group": numbers // 2,
         "num_samples": 0 * numbers + 16,
         "num_sessions": 0 * numbers,
+        "weight": 0 * numbers + 16.0,
+        "num_lookups": 0 * numbers,
+        "num_lookups_dedup": 0 * numbers,
     }
     write(directory / layout.BLOCKS, pa.table(columns).cast(layout.blocks_schema([])))
     manifest = SegmentManifest(

@@ -29,7 +29,7 @@ from schemas.manifest import (
 from schemas.miss_ratio import OptimalCache
 from schemas.oracle import unique_per_block
 from schemas.storage import Location
-from tests.schemas.parts import gaps_of, numbered, write_index
+from tests.schemas.parts import gaps_of, num_entries, numbered, write_index
 
 JOB = """\
 name: tiny
@@ -60,6 +60,7 @@ SCHEMA = "".join(
 )
 GROUPS = {"user": ("user_id",), "histories": ("history",)}
 TABLES = ("items", "users")
+SPARSE = ("user_id", "history", "item_id")
 NUM_TRAIN = 4
 
 
@@ -190,7 +191,9 @@ def write_oracle(directory: Path, samples: pa.Table) -> dict[str, tuple[Jagged, 
     return found
 
 
-def write_blocks(directory: Path, blocks: Mapping[int, Mapping[str, pa.Table]]) -> None:
+def write_blocks(
+    directory: Path, samples: pa.Table, blocks: Mapping[int, Mapping[str, pa.Table]]
+) -> None:
     """Write `blocks.parquet`."""
     rows = [
         {
@@ -201,6 +204,9 @@ def write_blocks(directory: Path, blocks: Mapping[int, Mapping[str, pa.Table]]) 
             "row_group": place.row_group,
             "num_samples": place.rows[1] - place.rows[0],
             "num_sessions": len(range(-(-place.rows[0] // 10), -(-place.rows[1] // 10))),
+            "weight": float(place.rows[1] - place.rows[0]),
+            "num_lookups": num_entries(samples.slice(place.rows[0], 16), SPARSE),
+            "num_lookups_dedup": sum(num_entries(t, SPARSE) for t in blocks[place.block].values()),
             **{f"{g}_num_unique": len(blocks[place.block][f"groups/{g}"]) for g in GROUPS},
         }
         for place in PLACES
@@ -220,7 +226,7 @@ def write_segment(root: Path, seed: int) -> Reference:
     directory.mkdir(parents=True)
     blocks = write_star(directory, samples)
     oracle = write_oracle(directory, samples)
-    write_blocks(directory, blocks)
+    write_blocks(directory, samples, blocks)
     text = b"datasets { num_examples: 70 }\n"
     (directory / layout.STATISTICS).write_bytes(pa.compress(text, "zstd", asbytes=True))
     names = sorted(

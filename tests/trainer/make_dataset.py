@@ -45,7 +45,7 @@ from schemas.manifest import (
 from schemas.oracle import unique_per_block
 from schemas.rows import rows_of_ids
 from schemas.storage import Location
-from tests.schemas.parts import gaps_of, numbered, write_index
+from tests.schemas.parts import gaps_of, num_entries, numbered, write_index
 
 BLOCK_SAMPLES = 16
 BLOCKS_PER_ROW_GROUP = 3
@@ -289,6 +289,8 @@ def _write_file(
     grouped = [c for columns in job.data.groups.values() for c in columns]
     samples = table.drop_columns(grouped).add_column(0, BLOCK, pa.array(ids))
     counts = np.bincount(block)
+    stored = [(samples, block)]
+    sparse = list(job.data.table_of_feature)
     uniques: dict[str, np.ndarray] = {}
     for group, columns in job.data.groups.items():
         first, inverse = unique_tuples([block, *_comparable(table, columns)])
@@ -298,6 +300,7 @@ def _write_file(
         samples = samples.append_column(inverse_column(group), pa.array(local))
         unique_index = (np.arange(len(first)) - starts[block[first]]).astype(np.int32)
         tuples = table.select(list(columns)).take(first)
+        stored.append((tuples, block[first]))
         tuples = tuples.add_column(0, UNIQUE_INDEX, pa.array(unique_index))
         tuples = tuples.add_column(0, BLOCK, pa.array(ids[first]))
         _write_row_groups(root / part_path(number, "groups", group), tuples, block[first])
@@ -311,6 +314,9 @@ def _write_file(
             "row_group": b // BLOCKS_PER_ROW_GROUP,
             "num_samples": int(counts[b]),
             "num_sessions": 0,
+            "weight": table["sample_weight"].filter(block == b).to_numpy().sum(dtype=float),
+            "num_lookups": num_entries(table.filter(block == b), sparse),
+            "num_lookups_dedup": sum(num_entries(t.filter(at == b), sparse) for t, at in stored),
             **{num_unique_column(g): int(u[b]) for g, u in uniques.items()},
         }
         for b in range(len(counts))

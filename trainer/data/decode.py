@@ -25,7 +25,7 @@ from schemas.config.job import DataConfig, TableConfig
 from schemas.dataset import Dataset
 from schemas.errors import SchemaError, suggest_name
 from schemas.features import FeatureSet
-from schemas.layout import BLOCK, SAMPLE_WEIGHT, inverse_column, weights_column
+from schemas.layout import BLOCK, inverse_column, weights_column
 from schemas.model_inputs import check_lengths, check_range, scalar_values
 from schemas.rows import rows_of_values
 from trainer.data.batch import ListColumns
@@ -110,11 +110,9 @@ def spec_of_columns(
         raise SchemaError("schema has no sparse feature; tag one")
     for name in kept:
         features[name]  # raises SchemaError if it is no column
-    weights = features.with_role("weight")
-    computed = SAMPLE_WEIGHT if SAMPLE_WEIGHT in features else None  # includes the job's own
     return BatchSpec(
         label=features.label,
-        weight=computed or (weights[0] if weights else None),
+        weight=features.weight,
         dense=features.with_role("dense"),
         sparse=sparse,
         weighted=tuple(f for f in sparse if _has_weights(features, owner, f)),
