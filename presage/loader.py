@@ -88,9 +88,11 @@ class DataLoader(IterableDataset[Batch]):
             seed: of the permutation.
             split: `evaluation` is passed once, without a shuffle. None for the selected split of
                 `presage.Dataset`, or `train`.
-            rank: of this process; it gets its blocks of every global batch.
+            rank: of this process; it gets its blocks of every global batch, nearly an equal part
+                of the work.
             world_size: number of ranks.
-            equal_batches: append samples of weight 0, so that all ranks get equally many.
+            equal_batches: give all ranks equally many samples: equally many blocks, and samples of
+                weight 0 where one has fewer.
             deduplicated: one bag per unique tuple and inverse indices, or one bag per sample.
             features: sparse and dense features to read; None for all.
             keep: columns of `Batch.kept`; None for the keys of sessions and users, and times.
@@ -346,6 +348,7 @@ class DataLoader(IterableDataset[Batch]):
             split=self.split,
             expanded=not self._deduplicated,
             lookups=self._lookups,
+            equal_runs=self._equal_batches,
         )
 
     def _order_of(self, dataset: Dataset) -> Order:

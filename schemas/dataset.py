@@ -148,6 +148,16 @@ class Segment:
         starts = offsets_of(self.column("num_samples")[selected])[:-1]
         return deleted_rows(self.tombstones, self.block_ids[selected], starts)
 
+    @property
+    def num_deleted_per_block(self) -> NDArray[np.int64]:
+        """Deleted samples of each block."""
+        deleted = self.tombstones.group_by([BLOCK, "sample_index"]).aggregate([])
+        counts = np.zeros(self.blocks.num_rows, np.int64)
+        order = np.argsort(self.block_ids)
+        blocks = deleted[BLOCK].to_numpy()
+        np.add.at(counts, order[np.searchsorted(self.block_ids, blocks, sorter=order)], 1)
+        return counts
+
     def access_files(self, table: str) -> list[CheckedFile]:
         """Return the files of a table's access lists, in the order of the training blocks.
 

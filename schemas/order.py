@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from heapq import heapreplace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import gcd
 
 import numpy as np
@@ -141,6 +141,48 @@ class Order:
         start = step_of_segment * self.blocks_per_batch
         chosen = self.blocks_of(epoch, segment)[start : start + self.blocks_per_batch]
         return Step(train_step, epoch, segment, chosen)
+
+
+EQUAL_WORK = 1.05
+"""Equal numbers of blocks are preferred where the largest work is within this of the least."""
+
+
+def split_by_work(work: Sequence[float], speeds: Sequence[float]) -> list[slice]:
+    """Cut blocks into one run for each of some workers, so that the last to finish is the earliest.
+
+    Args:
+        work: of each block, positive.
+        speeds: work per time of each worker, positive; runs are in this order.
+
+    Example:
+        >>> split_by_work([1, 1, 1, 3], [1, 1])
+        [slice(0, 3, None), slice(3, 4, None)]
+    """
+    ends = [0.0, *accumulate(work)]
+
+    def cuts(time: float) -> list[int]:
+        bounds = [0]
+        for speed in speeds:
+            bounds.append(bisect_right(ends, ends[bounds[-1]] + time * speed) - 1)
+        return bounds
+
+    low, high = 0.0, ends[-1] / min(speeds) * (1 + 1e-9)
+    for _ in range(48):
+        middle = (low + high) / 2
+        low, high = (low, middle) if cuts(middle)[-1] == len(work) else (middle, high)
+    return [slice(start, end) for start, end in pairwise(cuts(high))]
+
+
+def runs_of_ranks(work: Sequence[float], world_size: int) -> list[slice]:
+    """Cut the blocks of a batch into runs with nearly equal work, one for each rank.
+
+    They are those of `blocks_of_rank` where these are within `EQUAL_WORK` of the best: then ranks
+    keep to their lanes.
+    """
+    equal = [blocks_of_rank(len(work), rank, world_size) for rank in range(world_size)]
+    best = split_by_work(work, [1.0] * world_size)
+    largest, least = (max(sum(work[run]) for run in runs) for runs in (equal, best))
+    return equal if largest <= EQUAL_WORK * least else best
 
 
 def blocks_of_rank(num_blocks: int, rank: int, world_size: int) -> slice:

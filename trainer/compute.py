@@ -108,7 +108,7 @@ class StepCompute:
 
     def __init__(self, context: RunContext, timer: PhaseTimer) -> None:
         self.timer = timer
-        self.speed: float | None = None  # microbatches per second; None before the first
+        self.speed: float | None = None  # work per second; None before the first step
         self._context = context
         self._open: Microbatches | None = None
         self._stack = ExitStack()
@@ -140,7 +140,8 @@ class StepCompute:
         with self.timer("backward"):
             tree = self._work.compute(opened)
         if len(microbatches):
-            self.speed = smooth_speed(self.speed, len(microbatches) / (clock() - start))
+            work = sum(self._context.work(train_step)[microbatches.start : microbatches.stop])
+            self.speed = smooth_speed(self.speed, work / (clock() - start))
         return tree
 
     def open(self, train_step: int) -> None:

@@ -112,6 +112,12 @@ class RunContext:
             return 0
         return len(self.span.order.step(train_step).positions)
 
+    def work(self, train_step: int) -> list[float]:
+        """Return the work of each microbatch of a step, empty from `end_step` on."""
+        if train_step >= self.end_step:
+            return []
+        return self._span_reader.reader.work(self.span.order.step(train_step))
+
     def read(self, train_step: int, microbatches: range) -> Microbatches:
         """Read microbatches of a step and its rows; called by the reader's thread."""
         span_reader = self._span_reader  # another thread may replace it

@@ -166,8 +166,8 @@ def test_who_leaves_computes_what_is_its_own_and_has_no_share_of_the_next_steps(
     both = agreed(0, a=status(), b=status())
     last = agreed(1, a=status(microbatches=(0, 2)), b=status(microbatches=(2, 4), leaving=True))
     for found in shares.values():
-        found.assign(both, lambda _: 4)
-        assert found.assign(last, lambda _: 4) == {"a": range(2), "b": range(2, 4)}
+        found.assign(both, lambda _: [1] * 4)
+        assert found.assign(last, lambda _: [1] * 4) == {"a": range(2), "b": range(2, 4)}
     for step in (2, 3):
         assert [len(shares[name].own_range(step) or ()) for name in "ab"] == [4, 0]
 

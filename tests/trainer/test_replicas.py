@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -48,16 +49,26 @@ from trainer.stores.remote.connection import Access
 speeds = st.dictionaries(st.text("abcdef", min_size=1), st.floats(0.1, 10), min_size=1, max_size=5)
 
 
-@given(st.integers(0, 40), speeds)
-def test_a_split_is_a_cut_in_runs_and_no_whole_leaf_can_be_moved_to_be_done_sooner(
-    num_leaves: int, by_name: dict[str, float]
+def least_time(work: list[int], speeds: list[float]) -> float:
+    """Return the time of the best cut into runs, by dynamic programming."""
+    best = [0.0, *[math.inf] * len(work)]
+    for speed in speeds:
+        best = [
+            min(max(best[i], sum(work[i:j]) / speed) for i in range(j + 1))
+            for j in range(len(work) + 1)
+        ]
+    return best[-1]
+
+
+@given(st.lists(st.integers(1, 9), max_size=12), speeds)
+def test_split_is_a_cut_into_runs_that_takes_the_least_time(
+    work: list[int], by_name: dict[str, float]
 ) -> None:
-    runs = split_microbatches(num_leaves, by_name)
+    runs = split_microbatches(work, by_name)
     assert list(runs) == sorted(by_name)
-    assert [leaf for run in runs.values() for leaf in run] == list(range(num_leaves))
-    slowest = max(len(run) / by_name[name] for name, run in runs.items())
-    for name, run in runs.items():
-        assert (len(run) + 1) / by_name[name] >= slowest - 1e-9
+    assert [leaf for run in runs.values() for leaf in run] == list(range(len(work)))
+    time = max(sum(work[i] for i in run) / by_name[name] for name, run in runs.items())
+    assert time <= least_time(work, [by_name[name] for name in sorted(by_name)]) * (1 + 1e-6)
 
 
 def status(**changes: object) -> ReplicaStatus:
@@ -74,14 +85,14 @@ def test_all_replicas_split_alike_and_anew_without_one_that_is_lost() -> None:
     shares = {name: SplitPlanner(name) for name in "abc"}
     first = agreed(0, a=status(speed=1.0), b=status(speed=1.0), c=status(speed=2.0))
     split = {"a": range(2), "b": range(2, 4), "c": range(4, 8)}
-    assert all(share.assign(first, lambda _: 8) == split for share in shares.values())
+    assert all(share.assign(first, lambda _: [1] * 8) == split for share in shares.values())
     assert {n: share.own_range(1) for n, share in shares.items()} == split
     computed = {n: status(speed=1.0, microbatches=(r.start, r.stop)) for n, r in split.items()}
     joined = agreed(1, 2, **computed, d=status())
-    assert shares["a"].assign(joined, lambda _: 8) == {**split, "d": range(0)}
+    assert shares["a"].assign(joined, lambda _: [1] * 8) == {**split, "d": range(0)}
     lost = agreed(1, 3, a=computed["a"], b=computed["b"])
     for share in (shares["a"], shares["b"]):
-        assert share.assign(lost, lambda _: 8) == {"a": range(4), "b": range(4, 8)}
+        assert share.assign(lost, lambda _: [1] * 8) == {"a": range(4), "b": range(4, 8)}
     assert shares["a"].own_range(2) == range(4)
     assert shares["b"].own_range(3) == range(4, 8)
 
@@ -94,7 +105,7 @@ def test_a_replica_slowed_by_half_has_half_within_ten_steps() -> None:
         agreement = agreed(step, 1, **{name: status(speed=speed) for name, speed in speeds.items()})
         done.append({name: share.own_range(step) or range(0) for name, share in shares.items()})
         for name, share in shares.items():
-            share.assign(agreement, lambda _: 24)
+            share.assign(agreement, lambda _: [1] * 24)
             speeds[name] = smooth_speed(speeds[name], 5.0 if name == "b" and step >= 6 else 10.0)
     assert [len(runs["b"]) for runs in done[1:7]] == [12] * 6
     assert len(done[15]["b"]) == 8
@@ -103,7 +114,10 @@ def test_a_replica_slowed_by_half_has_half_within_ten_steps() -> None:
 def test_microbatches_that_two_replicas_computed_are_split_anew() -> None:
     both = agreed(0, a=status(microbatches=(0, 2)), b=status(microbatches=(1, 4), since=1))
     for name in "ab":
-        assert SplitPlanner(name).assign(both, lambda _: 4) == {"a": range(2), "b": range(2, 4)}
+        assert SplitPlanner(name).assign(both, lambda _: [1] * 4) == {
+            "a": range(2),
+            "b": range(2, 4),
+        }
 
 
 def test_who_is_there_longest_writes_and_who_is_behind_does_not() -> None:

@@ -22,7 +22,7 @@ from schemas.dataset import Dataset, Segment, missing_column_defaults, read_with
 from schemas.files import CheckedFile
 from schemas.group_files import read_group
 from schemas.layout import DATA_DIRECTORIES, EVALUATION, TRAIN, part_path
-from schemas.order import Order, Step, blocks_of_rank
+from schemas.order import Order, Step, blocks_of_rank, runs_of_ranks
 from trainer.data.collate import Batch, BlockRange, Microbatches, collate, make_microbatches
 from trainer.data.decode import SAMPLES, BatchSpec, BlockCounts, RowGroup, decode, padding_row_group
 
@@ -41,11 +41,17 @@ R = TypeVar("R")
 class _BlockIndex:
     """Row group, and index in it, of each block of a segment."""
 
-    def __init__(self, segment: Segment, groups: Sequence[str]) -> None:
+    def __init__(self, segment: Segment, groups: Sequence[str], *, expanded: bool) -> None:
         self.segment = segment
         self._blocks = segment.block_ids
         self.num_samples = segment.column("num_samples")
+        self.weight = segment.blocks["weight"].to_numpy()
+        self.num_deleted = segment.num_deleted_per_block
         self._uniques = {group: segment.num_unique(group) for group in groups}
+        lookups = segment.column("num_lookups" if expanded else "num_lookups_dedup")
+        self.work = self.num_samples + lookups  # and unique tuples, of each block
+        if not expanded:
+            self.work += sum(self._uniques.values())
         keys = segment.column("file") << 32 | segment.column("row_group")
         self._keys, self.row_group, counts = np.unique(
             keys, return_inverse=True, return_counts=True
@@ -93,6 +99,7 @@ class Reader:
         expanded: bool = False,
         find_shared: bool = False,
         lookups: bool = True,
+        equal_runs: bool = False,
     ) -> None:
         """Index the blocks of all segments; no data file is opened.
 
@@ -104,13 +111,15 @@ class Reader:
             expanded: undo the deduplication, for comparison.
             find_shared: set `Batch.shared`, for models that compute shared features once.
             lookups: set `Batch.lookups` and `Batch.groups`.
+            equal_runs: give ranks equally many blocks, not blocks with equal work.
         """
+        self._equal_runs = equal_runs
         self._lookups = lookups
         self._spec = spec
         self._order = order
         self._expanded = expanded
         self._find_shared = find_shared
-        self._segments = [_BlockIndex(s, spec.groups) for s in dataset.segments]
+        self._segments = [_BlockIndex(s, spec.groups, expanded=expanded) for s in dataset.segments]
         self._split_positions = [s.positions(split) for s in dataset.segments]
         self._absent = [missing_column_defaults(dataset, s) for s in dataset.segments]
         self._files: dict[tuple[int, str], CheckedFile] = {}
@@ -119,7 +128,6 @@ class Reader:
         # Epoch, segment and step in the segment that is read; None: the evaluation split is.
         self._current: tuple[int, int, int] | None = None
         self._last_steps = (-1, -1), np.empty(0, np.int64)  # of an epoch and a segment
-        self._block_weights: dict[_RowGroupKey, NDArray[np.float64]] = {}
         self._is_remote = any(s.directory.local is None for s in dataset.segments)
 
     def read(self, train_step: int) -> Batch:
@@ -143,8 +151,7 @@ class Reader:
             SchemaError: a file is missing, its checksum differs, or its content does not fit.
         """
         step = self._begin_step(train_step)
-        positions = self._positions(step)
-        chosen = positions[blocks_of_rank(len(positions), rank, world_size)]
+        chosen = self._positions(step)[self._runs(step, world_size)[rank]]
         batch = self._assemble(step, chosen, num_padding)
         self._fetch_ahead(train_step + 1)
         return batch
@@ -153,21 +160,23 @@ class Reader:
         """Return the number of samples of each rank in a step."""
         step = self._order.step(train_step)
         counts = self._segments[step.segment].num_samples[self._positions(step)]
-        parts = [blocks_of_rank(len(counts), rank, world_size) for rank in range(world_size)]
-        return [int(counts[part].sum()) for part in parts]
+        return [int(counts[run].sum()) for run in self._runs(step, world_size)]
 
     def total_weight(self, train_step: int) -> float:
         """Return the sum of the weights of all samples of a step, equal in every rank.
 
-        A row group is decoded once for it, if it was not decoded before for samples.
+        Where samples have weights, blocks with deleted ones are decoded.
         """
         step = self._begin_step(train_step)
-        total = 0.0
-        for key, index in self._stored_blocks(step.segment, self._positions(step)):
-            if key not in self._block_weights:
-                self._block_weights[key] = self._row_group(key).block_weights
-            total += float(self._block_weights[key][index])
-        return total
+        positions, blocks = self._positions(step), self._segments[step.segment]
+        weights, num_deleted = blocks.weight[positions], blocks.num_deleted[positions]
+        if self._spec.weight is None:
+            weights = weights - num_deleted
+        else:
+            changed = np.flatnonzero(num_deleted)
+            stored = self._stored_blocks(step.segment, positions[changed])
+            weights[changed] = [self._row_group(key).block_weights[i] for key, i in stored]
+        return float(weights.sum())
 
     def read_microbatches(
         self,
@@ -213,6 +222,16 @@ class Reader:
     def _begin_step(self, train_step: int) -> Step:
         self._current = self._order.locate(train_step)
         return self._order.step(train_step)
+
+    def work(self, step: Step) -> list[float]:
+        """Return the work of each of a training step's blocks, in batch order."""
+        return self._segments[step.segment].work[self._positions(step)].tolist()
+
+    def _runs(self, step: Step, world_size: int) -> list[slice]:
+        if self._equal_runs:
+            count = len(step.positions)
+            return [blocks_of_rank(count, rank, world_size) for rank in range(world_size)]
+        return runs_of_ranks(self.work(step), world_size)
 
     def _positions(self, step: Step) -> NDArray[np.int64]:
         """Return the positions of a step's blocks among all blocks of their segment."""

@@ -21,6 +21,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import ProcessGroupGloo
 
+from schemas.order import split_by_work
 from trainer.agreement import Agreement
 from trainer.compute import NO_MICROBATCHES
 from trainer.elastic.membership import ReplicaOptions
@@ -32,33 +33,25 @@ SPLIT_AHEAD_STEPS = 2
 """Steps that splits are fixed in advance."""
 
 
-def split_microbatches(num_microbatches: int, speeds: Mapping[str, float]) -> dict[str, range]:
+def split_microbatches(work: Sequence[float], speeds: Mapping[str, float]) -> dict[str, range]:
     """Split the microbatches of a step into one range per replica, in proportion to speed.
 
-    Ranges follow the order of names. The time of the step, the maximum of range lengths over
-    speeds, is minimal; ties are broken towards longer ranges for earlier names.
+    Ranges follow the order of names. The time of the step, the maximum of work over speed, is
+    minimal.
 
     Args:
-        num_microbatches: of the step.
-        speeds: by replica, microbatches per second, positive.
+        work: of each microbatch of the step.
+        speeds: by replica, work per second, positive.
 
     Example:
-        >>> split_microbatches(8, {"a": 2.0, "b": 1.0, "c": 1.0})
+        >>> split_microbatches([1] * 8, {"a": 2.0, "b": 1.0, "c": 1.0})
         {'a': range(0, 4), 'b': range(4, 6), 'c': range(6, 8)}
     """
     if not speeds or min(speeds.values()) <= 0:
         raise ValueError(f"speeds must be positive, got {dict(speeds)}; leave others out")
-    counts = dict.fromkeys(sorted(speeds), 0)
-    for _ in range(num_microbatches):
-        # one more for the replica that would finish it first
-        soonest = min(counts, key=lambda name: ((counts[name] + 1) / speeds[name], name))
-        counts[soonest] += 1
-    ranges: dict[str, range] = {}
-    first = 0
-    for name, count in counts.items():
-        ranges[name] = range(first, first + count)
-        first += count
-    return ranges
+    names = sorted(speeds)
+    runs = split_by_work(work, [speeds[name] for name in names])
+    return {name: range(run.start, run.stop) for name, run in zip(names, runs, strict=True)}
 
 
 def fill_missing_speeds(speeds: Mapping[str, float | None]) -> dict[str, float]:
@@ -87,7 +80,7 @@ class SplitPlanner:
         self._splits, self._staying = {}, ()
 
     def assign(
-        self, agreement: Agreement, num_microbatches: Callable[[int], int]
+        self, agreement: Agreement, work: Callable[[int], Sequence[float]]
     ) -> dict[str, range]:
         """Return the microbatches of a step by ready replica, and fix the split of a later one.
 
@@ -96,29 +89,30 @@ class SplitPlanner:
 
         Args:
             agreement: of the step that this replica is at.
-            num_microbatches: of any step; 0 where it is not known yet.
+            work: of each microbatch of any step; empty where it is not known yet.
         """
         step, ready = agreement.step, agreement.ready
         speeds = fill_missing_speeds({name: m.status.speed for name, m in ready.items()})
         owners = {name: range(*m.status.microbatches) for name, m in ready.items()}
-        if sorted(chain(*owners.values())) != list(range(num_microbatches(step))):
-            owners = split_microbatches(num_microbatches(step), speeds)
-        self._plan(step, {name: speeds[name] for name in agreement.staying}, num_microbatches)
+        of_step = work(step)
+        if sorted(chain(*owners.values())) != list(range(len(of_step))):
+            owners = split_microbatches(of_step, speeds)
+        self._plan(step, {name: speeds[name] for name in agreement.staying}, work)
         return owners
 
     def _plan(
         self,
         step: int,
         speeds: Mapping[str, float],
-        num_microbatches: Callable[[int], int],
+        work: Callable[[int], Sequence[float]],
     ) -> None:
         staying = tuple(speeds)
         changed = staying != self._staying
         self._staying = staying
         self._splits = {s: split for s, split in self._splits.items() if s > step and not changed}
         for later in range(step + 1, step + SPLIT_AHEAD_STEPS + 1) if staying else ():
-            if later not in self._splits and num_microbatches(later):
-                self._splits[later] = split_microbatches(num_microbatches(later), speeds)
+            if later not in self._splits and (of_step := work(later)):
+                self._splits[later] = split_microbatches(of_step, speeds)
 
 
 # ---- Messages between all replicas ----

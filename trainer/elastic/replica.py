@@ -121,7 +121,7 @@ class ReplicaPeers(Peers):
             if agreement.step > loop.step:
                 return agreement
             loop.process(agreement)
-            owners = self._splits.assign(agreement, loop.context.num_microbatches)
+            owners = self._splits.assign(agreement, loop.context.work)
             if owners[self.name] != own:
                 own = owners[self.name]
                 sums = self._compute.compute(loop.step, own)
