@@ -349,6 +349,7 @@ class DataLoader(IterableDataset[Batch]):
             expanded=not self._deduplicated,
             lookups=self._lookups,
             equal_runs=self._equal_batches,
+            num_sharing=max(self.world_size, _worker()[1]),
         )
 
     def _order_of(self, dataset: Dataset) -> Order:

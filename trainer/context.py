@@ -92,6 +92,7 @@ class RunContext:
             spec_of(span.dataset, config.dtype),
             expanded=self.options.expanded,
             find_shared=uses_shared_features(config),
+            num_sharing=2 if self.is_replica else 1,
         )
         step_rows = StepRows(span.dataset, span.order, tables) if self.is_replica else None
         self._span_reader = _SpanReader(span, reader, step_rows)

@@ -223,7 +223,7 @@ class RowGroup:
         """Bytes of the arrays; shared ones count once."""
         flat = [self.labels, self.weights, self.dense, *self.kept.values(), *self.inverse.values()]
         lists = [*self.sparse.values(), *self.per_sample_weights.values()]
-        arrays = [*flat, *(x for each in lists for x in each.arrays)]
+        arrays = map(whole_array, [*flat, *(x for each in lists for x in each.arrays)])
         return sum({x.ctypes.data: x.nbytes for x in arrays}.values())
 
     @cached_property
@@ -234,6 +234,13 @@ class RowGroup:
             [lists.arrays for lists in self.sparse.values()],
             [weights[f].arrays if f in weights else None for f in self.sparse],
         )
+
+
+def whole_array(array: Array) -> Array:
+    """Return the offsets that an array of starts or ends is a view of, or the array itself."""
+    base = array.base
+    is_view = isinstance(base, np.ndarray) and base.flags.c_contiguous
+    return base if is_view and base.ndim == 1 and base.size <= array.size + 1 else array
 
 
 def padding_row_group(spec: BatchSpec, num_samples: int) -> RowGroup:

@@ -6,6 +6,7 @@ are neighbours in a row group are collated as one range.
 
 from __future__ import annotations
 
+import errno
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,10 +26,13 @@ from schemas.layout import DATA_DIRECTORIES, EVALUATION, TRAIN, part_path
 from schemas.order import Order, Step, blocks_of_rank, runs_of_ranks
 from trainer.data.collate import Batch, BlockRange, Microbatches, collate, make_microbatches
 from trainer.data.decode import SAMPLES, BatchSpec, BlockCounts, RowGroup, decode, padding_row_group
+from trainer.data.shared_row_groups import SharedRowGroups, open_shared_row_groups
 
 CACHE_BYTES = 512 << 20
 """Decoded row groups that are kept, besides those with blocks that are still to be read."""
 
+STEPS_BEHIND = 16
+"""Steps that a process may be behind another one that reads the same row groups."""
 AHEAD_STEPS, AHEAD_ROW_GROUPS = 16, 8
 """Row groups at a store are fetched so many steps before they are read, at most so many at once."""
 
@@ -100,6 +104,7 @@ class Reader:
         find_shared: bool = False,
         lookups: bool = True,
         equal_runs: bool = False,
+        num_sharing: int = 1,
     ) -> None:
         """Index the blocks of all segments; no data file is opened.
 
@@ -112,7 +117,13 @@ class Reader:
             find_shared: set `Batch.shared`, for models that compute shared features once.
             lookups: set `Batch.lookups` and `Batch.groups`.
             equal_runs: give ranks equally many blocks, not blocks with equal work.
+            num_sharing: processes that read the same steps. Those of one machine share decoded row
+                groups.
         """
+        self._cache_bytes = CACHE_BYTES // num_sharing
+        self._shared: SharedRowGroups | None = None
+        if num_sharing > 1:
+            self._shared = open_shared_row_groups(_identity(dataset, spec))
         self._equal_runs = equal_runs
         self._lookups = lookups
         self._spec = spec
@@ -211,6 +222,12 @@ class Reader:
                 yield self._assemble(Step(count, 0, index, chosen), chosen)
                 count += 1
 
+    def close(self) -> None:
+        """Drop decoded row groups, and leave shared memory."""
+        self._decoded.clear()
+        if self._shared is not None:
+            self._shared.close()
+
     def blocks_of(self, step: Step) -> NDArray[np.int64]:
         """Return the ids of a training step's blocks, in batch order."""
         return self._segments[step.segment].segment.block_ids[self._positions(step)]
@@ -268,23 +285,40 @@ class Reader:
 
     def _row_group(self, key: _RowGroupKey) -> RowGroup:
         if key not in self._decoded:
-            decoded = self._decode(key)
+            decoded = self._decode(key) if self._shared is None else self._share(key, self._shared)
             self._decoded[key] = decoded
             self._num_bytes += decoded.num_bytes
             self._evict()
         self._decoded.move_to_end(key)
         return self._decoded[key]
 
+    def _share(self, key: _RowGroupKey, shared: SharedRowGroups) -> RowGroup:
+        """Return a row group from shared memory, or decode it here if there is no room."""
+        try:
+            return shared.get(self._shared_name(key), lambda: self._decode(key))
+        except OSError as error:
+            if error.errno != errno.ENOSPC:
+                raise
+            return self._decode(key)
+
+    def _shared_name(self, key: _RowGroupKey) -> str:
+        return f"{self._segments[key[0]].segment.id}-{key[1]}"
+
     def _evict(self) -> None:
-        """Remove row groups that are not read again in the epoch while all exceed `CACHE_BYTES`."""
+        """Remove row groups that are not read again in the epoch while all are too large."""
         for key in list(self._decoded)[:-1]:
-            if self._num_bytes <= CACHE_BYTES:
+            if self._num_bytes <= self._cache_bytes:
                 return
             if not self._is_live(key):
                 self._num_bytes -= self._decoded.pop(key).num_bytes
+                if self._shared is not None:
+                    self._shared.discard(self._shared_name(key))
 
     def _is_live(self, key: _RowGroupKey) -> bool:
-        """Return whether the current or a later step of the segment reads a row group."""
+        """Return whether the current or a later step of the segment reads a row group.
+
+        Other processes may be some steps behind.
+        """
         segment, row_group = key
         if self._current is None or self._current[1] != segment:
             return False
@@ -293,7 +327,8 @@ class Reader:
             blocks = self._split_positions[segment][self._order.blocks_of(epoch, segment)]
             last = self._segments[segment].last_steps(blocks, self._order.blocks_per_batch)
             self._last_steps = (epoch, segment), last
-        return bool(self._last_steps[1][row_group] >= step)
+        behind = 0 if self._shared is None else STEPS_BEHIND
+        return bool(self._last_steps[1][row_group] + behind >= step)
 
     def _decode(self, key: _RowGroupKey) -> RowGroup:
         segment, blocks = key[0], self._segments[key[0]]
@@ -344,6 +379,13 @@ class Reader:
             file = self._segments[segment].segment.file(path, texts_as_codes=True)
             self._files[segment, path] = file
         return self._files[segment, path]
+
+
+def _identity(dataset: Dataset, spec: BatchSpec) -> str:
+    """Return a text that differs where decoded row groups do."""
+    segments = [segment.reference.manifest_sha256 for segment in dataset.segments]
+    deleted = dataset.manifest.tombstones_sha256
+    return repr((str(dataset.directory), deleted, segments, dataset.column_types, spec))
 
 
 def prefetch(

@@ -1,0 +1,118 @@
+"""Processes that read the same steps decode each row group once together."""
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from schemas.dataset import open_dataset
+from tests.trainer.make_dataset import make_dataset, write_job
+from tests.trainer.runs import SEGMENTS
+from trainer.data import reader, shared_row_groups
+from trainer.data.decode import spec_of
+from trainer.data.reader import Reader
+from trainer.data.shared_row_groups import SharedRowGroups
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    job = write_job(tmp_path_factory.mktemp("job"))
+    return make_dataset(tmp_path_factory.mktemp("data") / "dataset", job, SEGMENTS)
+
+
+@pytest.fixture
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a directory in place of the shared memory, of which none needs to be free."""
+    monkeypatch.setattr(shared_row_groups, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(shared_row_groups, "MIN_FREE_BYTES", 0)
+    return tmp_path
+
+
+def readers(dataset: Path, count: int, shuffle: str = "blocks", **options: bool) -> list[Reader]:
+    opened = open_dataset(dataset)
+    order, spec = opened.order(64, 2, shuffle, 5), spec_of(opened, "float32", ("session",))
+    return [Reader(opened, order, spec, num_sharing=count, **options) for _ in range(count)]
+
+
+@pytest.mark.parametrize("shuffle", ["none", "blocks"])
+@pytest.mark.parametrize("world_size", [2, 3, 5, 8])
+def test_row_group_is_decoded_once_an_epoch_in_all_ranks_together(
+    dataset: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, world_size: int, shuffle: str
+) -> None:
+    decoded: list[list[int]] = []
+
+    def count(spec, counts, read):
+        decoded.append(counts.blocks.tolist())
+        return decode(spec, counts, read)
+
+    decode = reader.decode
+    (alone,) = readers(dataset, 1, shuffle)
+    ranks = readers(dataset, world_size, shuffle)
+    expected = [alone.read(step) for step in range(32)]
+    monkeypatch.setattr(reader, "decode", count)
+    monkeypatch.setattr(reader, "CACHE_BYTES", 0)
+    for rank in ranks:
+        rank._cache_bytes = 0
+    for step, batch in enumerate(expected):
+        parts = [each.read_rank(step, i, world_size) for i, each in enumerate(ranks)]
+        assert torch.equal(torch.cat([part.labels for part in parts]), batch.labels)
+        assert torch.equal(torch.cat([part.dense for part in parts]), batch.dense)
+        kept = np.concatenate([part.kept["session"] for part in parts])
+        assert np.array_equal(kept, batch.kept["session"])
+        if step == 15:
+            segments = open_dataset(dataset).segments
+            ids = [np.frombuffer(s.row_groups("train"), np.int32) for s in segments]
+            assert len(decoded) == sum(len(np.unique(each)) for each in ids)
+    assert len(decoded) <= 2 * sum(len(np.unique(each)) for each in ids)
+    for rank in ranks:
+        rank.close()
+    assert not list(memory.glob("*/*"))
+
+
+def test_row_group_is_decoded_where_shared_memory_is_full_or_small(
+    dataset: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fill(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    (alone,) = readers(dataset, 1)
+    full = readers(dataset, 2)[0]
+    monkeypatch.setattr(shared_row_groups, "_dump", fill)
+    assert torch.equal(full.read(3).dense, alone.read(3).dense)
+    monkeypatch.setattr(shared_row_groups, "MIN_FREE_BYTES", 1 << 60)
+    assert readers(dataset, 2)[0]._shared is None
+
+
+def test_directory_is_removed_when_no_process_uses_it(memory: Path) -> None:
+    code = "import sys, time; from pathlib import Path\n"
+    code += "from trainer.data.shared_row_groups import SharedRowGroups\n"
+    code += (
+        "used = SharedRowGroups(Path(sys.argv[1]), 'theirs'); print(1, flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(memory)], stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        (theirs,) = memory.glob("*/*")
+        ours = SharedRowGroups(memory, "ours")
+        assert len(list(memory.glob("*/*"))) == 2
+        process.kill()
+        process.wait()
+        assert theirs.exists()
+        ours.close()
+        SharedRowGroups(memory, "next").close()
+    assert not list(memory.glob("*/*"))
+
+
+def test_directory_that_others_may_write_is_refused(memory: Path) -> None:
+    parent = memory / f"presage-{os.getuid()}"
+    parent.mkdir(mode=0o777)
+    parent.chmod(0o777)
+    with pytest.raises(PermissionError, match="must be private to this user"):
+        SharedRowGroups(memory, "ours")
