@@ -141,11 +141,11 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
         batch = batch.to(device)
         logits = model(batch.dense_features, batch.sparse_features)
         losses = binary_cross_entropy_with_logits(logits, batch.labels, reduction="none")
-        loss = (losses * batch.weights).sum() / batch.global_weight
+        loss = batch.mean_loss(losses, averaging_ranks=world_size)
         optimizer.zero_grad()
-        (loss * world_size).backward()  # DDP and the sharded tables average over ranks
+        loss.backward()
         optimizer.step()
-        total = loss.detach()
+        total = loss.detach() / world_size
         dist.all_reduce(total)
         if rank == 0:
             print(f"epoch {batch.epoch} step {batch.step} loss {total.item():.9g}", flush=True)

@@ -46,6 +46,20 @@ class Batch(Pipelineable):
         """Samples without padding."""
         return len(self.labels) - self.num_padding
 
+    def mean_loss(self, losses: torch.Tensor, averaging_ranks: int = 1) -> torch.Tensor:
+        """Return the part of this rank in the weighted mean loss of the global batch.
+
+        The parts of all ranks sum to the loss of one process with the whole batch, and so do their
+        gradients, whatever samples a rank has.
+
+        Args:
+            losses: (B,), of each sample.
+            averaging_ranks: ranks over which gradients are averaged: the world size under
+                `DistributedDataParallel` and TorchRec's `DistributedModelParallel`, 1 where they
+                are summed.
+        """
+        return (losses * self.weights).sum() * (averaging_ranks / self.global_weight)
+
     def __repr__(self) -> str:
         """Return the shape of each tensor, a line each."""
         padding = f" and {self.num_padding:,} of padding" if self.num_padding else ""

@@ -44,6 +44,8 @@ def bag_table(name: str, *features: str, dim: int = 8) -> EmbeddingBagConfig:
 class Ranker(nn.Module):
     """Pooled users and pages, and the mean of each list of items."""
 
+    averaging_ranks = 1
+
     def __init__(self, source: Source, transform: Transform, optimizer: str, dim: int) -> None:
         super().__init__()
         torch.manual_seed(0)
@@ -71,7 +73,7 @@ class Ranker(nn.Module):
             vectors.append(sums / lengths.clamp(min=1)[:, None])
         logits = self.top(torch.cat(vectors, dim=1)).squeeze(1)
         losses = binary_cross_entropy_with_logits(logits, batch.labels, reduction="none")
-        return (losses * batch.weights).sum() / batch.global_weight
+        return batch.mean_loss(losses, self.averaging_ranks)
 
 
 def select(sparse: KeyedJaggedTensor, keys: list[str]) -> KeyedJaggedTensor:

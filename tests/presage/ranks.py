@@ -23,6 +23,7 @@ def train(rank: int, world_size: int, folder: Path) -> None:
             "gloo", init_method=f"file://{folder / 'ranks'}", rank=rank, world_size=world_size
         )
     ranker = Ranker(None, TRANSFORMS["split"], "rowwise_adagrad", 4)
+    ranker.averaging_ranks = world_size
     model: Any = DistributedDataParallel(ranker) if world_size > 1 else ranker
     dense = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = loader_of(
@@ -32,10 +33,10 @@ def train(rank: int, world_size: int, folder: Path) -> None:
     counts: list[int] = []
     for batch in loader:
         loss = model(batch)
-        losses.append(loss.item())
+        losses.append(loss.item() / world_size)
         counts.append(batch.num_samples)
         dense.zero_grad()
-        (loss * world_size).backward()
+        loss.backward()
         dense.step()
     found = {"losses": losses, "counts": counts, "rows": all_rows(ranker)}
     found["dense"] = {name: p.detach() for name, p in ranker.named_parameters()}

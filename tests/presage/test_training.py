@@ -53,7 +53,7 @@ class Ranker(nn.Module):
         pooled = self.rows(batch.sparse_features).values()
         logits = self.top(torch.cat([pooled, batch.dense_features], dim=1)).squeeze(1)
         losses = binary_cross_entropy_with_logits(logits, batch.labels, reduction="none")
-        return (losses * batch.weights).sum() / batch.global_weight, logits
+        return batch.mean_loss(losses), logits
 
 
 def test_tables_of_torchrec_are_those_of_the_job() -> None:
