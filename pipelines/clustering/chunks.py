@@ -34,11 +34,14 @@ needs about five times as much memory if nothing repeats."""
 _POSITION = "_position_"
 
 
-def cluster_chunks(parts: Iterable[Tuples], data: DataConfig) -> Iterator[Clustered]:
+def cluster_chunks(
+    parts: Iterable[Tuples], data: DataConfig, *, shuffled: bool = True
+) -> Iterator[Clustered]:
     """Yield the samples of a part in their final order, in chunks of whole blocks.
 
     `parts` have all samples of some session keys, in any order. They are iterated twice, in the
-    same order, if they do not fit in memory.
+    same order, if they do not fit in memory. Session keys are in the order of their hashes, or of
+    their times if not `shuffled`.
     """
     keys, sizes = [], list[NDArray[np.int64]]()
     kept: list[Tuples] = []
@@ -52,7 +55,7 @@ def cluster_chunks(parts: Iterable[Tuples], data: DataConfig) -> Iterator[Cluste
         else:
             kept.clear()
     keys[:] = [concat_sort_keys(keys)]  # frees the parts before the samples are sorted
-    order = sort_samples(keys.pop(), data)
+    order = sort_samples(keys.pop(), data, shuffled=shuffled)
     chunks = split_at_blocks(order.block, np.concatenate(sizes)[order.rows], CHUNK_BYTES)
     del sizes
     yield from _kept_chunks(kept, order, chunks) if kept else _spilled_chunks(parts, order, chunks)

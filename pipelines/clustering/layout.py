@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from math import inf
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -91,22 +92,41 @@ def _candidates_of(kind: pa.DataType) -> dict[str, Sequence[str]]:
     return {c.path[1:]: _CANDIDATES.get(c.physical_type, ("PLAIN",)) for c in columns}
 
 
-def choose_encodings(table: pa.Table) -> dict[str, str]:
-    """Write the first rows of each column in every encoding, and return the smallest ones.
+class Trial(NamedTuple):
+    """The smallest encoding of a leaf, and the estimated bytes of all its rows in it."""
 
-    `table` has the rows of a file, or of its first row group.
-    """
-    chosen: dict[str, str] = {}
+    num_bytes: float
+    encoding: str
+
+
+Trials = Mapping[str, Trial]
+"""Parquet column path to its smallest encoding."""
+
+
+def choose_encodings(table: pa.Table) -> dict[str, str]:
+    """Return the smallest encoding of each leaf of a table of a file, or of its first row group."""
+    return {leaf: trial.encoding for leaf, trial in try_encodings(table).items()}
+
+
+def try_encodings(table: pa.Table) -> dict[str, Trial]:
+    """Write the first rows of each column in every encoding."""
+    smallest: dict[str, Trial] = {}
     for name in table.column_names:
         column = trial_rows(table.select([name]))
+        scale = table.num_rows / max(1, column.num_rows)
         candidates = candidate_encodings(column.schema.field(0))
-        smallest = dict.fromkeys(candidates, inf)
+        smallest |= dict.fromkeys(candidates, Trial(inf, ""))
         for index in range(max(map(len, candidates.values()), default=0)):
             trial = {path: names[min(index, len(names) - 1)] for path, names in candidates.items()}
             for path, size in encoded_bytes(column, trial).items():
-                if size < smallest[path]:
-                    smallest[path], chosen[path] = size, trial[path]
-    return chosen
+                if size * scale < smallest[path].num_bytes:
+                    smallest[path] = Trial(size * scale, trial[path])
+    return smallest
+
+
+def num_bytes(trials: Trials) -> float:
+    """Return the estimated bytes of the columns of a table."""
+    return sum(trial.num_bytes for trial in trials.values())
 
 
 def trial_rows(column: pa.Table) -> pa.Table:
@@ -162,10 +182,12 @@ class GroupLayout:
     Attributes:
         shared_tuples: store each distinct tuple once per row group, not once per block.
         windows: list features that are stored as windows over buffers.
+        repeated: one row per sample, not per unique tuple of a block.
     """
 
     shared_tuples: bool = False
     windows: tuple[str, ...] = ()
+    repeated: bool = False
 
 
 @dataclass(frozen=True, slots=True)

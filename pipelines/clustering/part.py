@@ -94,18 +94,17 @@ def build_part(
     """Cluster, deduplicate and write the samples of one part, chunk by chunk.
 
     `samples` are all of the part's sessions, in any order, at least one. They are iterated twice if
-    they do not fit in memory. A layout that is still being chosen is awaited before the first
-    write.
+    they do not fit in memory. A layout that is still being chosen is awaited once they are sorted.
     """
     with PartFiles(root) as files:
         writer: PartWriter | None = None
         results: list[PartResult] = []
         for clustered in cluster_chunks(samples, data):
-            star = to_star(clustered, file_index, data, fitted)
-            slices = split_statistics(star, clustered, data, features)
             if writer is None:
                 chosen = layout.result() if isinstance(layout, Future) else layout
                 writer = PartWriter(files, file_index, chosen)
+            star = to_star(clustered, file_index, data, fitted, writer.layout.repeated)
+            slices = split_statistics(star, clustered, data, features)
             lookups = {f: lookups_per_block(star, data, f) for f in data.table_of_feature}
             blocks = writer.add(star, clustered, block_sums(star, data, features.weight, lookups))
             results.append(

@@ -1,14 +1,15 @@
 """Samples of a part in their total order, clustered by session, in blocks, as a star schema.
 
 Samples of a part are sorted by (split, window, hash of the session key, session key, time, file,
-position in the file, list index); parts are ranges of the hash. So the bytes do not depend on the
-number of workers or on the worker that read a row. The star schema has one row per unique tuple of
-a block for each group.
+position in the file, list index) and cut into blocks; parts are ranges of the hash. Within a block,
+session keys are then ordered by time, because neighbours in time compress better. So the bytes do
+not depend on the number of workers or on the worker that read a row. The star schema has one row
+per unique tuple of a block for each group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -25,6 +26,7 @@ from schemas.arrays import (
     comparable,
     offsets_of,
     one_chunk,
+    ranges,
     stable_order,
     take_rows,
     take_values,
@@ -169,39 +171,73 @@ def concat_sort_keys(parts: Sequence[SortKeys]) -> SortKeys:
     )
 
 
-def sort_samples(columns: SortKeys, data: DataConfig) -> SampleOrder:
+def sort_samples(columns: SortKeys, data: DataConfig, *, shuffled: bool = True) -> SampleOrder:
     """Return the final order of samples.
 
-    `columns` are those of all samples of some session keys, in any order.
+    `columns` are those of all samples of some session keys, in any order. Blocks are in the order
+    of hashes, or of times if not `shuffled`.
     """
     codes = _ranks(columns.keys)[columns.key]
     rows = np.lexsort((columns.index, columns.origin, columns.time))
     rows = rows[stable_order(codes[rows])]
     codes, time = codes[rows], columns.time[rows]
     starts = _session_starts(codes, time, data.session.gap)
-    del codes, columns
     session = np.cumsum(starts, dtype=np.int64)
     window = _windows(time, starts, data.window.span)
     evaluation = np.zeros(len(time), bool)
     if data.split.evaluation_from is not None:
         evaluation = time >= microseconds(data.split.evaluation_from)
-    del time, starts
+    del codes, starts
     by_range = _order_of_ranges(evaluation, window)
-    rows, session = rows[by_range], session[by_range]
+    rows, session, time = rows[by_range], session[by_range], time[by_range]
     window, evaluation = window[by_range], evaluation[by_range]
-    del by_range
-    in_split = _changes(session, evaluation)
+    in_split, opens = _changes(session, evaluation), _first_of_each(session)
     lengths = np.zeros(len(rows), np.int64)
     lengths[in_split] = np.diff(np.flatnonzero(in_split), append=len(rows))
-    return SampleOrder(
-        rows,
-        in_split,
-        lengths,
-        _first_of_each(session),
-        evaluation,
-        window,
-        cut_blocks(_changes(window, evaluation), data.block_samples),
+    block = cut_blocks(_changes(window, evaluation), data.block_samples)
+    del by_range, session
+    by_block = _order_by_time(
+        block if shuffled else np.zeros_like(block), columns.key[rows], time, columns.keys
     )
+    return SampleOrder(
+        rows[by_block],
+        in_split[by_block],
+        lengths[by_block],
+        opens[by_block],
+        evaluation,  # a block has one split and one window
+        window,
+        block,
+    )
+
+
+def _order_by_time(
+    block: NDArray[np.int64], key: NDArray[np.int32], time: NDArray[np.int64], keys: pa.Array
+) -> NDArray[np.int64]:
+    """Return the order of samples by block, first time of the session key in it, and session key.
+
+    A key with which a block ends and the next one begins stays last and first there, so that the
+    samples of a session are side by side.
+
+    Args:
+        block: (num_samples,) ascending.
+        key: (num_samples,) index of each sample's session key in `keys`, side by side in a block.
+        time: (num_samples,) ascending for each key of a block.
+        keys: distinct session keys.
+    """
+    starts = np.flatnonzero(_changes(block, key))
+    continued = ~_changes(key[starts])
+    place = np.zeros(len(starts), np.int8)
+    place[:-1] += continued[1:]
+    place -= continued
+    columns = time[starts], place, block[starts]
+    order = np.lexsort(columns)
+    is_tied = ~_changes(*(column[order] for column in columns))
+    is_tied[:-1] |= is_tied[1:]
+    if is_tied.any():
+        tied = order[is_tied]
+        rank = pc.rank(take_values(keys, key[starts[tied]])).to_numpy()
+        order[is_tied] = tied[np.lexsort((rank, *(column[tied] for column in columns)))]
+    return ranges(starts[order], np.diff(starts, append=len(block))[order])
 
 
 def _order_of_ranges(evaluation: NDArray[np.bool_], window: NDArray[np.int32]) -> NDArray[np.int64]:
@@ -281,7 +317,7 @@ class Star:
 
     Attributes:
         samples: one row per sample: block, columns without a group, inverse indices.
-        groups: one row per unique tuple of a block.
+        groups: one row per unique tuple of a block, or per sample.
         samples_per_block: (num_blocks,) int64.
         unique_per_block: group to (num_blocks,) int64.
         samples_per_tuple: group to (num_unique,) int64.
@@ -297,11 +333,16 @@ class Star:
 
 
 def to_star(
-    clustered: Clustered, file_index: int, data: DataConfig, fitted: FittedValues | None = None
+    clustered: Clustered,
+    file_index: int,
+    data: DataConfig,
+    fitted: FittedValues | None = None,
+    repeated: Container[str] = (),
 ) -> Star:
     """Deduplicate each group within each block and apply the transforms.
 
-    `file_index`, the number of the part, makes the upper bits of its block ids.
+    `file_index`, the number of the part, makes the upper bits of its block ids. The `repeated`
+    groups are not deduplicated: they get a row for each sample.
     """
     fitted = fitted or FittedValues()
     num_blocks = int(clustered.block[-1]) + 1 if len(clustered.block) else 0
@@ -318,7 +359,10 @@ def to_star(
     samples_per_tuple: dict[str, NDArray[np.int64]] = {}
     stored_tuples: dict[str, NDArray[np.int64]] = {}
     for group, names in data.groups.items():
-        stored, inverse = unique_in_ranges(clustered.block, tuples.references[group])
+        if group in repeated:
+            stored = inverse = np.arange(len(clustered.block))
+        else:
+            stored, inverse = unique_in_ranges(clustered.block, tuples.references[group])
         counts = np.bincount(clustered.block[stored], minlength=num_blocks).astype(np.int64)
         starts = offsets_of(counts)[:-1]
         unique_index = np.arange(len(stored)) - np.repeat(starts, counts)

@@ -8,9 +8,9 @@ does not depend on workers, files or retries.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -24,12 +24,15 @@ from numpy.typing import NDArray
 from pipelines.clustering.layout import (
     TRIAL_ROWS,
     Encodings,
+    GroupLayout,
     Layouts,
-    choose_encodings,
+    Trials,
     choose_layouts,
     directory_of,
+    num_bytes,
     open_writer,
     stored_tables,
+    try_encodings,
 )
 from pipelines.clustering.star import Clustered, SortKeys, Star, cluster, sort_keys, to_star
 from pipelines.samples.tuples import Tuples, concat_tuples, drop_unused_tuples, hash_session_keys
@@ -43,6 +46,7 @@ from schemas.layout import (
     FILE_SHIFT,
     TRAIN,
     blocks_schema,
+    inverse_column,
     num_unique_column,
     part_path,
 )
@@ -52,6 +56,8 @@ LOOKUPS = "lookups"
 """Directory of the oracle's input below a segment being built; removed before the commit."""
 LAYOUT_SAMPLES = TRIAL_ROWS
 """Approximate number of samples from which the layout is chosen."""
+TRIFLE = 0.0025
+"""Share of all bytes that a group may take beyond its plain columns, with at most 8 groups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +71,11 @@ class SegmentLayout:
     encodings: Mapping[str, Encodings]
     num_parts: int = 1
 
+    @property
+    def repeated(self) -> set[str]:
+        """Groups that are stored per sample."""
+        return {group for group, layout in self.layouts.items() if layout.repeated}
+
 
 def choose_segment_layout(
     parts: Iterable[Tuples],
@@ -74,22 +85,63 @@ def choose_segment_layout(
 ) -> SegmentLayout:
     """Choose the layout of a segment from the samples of one part.
 
+    A group that takes more bytes than its plain columns is stored per sample: a number of a few
+    bits that repeats irregularly takes less than its inverse index.
+
     `parts` have all samples of the part's sessions, at least one, in any order.
     """
-    star = to_star(cluster(sample_sessions(parts, data), data), 0, data, fitted)
+    clustered = cluster(sample_sessions(parts, data), data)
+    star = to_star(clustered, 0, data, fitted)
     layouts = choose_layouts(star)
+    samples = try_encodings(star.samples.drop_columns([inverse_column(g) for g in layouts]))
+    groups = {group: try_group(star, group, layout) for group, layout in layouts.items()}
+    trifle = TRIFLE * (num_bytes(samples) + sum(g.num_bytes for g in groups.values()))
+    doubtful = {name: g for name, g in groups.items() if num_bytes(g.inverse) > trifle}
+    if doubtful:
+        plain = to_star(clustered, 0, data, fitted, doubtful)
+        layouts = choose_layouts(plain)
+        for name, group in doubtful.items():
+            columns = try_group(plain, name, GroupLayout(repeated=True))
+            if columns.num_bytes < group.num_bytes - trifle:
+                other = try_group(plain, name, replace(layouts[name], repeated=True))
+                groups[name] = min(columns, other, key=lambda trial: trial.num_bytes)
+    directory = directory_of(part_path(0, "samples"))
+    tables = {directory: samples | {c: t for g in groups.values() for c, t in g.inverse.items()}}
+    tables |= {path: trials for g in groups.values() for path, trials in g.tables.items()}
     encodings = {
-        directory: choose_encodings(table) for directory, table in iter_tables(star, layouts)
+        p: {leaf: t.encoding for leaf, t in trials.items()} for p, trials in tables.items()
     }
-    return SegmentLayout(layouts, encodings, num_parts)
+    return SegmentLayout({name: g.layout for name, g in groups.items()}, encodings, num_parts)
 
 
-def iter_tables(star: Star, layouts: Layouts) -> Iterator[tuple[str, pa.Table]]:
-    """Yield (directory, table) for each table of a part as it is stored, samples first."""
-    yield directory_of(part_path(0, "samples")), star.samples
-    for group, layout in layouts.items():
-        for file in stored_tables(group, star, layout, [star.groups[group].num_rows], 0):
-            yield directory_of(file.path), file.table
+@dataclass(frozen=True, slots=True)
+class GroupTrial:
+    """A layout of a group that was tried.
+
+    Attributes:
+        layout: the layout.
+        inverse: trial of its inverse indices.
+        tables: directory of each of its files to the trials of the columns.
+    """
+
+    layout: GroupLayout
+    inverse: Trials
+    tables: Mapping[str, Trials]
+
+    @property
+    def num_bytes(self) -> float:
+        """Estimated bytes of the group."""
+        return sum(map(num_bytes, (self.inverse, *self.tables.values())))
+
+
+def try_group(star: Star, group: str, layout: GroupLayout) -> GroupTrial:
+    """Try the encodings of the files of a group."""
+    files = stored_tables(group, star, layout, [star.groups[group].num_rows], 0)
+    return GroupTrial(
+        layout,
+        try_encodings(star.samples.select([inverse_column(group)])),
+        {directory_of(file.path): try_encodings(file.table) for file in files},
+    )
 
 
 def sample_sessions(
@@ -232,7 +284,7 @@ class PartWriter:
         """Store the arguments."""
         self._files = files
         self._file_index = file_index
-        self._layout = layout
+        self.layout = layout
         self._written: Counter[str] = Counter()
         self._num_row_groups = 0
 
@@ -247,13 +299,13 @@ class PartWriter:
             clustered.is_evaluation[first_sample],
             clustered.window[first_sample],
             _bytes_per_block(star),
-            windows_limit=min(ROW_GROUP_BYTES, WINDOWS_BYTES // self._layout.num_parts),
+            windows_limit=min(ROW_GROUP_BYTES, WINDOWS_BYTES // self.layout.num_parts),
         )
         counts = [int(star.samples_per_block[g.first : g.end].sum()) for g in groups]
         self._write(part_path(self._file_index, "samples"), star.samples, counts)
         for name in star.groups:
             unique = [int(star.unique_per_block[name][g.first : g.end].sum()) for g in groups]
-            layout = self._layout.layouts[name]
+            layout = self.layout.layouts[name]
             for file in stored_tables(
                 name, star, layout, unique, self._file_index, dict(self._written)
             ):
@@ -265,7 +317,7 @@ class PartWriter:
         return blocks
 
     def _write(self, path: str, table: pa.Table, rows_per_group: Sequence[int]) -> None:
-        encodings = self._layout.encodings[directory_of(path)]
+        encodings = self.layout.encodings[directory_of(path)]
         open_file = partial(open_writer, schema=table.schema, encodings=encodings)
         writer, start = self._files.writer(path, open_file), 0
         for count in rows_per_group:

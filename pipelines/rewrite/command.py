@@ -287,7 +287,7 @@ class FlatStage:
         writer: pq.ParquetWriter | None = None
         path = self.context.segment_root / part_path(part)
         with path.new_file() as partial, ExitStack() as opened:
-            for clustered in cluster_chunks(samples, self.context.data):
+            for clustered in cluster_chunks(samples, self.context.data, shuffled=False):
                 rows = clustered.samples.samples.select(self.schema.names)
                 stored = encoded(rows, self.schema)
                 per_group = max(1, int(ROW_GROUP_BYTES * rows.num_rows / max(1, stored.nbytes)))

@@ -202,6 +202,7 @@ def _group_problems(
     segment: Segment, dataset: Dataset, file_index: int, row_group: int
 ) -> Iterator[str]:
     chosen = blocks_of_row_group(segment, file_index, row_group)
+    num_samples = segment.column("num_samples")
     for group, columns in dataset.job.data.groups.items():
         table = read_group(segment.file, group, file_index, row_group)
         location = f"group {group} in row group {row_group} of part {file_index}"
@@ -209,6 +210,8 @@ def _group_problems(
         expected = np.repeat(segment.block_ids[chosen], segment.num_unique(group)[chosen])
         if not np.array_equal(blocks, expected):
             yield f"{location}: tuples per block differ from blocks.parquet"
+        if np.array_equal(segment.num_unique(group), num_samples):
+            continue  # stored per sample
         first, _ = unique_tuples([blocks, *comparable_tuple(table, columns)])
         if len(first) != table.num_rows:
             yield f"{location}: {table.num_rows - len(first)} tuples are not unique in their block"

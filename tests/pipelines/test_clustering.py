@@ -115,6 +115,20 @@ def test_cluster_orders_as_plain_sorting_does_whatever_order_rows_arrive_in(
     expected = sorted(
         range(len(rows)), key=lambda i: (held[i], hashes[i], rows[i][0], rows[i][1], i)
     )
+    places = list(zip(found.block.tolist(), expected, strict=True))
+    ends = {b: rows[i][0] for b, i in places}
+    begins = {b: rows[i][0] for b, i in reversed(places)}
+    first: dict[tuple[int, int], int] = {}
+    for b, i in places:
+        first.setdefault((b, rows[i][0]), rows[i][1])
+
+    def place(p: tuple[int, int]) -> tuple[int, ...]:
+        b, key = p[0], rows[p[1]][0]
+        goes_on = (ends[b] == key == begins.get(b + 1)) - (ends.get(b - 1) == key == begins[b])
+        return b, goes_on, first[b, key], key
+
+    places.sort(key=place)
+    expected = [i for _, i in places]
     assert found.samples.column(ORIGIN).to_pylist() == expected
     assert found.is_evaluation.tolist() == [held[i] for i in expected]
     times: dict[int, list[int]] = {}
@@ -163,6 +177,7 @@ def test_keys_of_equal_hashes_are_ordered_by_themselves(monkeypatch: pytest.Monk
     monkeypatch.setattr(
         star, "hash_session_keys", lambda keys: keys.to_numpy().astype(np.uint64) % 2
     )
+    monkeypatch.setattr(star, "cut_blocks", lambda starts, _: np.arange(len(starts)) // 3)
     rows = [(key, second, "a", None) for second in range(3) for key in (4, 1, 2, 3)]
     found = cluster(tuples_of(rows), data_config())
     assert found.samples.column("session").to_pylist() == [2] * 3 + [4] * 3 + [1] * 3 + [3] * 3

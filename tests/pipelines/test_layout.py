@@ -234,6 +234,8 @@ def test_layouts_change_bytes_and_nothing_else(
         )
         tables.append(pq.read_table(tmp_path / f"{index}.parquet"))
     assert same(*tables)
+    if name == "auto":  # which stores the items per sample
+        return
     (left,), (right,) = (open_dataset(d).segments for d in (plain, other))
     assert left.manifest.groups == right.manifest.groups
     assert left.manifest.tables == right.manifest.tables
@@ -243,6 +245,18 @@ def test_layouts_change_bytes_and_nothing_else(
     assert {p: b for p, b in one.items() if p.startswith(unchanged)} == {
         p: b for p, b in two.items() if p.startswith(unchanged)
     }
+
+
+def test_tuples_that_cost_more_than_plain_columns_are_stored_per_sample(
+    datasets: dict[str, Path],
+) -> None:
+    plain, auto = (open_dataset(datasets[name]) for name in ("plain", "auto"))
+    (segment,) = auto.segments
+    assert plain.segments[0].manifest.groups["item"].dedup_factor > 1.1
+    assert segment.manifest.groups["item"].dedup_factor == 1
+    assert np.array_equal(segment.num_unique("item"), segment.column("num_samples"))
+    one, other = map(bytes_by_table, (plain, auto))
+    assert other["item"] + other["samples"] < one["item"] + one["samples"]
 
 
 def test_layouts_lie_where_the_format_says(datasets: dict[str, Path]) -> None:
