@@ -61,7 +61,7 @@ class LedgerEntry:
     replica: str
     """Replica that computed them."""
     blocks: tuple[int, ...]
-    """Block ids, in batch order."""
+    """Ids of the blocks whose first samples it computed, in batch order."""
     num_samples: int
 
 

@@ -93,6 +93,7 @@ class RunContext:
             expanded=self.options.expanded,
             find_shared=uses_shared_features(config),
             num_sharing=2 if self.is_replica else 1,
+            microbatch_samples=config.microbatch_samples,
         )
         step_rows = StepRows(span.dataset, span.order, tables) if self.is_replica else None
         self._span_reader = _SpanReader(span, reader, step_rows)
@@ -111,13 +112,13 @@ class RunContext:
         """Return the number of microbatches of a step, 0 from `end_step` on."""
         if train_step >= self.end_step:
             return 0
-        return len(self.span.order.step(train_step).positions)
+        return len(self._span_reader.reader.microbatches(self.span.order.step(train_step)))
 
     def work(self, train_step: int) -> list[float]:
         """Return the work of each microbatch of a step, empty from `end_step` on."""
         if train_step >= self.end_step:
             return []
-        return self._span_reader.reader.work(self.span.order.step(train_step))
+        return self._span_reader.reader.microbatch_work(self.span.order.step(train_step))
 
     def read(self, train_step: int, microbatches: range) -> Microbatches:
         """Read microbatches of a step and its rows; called by the reader's thread."""
@@ -134,12 +135,14 @@ class RunContext:
     def ledger_entry(self, train_step: int, replica: str, microbatches: range) -> LedgerEntry:
         """Return the ledger's entry of a replica's microbatches of a step."""
         step, reader = self.span.order.step(train_step), self._span_reader.reader
-        chosen = slice(microbatches.start, microbatches.stop)
+        blocks = reader.blocks_of(step)
+        chosen = reader.microbatches(step)[microbatches.start : microbatches.stop]
+        first = [blocks[each.blocks] for each in chosen if not each.first_sample]
         return LedgerEntry(
             step=train_step,
             epoch=step.epoch,
             segment=self.span.dataset.segments[step.segment].id,
             replica=replica,
-            blocks=tuple(reader.blocks_of(step)[chosen].tolist()),
-            num_samples=int(reader.num_samples_of(step)[chosen].sum()),
+            blocks=tuple(block for each in first for block in each.tolist()),
+            num_samples=sum(each.num_samples for each in chosen),
         )

@@ -205,6 +205,10 @@ class LimitsConfig:
         return {field.name: getattr(self, field.name).total_seconds() for field in fields(self)}
 
 
+MIN_MICROBATCH_SAMPLES = 16
+"""Matrix products of fewer rows have other bits."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
     """Model, optimizers, batches and checkpoints."""
@@ -214,6 +218,9 @@ class TrainConfig:
     pooling: Literal["mean", "sum"] = "mean"
     batch_samples: int = 4096
     """Samples of a global batch; a multiple of `data.block_samples`."""
+    microbatch_samples: int | None = None
+    """Samples of a microbatch, a power of two: replicas compute whole ones, and the sums of a step
+    are added over a fixed tree of them. `data.block_samples` when null."""
     epochs: int = 1
     seed: int = 0
     """Seed of dense parameters and embedding rows."""
@@ -235,6 +242,12 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "embedding_dim", "batch_samples", "epochs", "num_threads")
+        size = self.microbatch_samples
+        if size is not None and (size < MIN_MICROBATCH_SAMPLES or size & (size - 1)):
+            raise ValueError(
+                f"microbatch_samples must be a power of two from {MIN_MICROBATCH_SAMPLES} on, got "
+                f"{size}; use {max(MIN_MICROBATCH_SAMPLES, 1 << max(0, size).bit_length())}"
+            )
         if self.model.name == "wide_deep" and self.embedding_dim < 2:
             raise ValueError(
                 f"embedding_dim must be at least 2 for wide_deep, got {self.embedding_dim}; raise "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -82,13 +83,11 @@ def losses_of(run: Path) -> np.ndarray:
     return np.array([m.loss for m in read_metrics(run / METRICS)])
 
 
-def reader_of(
-    job_path: Path, dataset_path: Path, *, expanded: bool = False, find_shared: bool = False
-) -> Reader:
+def reader_of(job_path: Path, dataset_path: Path, **options: Any) -> Reader:
     """Return a reader as `train` makes it."""
     job, dataset = load_job(job_path), open_dataset(dataset_path)
     spec = spec_of(dataset, job.train.dtype, (dataset.job.data.session.key,))
-    return Reader(dataset, order_of(job, dataset), spec, expanded=expanded, find_shared=find_shared)
+    return Reader(dataset, order_of(job, dataset), spec, **options)
 
 
 def parts_of(job_path: Path, dataset_path: Path) -> Components:

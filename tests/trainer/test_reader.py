@@ -74,6 +74,28 @@ def test_read_gives_every_sample_once_per_epoch_as_it_was_written(job: Path, dat
         assert sorted(found) == sorted(expected)
 
 
+@pytest.mark.parametrize("expanded", [False, True])
+@pytest.mark.parametrize("size", [4, 8, 16, 32, 128])
+def test_microbatches_of_any_size_have_the_samples_of_their_step(
+    job: Path, dataset: Path, size: int, expanded: bool
+) -> None:
+    whole = reader_of(job, dataset, expanded=expanded)
+    reader = reader_of(job, dataset, expanded=expanded, microbatch_samples=size)
+    for step in range(16):
+        batch, parts = whole.read(step), reader.read_microbatches(step)
+        assert parts.num_microbatches == len(parts.batches)
+        assert [s for each in parts.batches for s in samples_of(each)] == samples_of(batch)
+        assert max(each.num_samples for each in parts.batches) <= size
+        for each in () if expanded else parts.batches:
+            for inverse in each.groups.values():
+                assert len(inverse.indices.unique()) == inverse.num_unique
+        last = reader.read_microbatches(step, slice(parts.num_microbatches - 1, None), parts.rows)
+        assert samples_of(last.batches[0]) == samples_of(parts.batches[-1])
+        work = reader.microbatch_work(batch.step)
+        assert len(work) == parts.num_microbatches
+        assert sum(work) == pytest.approx(sum(whole.microbatch_work(batch.step)))
+
+
 def sample_of(row: dict, tables: Mapping[str, TableConfig]) -> tuple[object, ...]:
     table_of = {f: name for name, table in tables.items() for f in table.features}
     sparse: list[tuple[int, ...]] = []

@@ -131,16 +131,49 @@ class BlockRange:
         offsets = self.row_group.sample_offsets
         return slice(int(offsets[self.start]), int(offsets[self.end]))
 
-    def uniques(self, group: str) -> slice:
-        """Return the unique tuples of these blocks within the row group."""
+    def tuples(self, group: str) -> tuple[NDArray[np.int64] | None, slice]:
+        """Return indices of tuples, None for all of the row group, and the range of them."""
         offsets = self.row_group.unique_offsets[group]
-        return slice(int(offsets[self.start]), int(offsets[self.end]))
+        return None, slice(int(offsets[self.start]), int(offsets[self.end]))
+
+    def inverse(self, group: str) -> NDArray[np.int64]:
+        """Return (num_samples,) the index of each sample's tuple among those of these blocks."""
+        first = self.row_group.unique_offsets[group][self.start]
+        return self.row_group.inverse[group][self.samples] - first
+
+
+@dataclass(frozen=True, slots=True)
+class PartOfBlock:
+    """Samples `first` to `end` of a block, with the tuples that they have."""
+
+    row_group: RowGroup
+    block: int
+    first: int
+    end: int
+
+    @property
+    def samples(self) -> slice:
+        """These samples within the row group."""
+        start = int(self.row_group.sample_offsets[self.block])
+        return slice(start + self.first, start + self.end)
+
+    def tuples(self, group: str) -> tuple[NDArray[np.int64] | None, slice]:
+        """Return the indices of their tuples within the row group, ascending."""
+        indices = np.unique(self.row_group.inverse[group][self.samples])
+        return indices, slice(0, len(indices))
+
+    def inverse(self, group: str) -> NDArray[np.int64]:
+        """Return (num_samples,) the index of each sample's tuple among theirs."""
+        return np.unique(self.row_group.inverse[group][self.samples], return_inverse=True)[1]
+
+
+Range = BlockRange | PartOfBlock
 
 
 def collate(
     spec: BatchSpec,
     step: Step,
-    ranges: Sequence[BlockRange],
+    ranges: Sequence[Range],
     *,
     expanded: bool,
     find_shared: bool = False,
@@ -151,7 +184,7 @@ def collate(
     Args:
         spec: columns of the batch.
         step: blocks of the batch.
-        ranges: the blocks, in batch order.
+        ranges: their samples, in batch order.
         expanded: one bag per sample instead of one per unique tuple.
         find_shared: set `Batch.shared`; needs `lookups`.
         lookups: set `Batch.lookups` and `Batch.groups`, for our collections; they take most of the
@@ -192,37 +225,31 @@ def features_of_tables(spec: BatchSpec) -> dict[str, tuple[str, ...]]:
     return {table: names for table, names in features.items() if names}
 
 
-def _concat(ranges: Sequence[BlockRange], array_of: Callable[[RowGroup], Array]) -> Array:
+def _concat(ranges: Sequence[Range], array_of: Callable[[RowGroup], Array]) -> Array:
     return np.concatenate([array_of(r.row_group)[r.samples] for r in ranges])
 
 
-def _concat_inverse(ranges: Sequence[BlockRange], group: str) -> tuple[NDArray[np.int64], int]:
+def _concat_inverse(ranges: Sequence[Range], group: str) -> tuple[NDArray[np.int64], int]:
     """Return the index of each sample's tuple in the batch, and the number of tuples."""
     parts: list[NDArray[np.int64]] = []
     num_unique = 0
-    for blocks in ranges:
-        uniques = blocks.uniques(group)
-        indices = blocks.row_group.inverse[group][blocks.samples]
-        parts.append(indices + (num_unique - uniques.start))
-        num_unique += uniques.stop - uniques.start
+    for samples in ranges:
+        parts.append(samples.inverse(group) + num_unique)
+        chosen = samples.tuples(group)[1]
+        num_unique += chosen.stop - chosen.start
     return np.concatenate(parts), num_unique
 
 
-def _concat_bags(spec: BatchSpec, ranges: Sequence[BlockRange], *, expanded: bool) -> KeyedBags:
+def _concat_bags(spec: BatchSpec, ranges: Sequence[Range], *, expanded: bool) -> KeyedBags:
     """Return the bags of all features, of each sample if `expanded`."""
     owners = (None, *spec.groups)
     owner_of = [owners.index(spec.owner.get(feature)) for feature in spec.sparse]
-    rows = np.array(
-        [[_rows(blocks, owner, expanded) for owner in owners] for blocks in ranges], np.int64
-    )
+    chosen = [[_bags(samples, owner, expanded) for owner in owners] for samples in ranges]
+    rows = np.array([[(r.start, r.stop) for _, r in each] for each in chosen], np.int64)
     lengths, offsets, values, weights = kernels.concat_lists(
         [
-            (
-                blocks.row_group.list_columns,
-                [blocks.row_group.inverse[o] if expanded and o else None for o in owners],
-                of_owners.ravel(),
-            )
-            for blocks, of_owners in zip(ranges, rows, strict=True)
+            (samples.row_group.list_columns, [indices for indices, _ in each], of_owners.ravel())
+            for samples, each, of_owners in zip(ranges, chosen, rows, strict=True)
         ],
         np.array(owner_of, np.int64),
         np.finfo(spec.dtype).bits if spec.weighted else 0,
@@ -238,9 +265,15 @@ def _concat_bags(spec: BatchSpec, ranges: Sequence[BlockRange], *, expanded: boo
     )
 
 
-def _rows(blocks: BlockRange, group: str | None, expanded: bool) -> tuple[int, int]:
-    rows = blocks.samples if expanded or group is None else blocks.uniques(group)
-    return rows.start, rows.stop
+def _bags(
+    samples: Range, group: str | None, expanded: bool
+) -> tuple[NDArray[np.int64] | None, slice]:
+    """Return indices of bags in the row group, None for all in order, and the range of them."""
+    if group is None:
+        return None, samples.samples
+    return (
+        (samples.row_group.inverse[group], samples.samples) if expanded else samples.tuples(group)
+    )
 
 
 def _reader_kjt(
@@ -305,10 +338,10 @@ def _history_of(batch: Batch, model: ModelConfig) -> HistoryLayout:
     return lay_out_histories(offsets - offsets[0], batch.inverse_of(feature), model.max_history)
 
 
-# ---- Microbatches: one per block of a step, all its blocks or those of one process ----
+# ---- Microbatches of a step, all of them or those of one process ----
 #
-# Forward and backward run per microbatch, so that its result depends on its block alone. Embedding
-# rows are gathered and updated once per step, for all microbatches.
+# Forward and backward run per microbatch, so that its result depends on its samples alone.
+# Embedding rows are gathered and updated once per step, for all microbatches.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -365,6 +398,7 @@ def single_microbatch(batch: Batch) -> Microbatches:
 
 def make_microbatches(
     step: Step,
+    num_microbatches: int,
     first: int,
     batches: Sequence[Batch],
     rows: Mapping[str, NDArray[np.int64]] | None = None,
@@ -372,7 +406,8 @@ def make_microbatches(
     """Return batches as microbatches, with the positions of their rows among those of the step.
 
     Args:
-        step: all blocks of the step; each is a microbatch.
+        step: all blocks of the step.
+        num_microbatches: of the step.
         first: index of the first microbatch within the step.
         batches: one per microbatch; may be empty only if `rows` is given.
         rows: by table, distinct ascending rows of the step; None: the rows of `batches`.
@@ -395,7 +430,7 @@ def make_microbatches(
             by_table[table] = torch.from_numpy(positions[start:end].astype(np.int32, copy=False))
     return Microbatches(
         step=step,
-        num_microbatches=len(step.positions),
+        num_microbatches=num_microbatches,
         first=first,
         batches=tuple(batches),
         rows=step_rows,

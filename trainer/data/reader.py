@@ -10,6 +10,7 @@ import errno
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import TypeVar
@@ -24,7 +25,15 @@ from schemas.files import CheckedFile
 from schemas.group_files import read_group
 from schemas.layout import DATA_DIRECTORIES, EVALUATION, TRAIN, part_path
 from schemas.order import Order, Step, blocks_of_rank, runs_of_ranks
-from trainer.data.collate import Batch, BlockRange, Microbatches, collate, make_microbatches
+from trainer.data.collate import (
+    Batch,
+    BlockRange,
+    Microbatches,
+    PartOfBlock,
+    Range,
+    collate,
+    make_microbatches,
+)
 from trainer.data.decode import SAMPLES, BatchSpec, BlockCounts, RowGroup, decode, padding_row_group
 from trainer.data.shared_row_groups import SharedRowGroups, open_shared_row_groups
 
@@ -40,6 +49,15 @@ _RowGroupKey = tuple[int, int]
 """Segment, and index of the row group in `_BlockIndex`."""
 T = TypeVar("T")
 R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True)
+class Microbatch:
+    """Samples of a step: all of some of its blocks, or some of one from `first_sample` on."""
+
+    blocks: slice
+    num_samples: int
+    first_sample: int = 0
 
 
 class _BlockIndex:
@@ -105,6 +123,7 @@ class Reader:
         lookups: bool = True,
         equal_runs: bool = False,
         num_sharing: int = 1,
+        microbatch_samples: int | None = None,
     ) -> None:
         """Index the blocks of all segments; no data file is opened.
 
@@ -119,7 +138,10 @@ class Reader:
             equal_runs: give ranks equally many blocks, not blocks with equal work.
             num_sharing: processes that read the same steps. Those of one machine share decoded row
                 groups.
+            microbatch_samples: of a microbatch; None: each block is one.
         """
+        self._block_samples = dataset.job.data.block_samples
+        self._microbatch_samples = microbatch_samples or self._block_samples
         self._cache_bytes = CACHE_BYTES // num_sharing
         self._shared: SharedRowGroups | None = None
         if num_sharing > 1:
@@ -195,22 +217,36 @@ class Reader:
         run: slice = slice(None),
         rows: Mapping[str, NDArray[np.int64]] | None = None,
     ) -> Microbatches:
-        """Return blocks of a step, one microbatch per block.
+        """Return microbatches of a step.
 
         Args:
             train_step: position in the run.
-            run: blocks of the step; may be empty only if `rows` is given.
+            run: microbatches of the step; may be empty only if `rows` is given.
             rows: by table, all rows of the step; None: the rows of the chosen blocks.
 
         Raises:
             SchemaError: a file is missing, its checksum differs, or its content does not fit.
         """
         step = self._begin_step(train_step)
-        positions = self._positions(step)
-        chosen = range(len(positions))[run]
-        batches = [self._assemble(step, positions[i : i + 1]) for i in chosen]
+        microbatches = self.microbatches(step)
+        chosen = range(len(microbatches))[run]
+        batches = [self._collate(step, self._ranges_of(step, microbatches[i])) for i in chosen]
         self._fetch_ahead(train_step + 1)
-        return make_microbatches(step, chosen.start, batches, rows)
+        return make_microbatches(step, len(microbatches), chosen.start, batches, rows)
+
+    def microbatches(self, step: Step) -> list[Microbatch]:
+        """Return the samples of each microbatch of a training step."""
+        counts, size = self.num_samples_of(step).tolist(), self._microbatch_samples
+        if size >= self._block_samples:
+            per_microbatch = size // self._block_samples
+            starts = range(0, len(counts), per_microbatch)
+            cuts = [slice(start, min(start + per_microbatch, len(counts))) for start in starts]
+            return [Microbatch(blocks, sum(counts[blocks])) for blocks in cuts]
+        return [
+            Microbatch(slice(block, block + 1), min(size, count - first), first)
+            for block, count in enumerate(counts)
+            for first in range(0, count, size)
+        ]
 
     def evaluation_batches(self) -> Iterator[Batch]:
         """Yield the samples of the evaluation split once, in stored order."""
@@ -240,15 +276,23 @@ class Reader:
         self._current = self._order.locate(train_step)
         return self._order.step(train_step)
 
-    def work(self, step: Step) -> list[float]:
+    def microbatch_work(self, step: Step) -> list[float]:
+        """Return the work of each microbatch of a training step."""
+        work, counts = self._work(step), self.num_samples_of(step)
+        return [
+            float(work[m.blocks].sum() * m.num_samples / counts[m.blocks].sum())
+            for m in self.microbatches(step)
+        ]
+
+    def _work(self, step: Step) -> NDArray[np.int64]:
         """Return the work of each of a training step's blocks, in batch order."""
-        return self._segments[step.segment].work[self._positions(step)].tolist()
+        return self._segments[step.segment].work[self._positions(step)]
 
     def _runs(self, step: Step, world_size: int) -> list[slice]:
         if self._equal_runs:
             count = len(step.positions)
             return [blocks_of_rank(count, rank, world_size) for rank in range(world_size)]
-        return runs_of_ranks(self.work(step), world_size)
+        return runs_of_ranks(self._work(step).tolist(), world_size)
 
     def _positions(self, step: Step) -> NDArray[np.int64]:
         """Return the positions of a step's blocks among all blocks of their segment."""
@@ -264,7 +308,22 @@ class Reader:
         for row_group, index in zip(row_groups, indices, strict=True):
             yield (segment, row_group), index
 
+    def _ranges_of(self, step: Step, microbatch: Microbatch) -> list[Range]:
+        positions = self._positions(step)[microbatch.blocks]
+        if self._microbatch_samples >= self._block_samples:
+            return self._block_ranges(step, positions)
+        ((key, block),) = self._stored_blocks(step.segment, positions)
+        end = microbatch.first_sample + microbatch.num_samples
+        return [PartOfBlock(self._row_group(key), block, microbatch.first_sample, end)]
+
     def _assemble(self, step: Step, positions: NDArray[np.int64], num_padding: int = 0) -> Batch:
+        ranges = self._block_ranges(step, positions)
+        if num_padding or not ranges:
+            ranges.append(BlockRange(padding_row_group(self._spec, num_padding), 0, 1))
+        return self._collate(step, ranges)
+
+    def _block_ranges(self, step: Step, positions: NDArray[np.int64]) -> list[Range]:
+        """Return blocks; those that are neighbours in a row group are one range."""
         ranges: list[BlockRange] = []
         for key, index in self._stored_blocks(step.segment, positions):
             row_group = self._row_group(key)
@@ -272,8 +331,9 @@ class Reader:
                 ranges[-1] = BlockRange(row_group, ranges[-1].start, index + 1)
             else:
                 ranges.append(BlockRange(row_group, index, index + 1))
-        if num_padding or not ranges:
-            ranges.append(BlockRange(padding_row_group(self._spec, num_padding), 0, 1))
+        return list(ranges)
+
+    def _collate(self, step: Step, ranges: Sequence[Range]) -> Batch:
         return collate(
             self._spec,
             step,
