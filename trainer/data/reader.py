@@ -149,7 +149,7 @@ class Reader:
         self._equal_runs = equal_runs
         self._lookups = lookups
         self._spec = spec
-        self._order = order
+        self.order = order
         self._expanded = expanded
         self._find_shared = find_shared
         self._segments = [_BlockIndex(s, spec.groups, expanded=expanded) for s in dataset.segments]
@@ -191,7 +191,7 @@ class Reader:
 
     def samples_per_rank(self, train_step: int, world_size: int) -> list[int]:
         """Return the number of samples of each rank in a step."""
-        step = self._order.step(train_step)
+        step = self.order.step(train_step)
         counts = self._segments[step.segment].num_samples[self._positions(step)]
         return [int(counts[run].sum()) for run in self._runs(step, world_size)]
 
@@ -253,8 +253,8 @@ class Reader:
         count, self._current = 0, None
         for index, segment in enumerate(self._segments):
             positions = segment.segment.positions(EVALUATION)
-            for start in range(0, len(positions), self._order.blocks_per_batch):
-                chosen = positions[start : start + self._order.blocks_per_batch]
+            for start in range(0, len(positions), self.order.blocks_per_batch):
+                chosen = positions[start : start + self.order.blocks_per_batch]
                 yield self._assemble(Step(count, 0, index, chosen), chosen)
                 count += 1
 
@@ -273,18 +273,18 @@ class Reader:
         return self._segments[step.segment].num_samples[self._positions(step)]
 
     def _begin_step(self, train_step: int) -> Step:
-        self._current = self._order.locate(train_step)
-        return self._order.step(train_step)
+        self._current = self.order.locate(train_step)
+        return self.order.step(train_step)
 
     def microbatch_work(self, step: Step) -> list[float]:
         """Return the work of each microbatch of a training step."""
-        work, counts = self._work(step), self.num_samples_of(step)
+        work, counts = self.work(step), self.num_samples_of(step)
         return [
             float(work[m.blocks].sum() * m.num_samples / counts[m.blocks].sum())
             for m in self.microbatches(step)
         ]
 
-    def _work(self, step: Step) -> NDArray[np.int64]:
+    def work(self, step: Step) -> NDArray[np.int64]:
         """Return the work of each of a training step's blocks, in batch order."""
         return self._segments[step.segment].work[self._positions(step)]
 
@@ -292,7 +292,7 @@ class Reader:
         if self._equal_runs:
             count = len(step.positions)
             return [blocks_of_rank(count, rank, world_size) for rank in range(world_size)]
-        return runs_of_ranks(self._work(step).tolist(), world_size)
+        return runs_of_ranks(self.work(step).tolist(), world_size)
 
     def _positions(self, step: Step) -> NDArray[np.int64]:
         """Return the positions of a step's blocks among all blocks of their segment."""
@@ -384,8 +384,8 @@ class Reader:
             return False
         epoch, segment, step = self._current
         if self._last_steps[0] != (epoch, segment):
-            blocks = self._split_positions[segment][self._order.blocks_of(epoch, segment)]
-            last = self._segments[segment].last_steps(blocks, self._order.blocks_per_batch)
+            blocks = self._split_positions[segment][self.order.blocks_of(epoch, segment)]
+            last = self._segments[segment].last_steps(blocks, self.order.blocks_per_batch)
             self._last_steps = (epoch, segment), last
         behind = 0 if self._shared is None else STEPS_BEHIND
         return bool(self._last_steps[1][row_group] + behind >= step)
@@ -411,8 +411,8 @@ class Reader:
         if not self._is_remote:
             return
         ahead: dict[_RowGroupKey, None] = {}
-        for train_step in range(first_step, min(first_step + AHEAD_STEPS, self._order.num_steps)):
-            step = self._order.step(train_step)
+        for train_step in range(first_step, min(first_step + AHEAD_STEPS, self.order.num_steps)):
+            step = self.order.step(train_step)
             for key, _ in self._stored_blocks(step.segment, self._positions(step)):
                 if key not in self._decoded:
                     ahead[key] = None
