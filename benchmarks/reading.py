@@ -95,11 +95,16 @@ def read_epoch(
 _barriers: list[Any] = []
 
 
+def set_barrier(barrier: Any) -> None:
+    """Let a process wait at each step for those that were started with it."""
+    _barriers.append(barrier)
+
+
 def in_processes(arguments: Sequence[tuple[Any, ...]]) -> list[dict[str, float]]:
     """Return the results of `read_epoch` in processes that run at the same time."""
     context = multiprocessing.get_context("spawn")
     barrier = context.Barrier(len(arguments))
-    with ProcessPoolExecutor(len(arguments), context, _barriers.append, (barrier,)) as pool:
+    with ProcessPoolExecutor(len(arguments), context, set_barrier, (barrier,)) as pool:
         return list(pool.map(read_epoch, *zip(*arguments, strict=True)))
 
 
