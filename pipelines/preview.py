@@ -184,7 +184,8 @@ def _with_transforms(context: BuildContext, rows: pa.Table, files: Mapping[str, 
     fitted = load_staged(context.segment_root, files, context.data)
     for group, transforms in context.data.transforms.items():
         rows = apply_transforms(rows, group, transforms, fitted)
-    return rows.select([name for name in context.features.names if name in rows.column_names])
+    present = set(rows.column_names)
+    return rows.select([name for name in context.features.names if name in present])
 
 
 def _undeclared_notes(context: BuildContext, copies: Mapping[str, Excerpt]) -> Iterator[str]:

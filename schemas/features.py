@@ -7,6 +7,7 @@ each column of the samples. Each dataset holds a copy.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Literal, cast, get_args
 
@@ -42,7 +43,7 @@ class Feature:
     """Value in segments built before the column was declared; None is null."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class FeatureSet:
     """All columns of the samples, in declaration order."""
 
@@ -50,15 +51,18 @@ class FeatureSet:
 
     def __getitem__(self, name: str) -> Feature:
         """Return a feature by name; raise SchemaError if it is not declared."""
-        for feature in self.features:
-            if feature.name == name:
-                return feature
+        if name in self:
+            return self._by_name[name]
         advice = suggest_name_or(name, self.names, "add it to the schema")
         raise SchemaError(f"feature must be declared, got {name!r}; {advice}")
 
     def __contains__(self, name: str) -> bool:
         """Return whether a feature is declared."""
-        return name in self.names
+        return name in self._by_name
+
+    @cached_property
+    def _by_name(self) -> dict[str, Feature]:
+        return {f.name: f for f in self.features}
 
     @property
     def names(self) -> tuple[str, ...]:

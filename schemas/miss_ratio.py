@@ -171,7 +171,7 @@ class OptimalCache:
 # 2015), with its correction for hot rows; Waldspurger, Saemundsson, Ahmad and Park, "Cache
 # modeling and optimization using miniature simulations" (ATC 2017).
 
-EXACT_ACCESSES = 10**9
+EXACT_ACCESSES = 10**7
 """Longest trace whose LRU curve is computed from every access."""
 SAMPLED_ACCESSES = 10**7
 """Sampled accesses of a longer trace."""

@@ -375,10 +375,11 @@ def choose_from(
     for transform in transforms.values():
         inputs = original_inputs(transform, transforms)
         num_made.update({name: 1 / len(inputs) for name in inputs})
+    present = set(samples.column_names)
     candidates = [
         feature_of(f.name, f.role, samples[f.name], num_made[f.name])
         for f in features.features
-        if f.name in samples.column_names and f.role not in PER_SAMPLE_ROLES
+        if f.name in present and f.role not in PER_SAMPLE_ROLES
     ]
     costs = Costs(block, [f for f in candidates if f is not None], bytes_per_group)
     return choose_groups(costs, clustered.starts_session, read_together(transforms))

@@ -457,7 +457,8 @@ def _row_group_hashes(
 ) -> dict[str, np.ndarray]:
     samples = segment.file(part_path(file_index, "samples")).read_row_group(row_group)
     blocks = blocks_of_row_group(segment, file_index, row_group)
-    hashes = {c: value_hashes(samples[c]) for c in columns if c in samples.column_names}
+    own = set(samples.column_names)
+    hashes = {c: value_hashes(samples[c]) for c in columns if c in own}
     for group, members in data.groups.items():
         table = read_group(segment.file, group, file_index, row_group)
         tuples = tuples_of_samples(segment, group, blocks, samples)

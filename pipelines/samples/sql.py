@@ -361,9 +361,10 @@ def to_stored_types(table: pa.Table) -> pa.Table:
         SchemaError: a column has a type that format 1 does not support.
     """
     columns: dict[str, pa.Array] = {}
-    for name in dict.fromkeys(table.column_names):
-        column = one_chunk(table.column(table.column_names.index(name)))
-        columns[name] = column.cast(_stored_type(name, column.type))
+    for name, chunks in zip(table.column_names, table.itercolumns(), strict=True):
+        if name not in columns:
+            column = one_chunk(chunks)
+            columns[name] = column.cast(_stored_type(name, column.type))
     return pa.table(columns)
 
 

@@ -71,10 +71,10 @@ class Tuples:
 
     def column(self, name: str) -> pa.Array:
         """Return a column of samples or of a group, with one row per sample."""
-        if name in self.samples.column_names:
+        if self.samples.schema.get_field_index(name) >= 0:
             return one_chunk(self.samples[name])
         for group, table in self.uniques.items():
-            if name in table.column_names:
+            if table.schema.get_field_index(name) >= 0:
                 return take_values(one_chunk(table[name]), self.references[group])
         raise KeyError(name)
 

@@ -202,25 +202,22 @@ def usable_samples(
         rows = np.flatnonzero(failed & usable)
         usable[rows] = False
         rejected = samples.take(rows)
-        names = [n for n in features.names if _has_column(samples, n)]
+        tables = (samples.samples, *samples.uniques.values())
+        present = {n for table in tables for n in table.column_names}
+        names = [n for n in features.names if n in present]
         columns = {n: rejected.column(n) for n in (*names, ORIGIN)}
         bad.append(bad_rows(pa.table(columns), reason))
     good = samples if usable.all() else samples.take(np.flatnonzero(usable))
     return good, pa.concat_tables(bad)
 
 
-def _has_column(samples: Tuples, name: str) -> bool:
-    tables = (samples.samples, *samples.uniques.values())
-    return any(name in table.column_names for table in tables)
-
-
 def _failed_samples(samples: Tuples, name: str, check: Check) -> NDArray[np.bool_] | None:
     """Return which samples fail a check, None for none."""
-    if name in samples.samples.column_names:
+    if samples.samples.schema.get_field_index(name) >= 0:
         failed = check(one_chunk(samples.samples[name]))
         return failed if failed is not None and failed.any() else None
     for group, table in samples.uniques.items():
-        if name in table.column_names:
+        if table.schema.get_field_index(name) >= 0:
             failed = check(one_chunk(table[name]))
             if failed is None or not failed.any():
                 return None

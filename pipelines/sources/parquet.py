@@ -65,7 +65,8 @@ def read_parquet(
     try:
         with open_row_groups(folder, split.path, row_groups, columns) as source:
             file = pq.ParquetFile(source, page_checksum_verification=True)
-            missing = [c for c in columns if c not in file.schema_arrow.names]
+            present = set(file.schema_arrow.names)
+            missing = [c for c in columns if c not in present]
             if missing:
                 yield without_column(split, missing[0], file.schema_arrow)
                 return

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from pipelines.samples.sql import quoted_name
-from pipelines.sources.rows import microseconds, sql_type
+from pipelines.sources.rows import sql_type
 from schemas.arrays import (
     Jagged,
     comparable,
@@ -24,7 +24,6 @@ from schemas.arrays import (
     offsets_of,
     one_chunk,
 )
-from schemas.config.job import DataConfig
 from schemas.dataset import (
     Dataset,
     Segment,
@@ -43,7 +42,7 @@ from schemas.layout import (
     tombstones_path,
     window_columns,
 )
-from schemas.samples import column_names, read_sample_column, read_samples, row_groups
+from schemas.samples import column_names, read_samples
 from schemas.storage import Location
 
 
@@ -74,22 +73,6 @@ def expand(
             writer.write_table(table)
             count += table.num_rows
     return count
-
-
-def segment_session_lengths(segment: Segment, data: DataConfig) -> NDArray[np.int64]:
-    """Return the number of samples of each session of one segment."""
-    session, groups = data.session, row_groups(segment)
-    parts = {
-        name: pa.chunked_array([read_sample_column(segment, f, g, data, name) for f, g in groups])
-        for name in (session.key, session.time)
-    }
-    codes = pc.rank(one_chunk(parts[session.key]), tiebreaker="dense").to_numpy().astype(np.int64)
-    time = pc.cast(one_chunk(parts[session.time]), pa.int64()).to_numpy()
-    order = np.lexsort((time, codes))
-    starts = np.diff(codes[order], prepend=-1) != 0
-    if session.gap is not None:
-        starts[1:] |= np.diff(time[order]) > microseconds(session.gap)
-    return np.diff(np.append(np.flatnonzero(starts), len(order)))
 
 
 # `view.sql`: DuckDB views of a dataset that join the star schema to one row per sample. They are

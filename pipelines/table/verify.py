@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
 
+from pipelines.sources.rows import microseconds
 from pipelines.table.commit import anomalies_text_of
-from pipelines.table.rows import segment_session_lengths
 from pipelines.table.segment import split_ranges, sum_bytes
 from schemas.accesses import TableAccesses
-from schemas.arrays import Jagged, comparable_tuple, is_list, numpy_of, unique_tuples, values_of
+from schemas.arrays import (
+    Jagged,
+    check_inverse,
+    comparable_tuple,
+    is_list,
+    numpy_of,
+    one_chunk,
+    unique_tuples,
+    values_of,
+)
+from schemas.config.job import DataConfig
 from schemas.dataset import (
     Dataset,
     IndexPart,
     Segment,
     access_lists,
+    constant_column,
     has_accesses,
     missing_column_defaults,
     open_dataset,
@@ -30,12 +43,25 @@ from schemas.errors import SchemaError
 from schemas.files import ListFiles, find_damaged_files
 from schemas.fitted import load_fitted
 from schemas.group_files import read_group
-from schemas.layout import BLOCK, DATA_DIRECTORIES, TRAIN, UNIQUE_INDEX, num_unique_column
+from schemas.layout import (
+    BLOCK,
+    DATA_DIRECTORIES,
+    TRAIN,
+    UNIQUE_INDEX,
+    inverse_column,
+    num_unique_column,
+    part_path,
+)
 from schemas.manifest import GroupCounts, IndexEntry, TableCounts
 from schemas.oracle import NextUseTracker, unique_per_block
 from schemas.order import Order
 from schemas.rows import ids_of, rows_of_ids
-from schemas.samples import blocks_of_row_group, read_joined_row_group, row_groups
+from schemas.samples import (
+    blocks_of_row_group,
+    read_sample_column,
+    row_groups,
+    tuples_of_samples,
+)
 from schemas.storage import Location
 
 SETTINGS = ("batch_samples", "epochs", "shuffle", "seed")
@@ -77,41 +103,78 @@ def segment_problems(segment: Segment, dataset: Dataset) -> Iterator[str]:
         return
     try:
         load_fitted(dataset.directory, segment.manifest.fitted, dataset.job.data)
-        yield from count_problems(segment, dataset)
+        counts, accesses = StoredCounts(segment, dataset), _Accesses(segment, dataset)
         for file_index, row_group in row_groups(segment):
             location = f"row group {row_group} of part {file_index}"
-            samples = read_joined_row_group(segment, file_index, row_group, dataset.job.data)
-            chosen = blocks_of_row_group(segment, file_index, row_group)
-            expected = int(segment.column("num_samples")[chosen].sum())
+            blocks = blocks_of_row_group(segment, file_index, row_group)
+            samples = segment.file(part_path(file_index, "samples")).read_row_group(row_group)
+            expected = int(segment.column("num_samples")[blocks].sum())
             if samples.num_rows != expected:
                 yield f"{location}: {samples.num_rows} samples instead of {expected}"
-            yield from _group_problems(segment, dataset, file_index, row_group)
-        yield from _access_problems(segment, dataset)
+                continue
+            stored = _read_groups(segment, dataset, file_index, row_group, samples)
+            for group in stored.tuples:
+                yield from _group_problems(segment, dataset, stored, group, location)
+            counts.add(stored)
+            accesses.compare(stored)
+        yield from count_problems(segment, dataset, counts)
+        yield from accesses.problems()
         anomalies_text_of(segment)  # raises if it is missing or changed
     except SchemaError as error:
         yield str(error)
 
 
-def count_problems(segment: Segment, dataset: Dataset) -> Iterator[str]:
+@dataclass(frozen=True, slots=True)
+class _StoredRowGroup:
+    """A row group as it is stored: not one row per sample in the groups.
+
+    Attributes:
+        positions: (num_blocks,) of its blocks in the segment.
+        samples: its samples.
+        tuples: those of each group.
+        uses: by group, (num_tuples,) the samples with each tuple.
+    """
+
+    positions: NDArray[np.int64]
+    samples: pa.Table
+    tuples: Mapping[str, pa.Table]
+    uses: Mapping[str, NDArray[np.int64]]
+
+
+def _read_groups(
+    segment: Segment, dataset: Dataset, file_index: int, row_group: int, samples: pa.Table
+) -> _StoredRowGroup:
+    """Read the groups of a row group; raise SchemaError if an inverse index is out of range."""
+    blocks = blocks_of_row_group(segment, file_index, row_group)
+    tuples: dict[str, pa.Table] = {}
+    uses: dict[str, NDArray[np.int64]] = {}
+    for group in dataset.job.data.groups:
+        tuples[group] = read_group(segment.file, group, file_index, row_group)
+        rows = tuples_of_samples(segment, group, blocks, samples)
+        check_inverse(rows, tuples[group].num_rows)
+        uses[group] = np.bincount(rows, minlength=tuples[group].num_rows)
+    return _StoredRowGroup(np.flatnonzero(blocks), samples, tuples, uses)
+
+
+def count_problems(segment: Segment, dataset: Dataset, counts: StoredCounts) -> Iterator[str]:
     """Yield a line for each wrong field of a segment's manifest."""
     m = segment.manifest
-    groups, tables, columns = stored_counts(segment, dataset)
     claims: dict[str, tuple[object, object]] = {
         "num_samples": (m.num_samples, int(segment.column("num_samples").sum())),
-        "num_sessions": (m.num_sessions, len(segment_session_lengths(segment, dataset.job.data))),
+        "num_sessions": (m.num_sessions, num_sessions(segment, dataset.job.data)),
         "num_blocks": (m.num_blocks, segment.blocks.num_rows),
         "num_rejects": (m.num_rejects, num_rejects(segment)),
         "splits": (dict(m.splits), split_ranges(segment.blocks)),
         "input_bytes": (m.input_bytes, sum(f.num_bytes for f in m.listing)),
         "dataset_bytes": (m.dataset_bytes, _bytes(segment, *DATA_DIRECTORIES)),
         "oracle_bytes": (m.oracle_bytes, _bytes(segment, "access/", "edges/")),
-        "columns": (dict(m.columns), columns),
+        "columns": (dict(m.columns), counts.types),
     }
-    for group, group_counts in groups.items():
+    for group, group_counts in counts.groups().items():
         unique = int(segment.num_unique(group).sum())
         claims[num_unique_column(group)] = m.groups[group].num_unique, unique
         claims[f"groups.{group}"] = asdict(m.groups[group]), asdict(group_counts)
-    for table, table_counts in tables.items():
+    for table, table_counts in counts.tables().items():
         claims[f"tables.{table}"] = asdict(m.tables[table]), asdict(table_counts)
     yield from _differences(claims)
 
@@ -133,57 +196,94 @@ def num_rejects(segment: Segment) -> int:
     return sum(segment.file(path).num_rows for path in paths)
 
 
-def stored_counts(
-    segment: Segment, dataset: Dataset
-) -> tuple[dict[str, GroupCounts], dict[str, TableCounts], dict[str, str]]:
-    """Count list values of groups and look-ups of tables, with and without deduplication.
+def num_sessions(segment: Segment, data: DataConfig) -> int:
+    """Return the number of sessions of a segment; each is in one part."""
+    session, total = data.session, 0
+    parts = row_groups(segment)
+    for number in dict.fromkeys(file_index for file_index, _ in parts):
+        key, time = (
+            one_chunk(
+                pa.chunked_array(
+                    [read_sample_column(segment, f, g, data, name) for f, g in parts if f == number]
+                )
+            )
+            for name in (session.key, session.time)
+        )
+        codes = pc.rank(key, tiebreaker="dense").to_numpy()
+        times = pc.cast(time, pa.int64()).to_numpy()
+        order = np.lexsort((times, codes))
+        starts = np.diff(codes[order], prepend=0) != 0  # ranks begin with 1
+        if session.gap is not None:
+            starts[1:] |= np.diff(times[order]) > microseconds(session.gap)
+        total += int(starts.sum())
+    return total
 
-    Returns:
-        Counts of each group, of each table of the segment, and the types of all columns.
+
+class StoredCounts:
+    """Counts of list values of groups and look-ups of tables, with and without deduplication.
+
+    Attributes:
+        types: of all columns.
     """
-    data, missing = dataset.job.data, missing_column_defaults(dataset, segment)
-    training = set(segment.positions(TRAIN).tolist())
-    values, stored_values, unique = Counter[str](), Counter[str](), Counter[str]()
-    lookups, stored_lookups = Counter[str](), Counter[str]()
-    types: dict[str, str] = {}
-    for file_index, row_group in row_groups(segment):
-        is_training = (
-            int(np.flatnonzero(blocks_of_row_group(segment, file_index, row_group))[0]) in training
-        )
-        joined = read_joined_row_group(segment, file_index, row_group, data)
-        types.update({f.name: type_name(f.type) for f in joined.schema})
-        tuples = {g: read_group(segment.file, g, file_index, row_group) for g in data.groups}
-        for group, table in tuples.items():
-            unique[group] += table.num_rows
-            for name in (c for c in table.column_names if c not in (BLOCK, UNIQUE_INDEX)):
-                if is_list(table.schema.field(name).type):
-                    values[group] += num_values(joined[name])
-                    stored_values[group] += num_values(table[name])
+
+    def __init__(self, segment: Segment, dataset: Dataset) -> None:
+        """Count nothing yet."""
+        self._segment, self._dataset = segment, dataset
+        self._missing = missing_column_defaults(dataset, segment)
+        self._values, self._stored_values = Counter[str](), Counter[str]()
+        self._unique = Counter[str]()
+        self._lookups, self._stored_lookups = Counter[str](), Counter[str]()
+        self.types: dict[str, str] = {}
+
+    def add(self, stored: _StoredRowGroup) -> None:
+        """Count a row group."""
+        data = self._dataset.job.data
+        hidden = {BLOCK, UNIQUE_INDEX, *map(inverse_column, data.groups)}
+        for table in (stored.samples, *stored.tuples.values()):
+            self.types |= {f.name: type_name(f.type) for f in table.schema if f.name not in hidden}
+        for group, table in stored.tuples.items():
+            self._unique[group] += table.num_rows
+            for name in table.column_names:
+                if name not in hidden and is_list(table.schema.field(name).type):
+                    lengths = np.diff(values_of(table[name])[1])
+                    self._values[group] += int(lengths @ stored.uses[group])
+                    self._stored_values[group] += int(lengths.sum())
+        if stored.positions[0] not in self._segment.positions(TRAIN):
+            return
         for feature, name in data.table_of_feature.items():
-            if is_training and feature not in missing:
-                owner = tuples.get(data.group_of_column.get(feature, ""), joined)
-                lookups[name] += num_values(joined[feature])
-                stored_lookups[name] += num_values(owner[feature])
-    num_samples = int(segment.column("num_samples").sum())
-    groups = {
-        g: GroupCounts(
-            num_unique=unique[g],
-            dedup_factor=round(num_samples / unique[g], 6),
-            num_values=values[g],
-            num_values_dedup=stored_values[g],
-        )
-        for g in data.groups
-    }
-    tables = {
-        t: TableCounts(
-            num_lookups=lookups[t],
-            num_lookups_dedup=stored_lookups[t],
-            num_unique_rows=num_rows_of(dataset, segment, t),
-        )
-        for t in data.tables
-        if t in segment.manifest.tables
-    }
-    return groups, tables, types
+            if feature not in self._missing:
+                group = data.group_of_column.get(feature)
+                owner = stored.samples if group is None else stored.tuples[group]
+                lengths = np.diff(values_of(owner[feature])[1])
+                self._stored_lookups[name] += int(lengths.sum())
+                self._lookups[name] += int(
+                    lengths.sum() if group is None else lengths @ stored.uses[group]
+                )
+
+    def groups(self) -> dict[str, GroupCounts]:
+        """Return the counts of each group."""
+        num_samples = int(self._segment.column("num_samples").sum())
+        return {
+            g: GroupCounts(
+                num_unique=self._unique[g],
+                dedup_factor=round(num_samples / self._unique[g], 6),
+                num_values=self._values[g],
+                num_values_dedup=self._stored_values[g],
+            )
+            for g in self._dataset.job.data.groups
+        }
+
+    def tables(self) -> dict[str, TableCounts]:
+        """Return the counts of each table of the segment."""
+        return {
+            t: TableCounts(
+                num_lookups=self._lookups[t],
+                num_lookups_dedup=self._stored_lookups[t],
+                num_unique_rows=num_rows_of(self._dataset, self._segment, t),
+            )
+            for t in self._dataset.job.data.tables
+            if t in self._segment.manifest.tables
+        }
 
 
 def num_rows_of(dataset: Dataset, segment: Segment, table: str) -> int:
@@ -193,47 +293,71 @@ def num_rows_of(dataset: Dataset, segment: Segment, table: str) -> int:
     return sum(file.num_rows for file in segment.edge_files(table))
 
 
-def num_values(column: pa.ChunkedArray) -> int:
-    """Return the values of a column: list elements one by one, nulls left out."""
-    return len(values_of(column)[0])
-
-
 def _group_problems(
-    segment: Segment, dataset: Dataset, file_index: int, row_group: int
+    segment: Segment, dataset: Dataset, stored: _StoredRowGroup, group: str, location: str
 ) -> Iterator[str]:
-    chosen = blocks_of_row_group(segment, file_index, row_group)
-    num_samples = segment.column("num_samples")
-    for group, columns in dataset.job.data.groups.items():
-        table = read_group(segment.file, group, file_index, row_group)
-        location = f"group {group} in row group {row_group} of part {file_index}"
-        blocks = numpy_of(table[BLOCK])
-        expected = np.repeat(segment.block_ids[chosen], segment.num_unique(group)[chosen])
-        if not np.array_equal(blocks, expected):
-            yield f"{location}: tuples per block differ from blocks.parquet"
-        if np.array_equal(segment.num_unique(group), num_samples):
-            continue  # stored per sample
-        first, _ = unique_tuples([blocks, *comparable_tuple(table, columns)])
-        if len(first) != table.num_rows:
-            yield f"{location}: {table.num_rows - len(first)} tuples are not unique in their block"
+    table, location = stored.tuples[group], f"group {group} in {location}"
+    blocks, chosen = numpy_of(table[BLOCK]), stored.positions
+    expected = np.repeat(segment.block_ids[chosen], segment.num_unique(group)[chosen])
+    if not np.array_equal(blocks, expected):
+        yield f"{location}: tuples per block differ from blocks.parquet"
+    if num_unused := int((stored.uses[group] == 0).sum()):
+        yield f"{location}: {num_unused} tuples belong to no sample"
+    if np.array_equal(segment.num_unique(group), segment.column("num_samples")):
+        return  # stored per sample
+    columns = dataset.job.data.groups[group]
+    first, _ = unique_tuples([blocks, *comparable_tuple(table, columns)])
+    if len(first) != table.num_rows:
+        yield f"{location}: {table.num_rows - len(first)} tuples are not unique in their block"
 
 
-def _access_problems(segment: Segment, dataset: Dataset) -> Iterator[str]:
-    """Compare the access lists with the samples, one row group after the other."""
-    training = segment.positions(TRAIN)
-    stored = {t: _StoredAccesses(dataset, segment, t) for t in dataset.job.data.tables}
-    different = {name for name, each in stored.items() if len(each) != len(training)}
-    for positions, lookups in _training_lookups(segment, dataset):
-        for name in stored.keys() - different:
-            ids, blocks = lookups[name]
-            rows = rows_of_ids(ids, name, dataset.job.data.tables[name])
-            expected = unique_per_block(rows, blocks, len(positions))
-            if not stored[name].equal(positions, expected):
-                different.add(name)
-    yield from (
-        f"access/{name}: rows differ from those that the samples look up"
-        for name in dataset.job.data.tables
-        if name in different
-    )
+class _Accesses:
+    """Compares the access lists with the samples, one row group after the other."""
+
+    def __init__(self, segment: Segment, dataset: Dataset) -> None:
+        self._segment, self._dataset = segment, dataset
+        self._defaults = missing_column_defaults(dataset, segment)
+        self._training = segment.positions(TRAIN)
+        self._stored = {t: _StoredAccesses(dataset, segment, t) for t in dataset.job.data.tables}
+        self._different = {t for t, a in self._stored.items() if len(a) != len(self._training)}
+
+    def compare(self, stored: _StoredRowGroup) -> None:
+        """Compare the lists of the training blocks of a row group."""
+        if stored.positions[0] not in self._training:
+            return
+        positions = stored.positions - self._training[0]
+        for name, table in self._dataset.job.data.tables.items():
+            if name not in self._different:
+                ids, blocks = self._lookups(stored, table.features)
+                expected = unique_per_block(rows_of_ids(ids, name, table), blocks, len(positions))
+                if not self._stored[name].equal(positions, expected):
+                    self._different.add(name)
+
+    def _lookups(
+        self, stored: _StoredRowGroup, features: Sequence[str]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the ids that the tuples of each block look up, and the index of the block."""
+        groups, numbers = self._dataset.job.data.group_of_column, np.arange(len(stored.positions))
+        ids, blocks = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        for feature in features:
+            group = None if feature in self._defaults else groups.get(feature)
+            rows = stored.samples if group is None else stored.tuples[group]
+            if feature in self._defaults:
+                column = constant_column(self._defaults[feature], rows.num_rows)
+            else:
+                column = rows[feature]
+            name = "num_samples" if group is None else num_unique_column(group)
+            values, offsets = values_of(column)
+            ids.append(ids_of(values))
+            rows_per_block = self._segment.column(name)[stored.positions]
+            blocks.append(np.repeat(np.repeat(numbers, rows_per_block), np.diff(offsets)))
+        return np.concatenate(ids), np.concatenate(blocks)
+
+    def problems(self) -> Iterator[str]:
+        """Yield a line for each table with a difference."""
+        for name in self._dataset.job.data.tables:
+            if name in self._different:
+                yield f"access/{name}: rows differ from those that the samples look up"
 
 
 class _StoredAccesses:
@@ -259,34 +383,6 @@ class _StoredAccesses:
             if not np.array_equal(rows, expected.values[bounds[index] : bounds[index + 1]]):
                 return False
         return True
-
-
-Lookups = dict[str, tuple[np.ndarray, np.ndarray]]
-"""By table the ids that samples look up, and the index of the block of each."""
-
-
-def _training_lookups(segment: Segment, dataset: Dataset) -> Iterator[tuple[np.ndarray, Lookups]]:
-    """Yield the training positions of the blocks of each row group, and their look-ups."""
-    data = dataset.job.data
-    first_position = segment.positions(TRAIN)[:1].sum()
-    is_training = np.isin(np.arange(segment.blocks.num_rows), segment.positions(TRAIN))
-    defaults = missing_column_defaults(dataset, segment)
-    for file_index, row_group in row_groups(segment):
-        chosen = np.flatnonzero(blocks_of_row_group(segment, file_index, row_group))
-        if not is_training[chosen[0]]:
-            continue
-        samples = read_joined_row_group(segment, file_index, row_group, data, defaults)
-        block = np.repeat(np.arange(len(chosen)), segment.column("num_samples")[chosen])
-        ids: dict[str, list[np.ndarray]] = {t: [np.empty(0, np.int64)] for t in data.tables}
-        blocks: dict[str, list[np.ndarray]] = {t: [np.empty(0, np.int64)] for t in data.tables}
-        for feature, table in data.table_of_feature.items():
-            values, offsets = values_of(samples[feature])
-            ids[table].append(ids_of(values))
-            blocks[table].append(np.repeat(block, np.diff(offsets)))
-        yield (
-            chosen - first_position,
-            {t: (np.concatenate(ids[t]), np.concatenate(blocks[t])) for t in data.tables},
-        )
 
 
 def type_problems(dataset: Dataset) -> Iterator[str]:
