@@ -190,7 +190,7 @@ def _compressed(values: Array) -> int:
 
 @dataclass(slots=True)
 class Costs:
-    """Costs of any set of features, memoized.
+    """Costs of any set of features; numbers are memoized.
 
     `block` is (num_samples,), ascending; `bytes_per_group` is the fixed cost of a group.
     """
@@ -199,7 +199,6 @@ class Costs:
     features: Sequence[Feature]
     bytes_per_group: float = BYTES_PER_GROUP
     _hashes: dict[int, NDArray[np.uint64]] = field(default_factory=dict)
-    _inverses: dict[frozenset[int], NDArray[np.int64]] = field(default_factory=dict)
     _costs: dict[frozenset[int], float] = field(default_factory=dict)
     _alone: dict[int, float] = field(default_factory=dict)
     _plain: dict[tuple[int, int], float] = field(default_factory=dict)
@@ -212,12 +211,10 @@ class Costs:
 
     def inverse(self, members: frozenset[int]) -> NDArray[np.int64]:
         """Return (num_samples,) index of each sample's (block, tuple), by first appearance."""
-        if members not in self._inverses:
-            keys = self._hash_of_block()
-            for member in members:
-                keys = keys + self._hash_of(member)
-            self._inverses[members] = numbered(keys)
-        return self._inverses[members]
+        keys = self._hash_of_block()
+        for member in members:
+            keys = keys + self._hash_of(member)
+        return numbered(keys)
 
     def _hash_of_block(self) -> NDArray[np.uint64]:
         return self._hashes.setdefault(-1, splitmix64(self.block))

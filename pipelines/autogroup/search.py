@@ -3,7 +3,8 @@
 Features of a group share one tuple: one inverse column, one file, one look-up of all of them per
 distinct tuple. The search starts with every feature alone and merges the pair that saves most until
 none saves any more. A feature that hardly repeats costs more in a group than with the samples, so
-it stays there.
+it stays there. Of many features, those with about as many distinct values are merged first, part by
+part, and each that is left is tried with every group, so that the time is linear in their number.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import combinations
 from math import inf
 
@@ -25,6 +27,8 @@ Set = frozenset[int]
 MIN_SAVING = 0.002
 """Least saving of a group, as a share of the cost of all features per sample: the precision of the
 estimates."""
+MAX_SETS = 64
+"""Sets of which all pairs are compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +145,19 @@ def search(costs: Costs) -> list[Set]:
     """Return the cheapest groups that greedy merges find."""
     useful = [i for i in range(len(costs.features)) if _may_save(costs, i)]
     min_saving = MIN_SAVING * sum(costs.in_samples(m) for m in range(len(costs.features)))
-    sets = _merged(costs, [frozenset([i]) for i in useful])
+    sets = [frozenset([i]) for i in useful]
+    if len(sets) > MAX_SETS:
+        sets.sort(key=costs.num_unique)
+    while len(sets) > MAX_SETS:
+        parts = (sets[start : start + MAX_SETS] for start in range(0, len(sets), MAX_SETS))
+        sets = [s for part in parts for s in _merged(costs, part) if _saved(costs, s) > 0]
+    sets = _merged(costs, sets)
+    if len(useful) > MAX_SETS and sets:
+        for member in sorted(set(useful).difference(*sets)):
+            alone = frozenset([member])
+            nearest = max(sets, key=partial(_gain, costs, alone))
+            if _gain(costs, alone, nearest) > 0:
+                sets = [s | alone if s == nearest else s for s in sets]
     return [s for s in sets if _saved(costs, s) > min_saving]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import date, datetime, time, timedelta
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -189,7 +190,7 @@ class GenerateConfig:
     span: timedelta = timedelta(days=2)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class DataConfig:
     """Inputs, samples and storage of the dataset."""
 
@@ -262,18 +263,18 @@ class DataConfig:
         """Name of the source whose rows become samples."""
         return self.samples.source or next(iter(self.sources))
 
-    @property
+    @cached_property
     def table_of_feature(self) -> dict[str, str]:
         """Sparse feature name to table name."""
         return {f: name for name, table in self.tables.items() for f in table.features}
 
-    @property
+    @cached_property
     def derived_columns(self) -> frozenset[str]:
         """Columns added by transforms and sampling."""
         columns = {c for columns in self.transforms.values() for c in columns}
         return frozenset(columns | ({SAMPLE_WEIGHT} if self.sampling is not None else set()))
 
-    @property
+    @cached_property
     def group_of_column(self) -> dict[str, str]:
         """Deduplicated column name to group name, transforms included."""
         stored = {c: group for group, columns in self.groups.items() for c in columns}

@@ -67,6 +67,13 @@ def test_search_finds_what_trying_every_placement_finds(seed: int) -> None:
     assert total(costs, search(costs)) == pytest.approx(best, rel=1e-9)
 
 
+def test_search_in_parts_finds_the_same_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    costs = costs_of(made(0, 4096))
+    whole = search(costs)
+    monkeypatch.setattr("pipelines.autogroup.search.MAX_SETS", 3)
+    assert set(search(costs)) == set(whole)
+
+
 def test_features_that_change_together_share_a_group_and_others_stay_in_samples() -> None:
     choice = choose_groups(costs_of(made(0, 4096)), np.arange(4096) % 16 == 0)
     assert choice.mapping() == {"user": ("user", "country"), "query": ("query", "history")}
