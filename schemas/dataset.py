@@ -297,6 +297,11 @@ class Dataset:
             types.update(segment.manifest.columns)
         return types
 
+    @cached_property
+    def _parts(self) -> dict[Location, IndexPart]:
+        """Parts of indexes by directory: their lists of files are read once."""
+        return {}
+
     def order(
         self, batch_samples: int, epochs: int, shuffle: str, seed: int, split: str = TRAIN
     ) -> Order:
@@ -340,15 +345,15 @@ class Dataset:
         for segment in (s.reference for s in self.segments):
             reference = entry.parts[segment.id]
             path = directory / reference.directory
-            manifest = _committed_part(path, reference)
-            if manifest.segment_sha256 != segment.manifest_sha256:
+            part = self._parts.setdefault(path, IndexPart(path, _committed_part(path, reference)))
+            if part.manifest.segment_sha256 != segment.manifest_sha256:
                 raise SchemaError(
                     f"part must be of the segment {segment.id} with sha256 "
-                    f"{segment.manifest_sha256[:12]}, got {manifest.segment_sha256[:12]}; restore "
-                    "the dataset",
+                    f"{segment.manifest_sha256[:12]}, got {part.manifest.segment_sha256[:12]}; "
+                    "restore the dataset",
                     file=str(path / MANIFEST),
                 )
-            parts.append(IndexPart(path, manifest))
+            parts.append(part)
         return Index(directory, entry, order, tuple(parts))
 
     def index_for(self, order: Order) -> Index:

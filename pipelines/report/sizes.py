@@ -34,6 +34,8 @@ from schemas.samples import column_names, live_rows, read_live_row_group, row_gr
 
 MAX_BYTES = 1 << 30
 """Bytes of expanded rows that are written; of a larger dataset a share of the row groups is."""
+READ_BYTES = 256 << 20
+"""Bytes of columns that are read together: each row group is opened once for them."""
 ROWS_PER_GROUP = 1 << 20
 """Rows of a row group: pyarrow's default."""
 SEED = 0
@@ -53,12 +55,14 @@ class FlatRows:
         row_groups: segment, file and row group of all rows, or of some.
         num_rows: their number.
         num_samples: samples of the whole dataset.
+        column_bytes: column of the job's SQL to the estimated bytes of its rows in memory.
     """
 
     dataset: Dataset
     row_groups: Sequence[tuple[Segment, int, int]]
     num_rows: int
     num_samples: int
+    column_bytes: Mapping[str, float]
 
     @property
     def share(self) -> float:
@@ -70,16 +74,29 @@ class FlatRows:
         tables = [_read(self.dataset, place, columns) for place in self.row_groups]
         return pa.concat_tables(tables).combine_chunks()
 
+    def columns(self) -> Iterator[pa.Table]:
+        """Yield each column of the job's SQL as a table; a few are read together."""
+        names: list[str] = []
+        for name, num_bytes in self.column_bytes.items():
+            if names and num_bytes + sum(map(self.column_bytes.__getitem__, names)) > READ_BYTES:
+                table, names = self.read(names), []
+                yield from (table.select([n]) for n in table.column_names)
+            names.append(name)
+        table = self.read(names)
+        yield from (table.select([n]) for n in table.column_names)
+
 
 def flat_rows(dataset: Dataset, max_bytes: int = MAX_BYTES) -> FlatRows:
     """Return the expanded rows, or those of every n-th row group if all are too large."""
     places = [(s, f, g) for s in dataset.segments for f, g in row_groups(s)]
     first = _read(dataset, places[0], column_names(dataset, model_inputs=False))
     num_samples = sum(s.manifest.num_samples for s in dataset.segments)
-    total_bytes = first.nbytes / max(1, first.num_rows) * num_samples
+    row_bytes = {name: first[name].nbytes / max(1, first.num_rows) for name in first.column_names}
+    total_bytes = sum(row_bytes.values()) * num_samples
     chosen = places[:: max(1, -(-int(total_bytes) // max_bytes))]
     num_rows = sum(int(live_rows(*place).sum()) for place in chosen)
-    return FlatRows(dataset, chosen, num_rows, num_samples)
+    column_bytes = {name: size * num_rows for name, size in row_bytes.items()}
+    return FlatRows(dataset, chosen, num_rows, num_samples, column_bytes)
 
 
 def _read(dataset: Dataset, place: tuple[Segment, int, int], columns: Sequence[str]) -> pa.Table:
@@ -120,7 +137,7 @@ def write_best(table: pa.Table, path: Path) -> int:
 def flat_bytes(rows: FlatRows, time: str) -> dict[str, float]:
     """Write the rows as plain Parquet in every order; return the bytes without footers.
 
-    Columns are read and written one after the other. `rows` are in session order.
+    Columns are written one after the other. `rows` are in session order.
 
     Returns:
         Order to bytes, extrapolated to the whole dataset if only a share of the rows was read.
@@ -136,8 +153,7 @@ def flat_bytes(rows: FlatRows, time: str) -> dict[str, float]:
     totals = dict.fromkeys(writers, 0.0)
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "flat.parquet"
-        for name in column_names(rows.dataset, model_inputs=False):
-            column = rows.read([name])
+        for column in rows.columns():
             for order, write in writers.items():
                 num_bytes = write(column, path) - pq.read_metadata(path).serialized_size
                 totals[order] += num_bytes / rows.share
