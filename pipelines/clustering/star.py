@@ -1,9 +1,9 @@
 """Samples of a part in their total order, clustered by session, in blocks, as a star schema.
 
 Samples of a part are sorted by (split, window, hash of the session key, session key, time, file,
-position in the file, list index) and cut into blocks; parts are ranges of the hash. Within a block,
-session keys are then ordered by time, because neighbours in time compress better. So the bytes do
-not depend on the number of workers or on the worker that read a row. The star schema has one row
+position in the file, list index) and cut into blocks; parts are ranges of the hash. Many session
+keys of a block are then ordered by time, because neighbours in time compress better. So the bytes
+do not depend on the number of workers or on the worker that read a row. The star schema has one row
 per unique tuple of a block for each group.
 """
 
@@ -41,6 +41,11 @@ from schemas.layout import (
     UNIQUE_INDEX,
     inverse_column,
 )
+
+ORDERED_KEYS = 32
+"""Minimum number of a block's session keys that are put in the order of time. It saves 1 to 7 % of
+the bytes of short sessions; for long ones it costs 1 %, because histories go on in the next block
+(benchmarks/storage.md)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,8 +220,7 @@ def _order_by_time(
 ) -> NDArray[np.int64]:
     """Return the order of samples by block, first time of the session key in it, and session key.
 
-    A key with which a block ends and the next one begins stays last and first there, so that the
-    samples of a session are side by side.
+    Blocks of few keys keep their order.
 
     Args:
         block: (num_samples,) ascending.
@@ -225,18 +229,16 @@ def _order_by_time(
         keys: distinct session keys.
     """
     starts = np.flatnonzero(_changes(block, key))
-    continued = ~_changes(key[starts])
-    place = np.zeros(len(starts), np.int8)
-    place[:-1] += continued[1:]
-    place -= continued
-    columns = time[starts], place, block[starts]
-    order = np.lexsort(columns)
-    is_tied = ~_changes(*(column[order] for column in columns))
+    blocks = block[starts]
+    is_ordered = np.bincount(blocks)[blocks] >= ORDERED_KEYS
+    times = np.where(is_ordered, time[starts], 0)
+    order = np.lexsort((times, blocks))
+    is_tied = is_ordered[order] & ~_changes(blocks[order], times[order])
     is_tied[:-1] |= is_tied[1:]
     if is_tied.any():
         tied = order[is_tied]
         rank = pc.rank(take_values(keys, key[starts[tied]])).to_numpy()
-        order[is_tied] = tied[np.lexsort((rank, *(column[tied] for column in columns)))]
+        order[is_tied] = tied[np.lexsort((rank, times[tied], blocks[tied]))]
     return ranges(starts[order], np.diff(starts, append=len(block))[order])
 
 

@@ -109,26 +109,22 @@ def test_cluster_orders_as_plain_sorting_does_whatever_order_rows_arrive_in(
     table = tuples_of(rows)
     shuffled = np.arange(len(rows))
     random.shuffle(shuffled)  # type: ignore[attr-defined]
-    found = cluster(table.take(shuffled), data_config(gap, evaluation_from))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(star, "ORDERED_KEYS", 3)
+        found = cluster(table.take(shuffled), data_config(gap, evaluation_from))
     hashes = hash_session_keys(table.column("session")).tolist()
     held = [evaluation_from is not None and r[1] >= evaluation_from for r in rows]
     expected = sorted(
         range(len(rows)), key=lambda i: (held[i], hashes[i], rows[i][0], rows[i][1], i)
     )
-    places = list(zip(found.block.tolist(), expected, strict=True))
-    ends = {b: rows[i][0] for b, i in places}
-    begins = {b: rows[i][0] for b, i in reversed(places)}
-    first: dict[tuple[int, int], int] = {}
-    for b, i in places:
-        first.setdefault((b, rows[i][0]), rows[i][1])
-
-    def place(p: tuple[int, int]) -> tuple[int, ...]:
-        b, key = p[0], rows[p[1]][0]
-        goes_on = (ends[b] == key == begins.get(b + 1)) - (ends.get(b - 1) == key == begins[b])
-        return b, goes_on, first[b, key], key
-
-    places.sort(key=place)
-    expected = [i for _, i in places]
+    in_block: dict[int, list[int]] = {}
+    for b, i in zip(found.block.tolist(), expected, strict=True):
+        in_block.setdefault(b, []).append(i)
+    for places in in_block.values():
+        first = {rows[i][0]: rows[i][1] for i in reversed(places)}
+        if len(first) >= 3:
+            places.sort(key=lambda i, first=first: (first[rows[i][0]], rows[i][0]))
+    expected = [i for places in in_block.values() for i in places]
     assert found.samples.column(ORIGIN).to_pylist() == expected
     assert found.is_evaluation.tolist() == [held[i] for i in expected]
     times: dict[int, list[int]] = {}
