@@ -23,6 +23,7 @@ from schemas.arrays import (
     comparable_tuple,
     is_list,
     numpy_of,
+    offsets_of,
     one_chunk,
     unique_tuples,
     values_of,
@@ -115,6 +116,7 @@ def segment_problems(segment: Segment, dataset: Dataset) -> Iterator[str]:
             stored = _read_groups(segment, dataset, file_index, row_group, samples)
             for group in stored.tuples:
                 yield from _group_problems(segment, dataset, stored, group, location)
+            yield from _block_problems(segment, dataset, stored, location)
             counts.add(stored)
             accesses.compare(stored)
         yield from count_problems(segment, dataset, counts)
@@ -309,6 +311,38 @@ def _group_problems(
     first, _ = unique_tuples([blocks, *comparable_tuple(table, columns)])
     if len(first) != table.num_rows:
         yield f"{location}: {table.num_rows - len(first)} tuples are not unique in their block"
+
+
+def _block_problems(
+    segment: Segment, dataset: Dataset, stored: _StoredRowGroup, location: str
+) -> Iterator[str]:
+    """Yield a line for each sum over blocks that differs from blocks.parquet."""
+    data, missing = dataset.job.data, missing_column_defaults(dataset, segment)
+
+    def per_block(name: str, of_rows: NDArray[Any], *, uses: bool = True) -> NDArray[Any]:
+        group, rows = data.group_of_column.get(name), segment.column("num_samples")
+        if group is not None:
+            rows = segment.num_unique(group)
+            of_rows = of_rows * stored.uses[group] if uses else of_rows
+        return np.add.reduceat(of_rows, offsets_of(rows[stored.positions])[:-1])
+
+    def column(name: str) -> pa.Array:
+        group = data.group_of_column.get(name)
+        return one_chunk((stored.samples if group is None else stored.tuples[group])[name])
+
+    weight, names = dataset.features.weight, set(data.table_of_feature) - set(missing)
+    lengths = {name: np.diff(values_of(column(name))[1]) for name in names}
+    expected: dict[str, Any] = {
+        "num_lookups": sum(per_block(name, each) for name, each in lengths.items()),
+        "num_lookups_dedup": sum(per_block(n, each, uses=False) for n, each in lengths.items()),
+    }
+    if weight is None:
+        expected["weight"] = segment.column("num_samples")[stored.positions]
+    elif weight not in missing:
+        expected["weight"] = per_block(weight, numpy_of(column(weight)).astype(np.float64))
+    for name, sums in expected.items():
+        if not np.allclose(segment.blocks[name].to_numpy()[stored.positions], sums, rtol=1e-12):
+            yield f"{location}: {name} of its blocks differs from blocks.parquet"
 
 
 class _Accesses:

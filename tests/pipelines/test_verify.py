@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines.cli import main
-from pipelines.table.verify import verify
+from pipelines.table.verify import segment_problems, verify
 from schemas.accesses import read_hints
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
@@ -318,6 +318,18 @@ def test_verify_counts_again_what_a_manifest_claims(
     mended(copy, manifest)
     problems = verify(copy)["problems"]
     assert any(f"MANIFEST.json: {problem}" in p for p in problems), problems
+
+
+@pytest.mark.parametrize("name", ["weight", "num_lookups", "num_lookups_dedup"])
+def test_verify_sums_blocks_again(dataset: Path, name: str) -> None:
+    opened = open_dataset(dataset)
+    blocks = opened.segments[0].blocks
+    column = blocks.schema.get_field_index(name)
+    changed = pa.array(blocks[name].to_numpy() + 1)
+    segment = replace(opened.segments[0])
+    segment.__dict__["blocks"] = blocks.set_column(column, name, changed)
+    (problem, *_) = segment_problems(segment, opened)
+    assert problem == f"row group 0 of part 0: {name} of its blocks differs from blocks.parquet"
 
 
 @pytest.mark.parametrize(
