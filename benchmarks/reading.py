@@ -155,7 +155,7 @@ def work(dataset: Dataset, world_size: int) -> dict[str, float]:
         if len(of_blocks) < BLOCKS_OF_WORK:
             continue
         equal = [blocks_of_rank(len(of_blocks), rank, world_size) for rank in range(world_size)]
-        largest = [
+        largest: list[float] = [
             max(sum(of_blocks[run]) for run in runs)
             for runs in (runs_of_ranks(of_blocks, world_size), equal)
         ]

@@ -239,8 +239,9 @@ class RowGroup:
 def whole_array(array: Array) -> Array:
     """Return the offsets that an array of starts or ends is a view of, or the array itself."""
     base = array.base
-    is_view = isinstance(base, np.ndarray) and base.flags.c_contiguous
-    return base if is_view and base.ndim == 1 and base.size <= array.size + 1 else array
+    if isinstance(base, np.ndarray) and base.flags.c_contiguous and base.ndim == 1:
+        return base if base.size <= array.size + 1 else array
+    return array
 
 
 def padding_row_group(spec: BatchSpec, num_samples: int) -> RowGroup:
