@@ -6,8 +6,9 @@
 Each log is built by its job: the shipped ones, and synthetic logs of clickouts in which little
 repeats (`logs.py`); `--groups auto` replaces the groups of the job by `groups: auto`. A peer holds
 the expanded rows, with all columns of the job's SQL, in one file: shuffled, in time order, or
-clustered by session (in the order of the dataset), each with pyarrow's defaults and with encodings
-from the same trial as in a build. All sides use zstd 3. `ours` is samples and groups
+clustered by session (in the order of the dataset, of session keys, or of the times of sessions),
+each with pyarrow's defaults, with encodings from the same trial as in a build, and by DuckDB. All
+sides use zstd 3. `ours` is samples and groups
 without derived columns (from transforms), which the peers do not have; derived columns and the
 oracle are reported separately.
 
@@ -28,7 +29,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import duckdb
+import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from benchmarks.logs import (
     LOGS,
@@ -40,6 +44,7 @@ from benchmarks.logs import (
     with_auto,
     write_result,
 )
+from pipelines.clustering.layout import COMPRESSION_LEVEL as LEVEL
 from pipelines.report.sizes import (
     bytes_by_table,
     dataset_bytes,
@@ -59,9 +64,21 @@ LIMIT_RATIO, LIMIT_BYTES = 1.02, 64_000
 """Limit for a dataset without its oracle, relative to the best clustered file."""
 
 HEADLINE = "mind"
+
+
+def write_duckdb(table: pa.Table, path: Path) -> int:
+    """Write rows by DuckDB with the newer encodings, and return the bytes."""
+    options = f"FORMAT parquet, PARQUET_VERSION v2, COMPRESSION zstd, COMPRESSION_LEVEL {LEVEL}"
+    with duckdb.connect() as connection:
+        connection.register("rows", table)
+        connection.execute(f"COPY rows TO '{path}' ({options})")
+    return path.stat().st_size
+
+
 ENCODINGS: Mapping[str, Callable[[pa.Table, Path], int]] = {
     "default": write_flat,
     "best": write_best,
+    "duckdb": write_duckdb,
 }
 
 
@@ -95,10 +112,15 @@ class Sizes:
         """Return peer bytes over ours for each peer."""
         return {name: round(size / self.ours, 3) for name, size in self.peers.items()}
 
-    def folder_against(self) -> dict[str, float]:
+    def folder_against(self) -> dict[str, float | str]:
         """Compare the whole folder with clustered files of the same columns."""
         columns, best = self.folder - self.transforms, self.peers["clustered, best"]
+        clustered = {p: n for p, n in self.peers.items() if p.startswith(("clustered", "by "))}
+        smallest = min(clustered, key=clustered.__getitem__)
         return {
+            "smallest_clustered": smallest,
+            "ours_over_smallest_clustered": round(self.ours / clustered[smallest], 3),
+            "ours_of_limit": round(self.ours / limit_of(clustered[smallest]), 3),
             "dedup_factor": round(self.dedup_factor, 2),
             "folder": self.folder,
             "folder_without_made": columns,
@@ -115,6 +137,18 @@ class Sizes:
 def limit_of(best: int) -> float:
     """Return the limit for a dataset without its oracle, from the bytes of the best peer."""
     return LIMIT_RATIO * best + LIMIT_BYTES
+
+
+def by_session(table: pa.Table, session: str, time: str) -> dict[str, pa.Table]:
+    """Return the rows clustered by session: by session key, and by first time of the session."""
+    key = np.unique(table[session].to_numpy(), return_inverse=True)[1]
+    times = pc.cast(table[time], pa.int64()).to_numpy()
+    order = np.lexsort((times, key))
+    starts = np.flatnonzero(np.diff(key[order], prepend=-1))
+    first = np.repeat(times[order][starts], np.diff(starts, append=len(key)))
+    by_time = order[np.lexsort((np.arange(len(key)), key[order], first))]
+    rows = {"by session key": order, "by time of session": by_time}
+    return {name: table.take(pa.array(each)) for name, each in rows.items()}
 
 
 def dedup_factor(dataset: Dataset) -> float:
@@ -142,8 +176,13 @@ def measure(dataset: Dataset, rounds: int, scratch: Path) -> Sizes:
         table = shuffled(clustered, seed)
         for encodings, write in ENCODINGS.items():
             shuffles[encodings].append(write(table, path))
-    by_time = time_ordered(clustered, dataset.job.data.session.time)
-    for order, table in {"time-ordered": by_time, "clustered": clustered}.items():
+    session = dataset.job.data.session
+    orders = {
+        "time-ordered": time_ordered(clustered, session.time),
+        "clustered": clustered,
+        **by_session(clustered, session.key, session.time),
+    }
+    for order, table in orders.items():
         peers |= {f"{order}, {e}": write(table, path) for e, write in ENCODINGS.items()}
     with_derived = rows.read(column_names(dataset, model_inputs=True))
     derived = derived_bytes(dataset)
