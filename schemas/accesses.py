@@ -12,22 +12,33 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from itertools import count
+from functools import cached_property
+from itertools import count, pairwise
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.arrays import Array, Jagged, offsets_of, stable_order
+from schemas.arrays import Array, Jagged, jagged_of, offsets_of, stable_order
 from schemas.dataset import Dataset, Index, access_lists, has_accesses
 from schemas.decode import from_json
 from schemas.errors import SchemaError
-from schemas.files import CheckedFile, DecodedListCache, ListFiles, replace_bytes
+from schemas.files import (
+    CheckedFile,
+    DecodedListCache,
+    ListFiles,
+    in_turn,
+    replace_bytes,
+    rows_before,
+)
 from schemas.hashing import NUM_SLOTS, slot_of_row
-from schemas.oracle import NEVER, number_by_appearance, union
+from schemas.layout import reuse_columns
+from schemas.oracle import NEVER, from_gaps, number_by_appearance, union
 from schemas.order import Order
+from schemas.reuse import StepReuse, bounds_up_to, next_bound
 from schemas.storage import Location
 
 REUSE_BINS = 32
@@ -283,12 +294,20 @@ class NextUses:
     ) -> None:
         """Link segments and epochs; distances within them are read on demand."""
         self._order, self._parts, self._table = index.order, index.parts, table
+        self._dataset, self._numbering = dataset, numbering
         self._lists = ListsOfSegments(lambda segment: index.parts[segment].steps(table))
         # by segment and distinct epoch: the step of the next use after the last one, in the order
         # of last uses, and the first entry of each step
         self._later: dict[tuple[int, int], tuple[NDArray[np.int32], NDArray[np.int64]]] = {}
         if len(index.parts) > 1 or index.order.epochs > 1:
-            self._link(RowNumbering(dataset, table) if numbering is None else numbering)
+            self._link(self.numbering)
+
+    @property
+    def numbering(self) -> RowNumbering:
+        """Numbers of the table's rows, read when they are first needed."""
+        if self._numbering is None:
+            self._numbering = RowNumbering(self._dataset, self._table)
+        return self._numbering
 
     def __len__(self) -> int:
         """Return the number of steps."""
@@ -311,6 +330,77 @@ class NextUses:
     def __iter__(self) -> Iterator[NDArray[np.int32]]:
         """Yield the distances of each step."""
         return map(self.__getitem__, range(len(self)))
+
+    def reuse(self, distance: int, end_step: int | None = None) -> StepReuse:
+        """Return the reuse within a distance, or within the bound of reuse that follows it.
+
+        Uses from `end_step` on, that of a segment, are left out; None: none are.
+        """
+        end_step, distance = len(self) if end_step is None else end_step, next_bound(distance)
+        bounds = bounds_up_to(distance)
+        columns = self._reuse_columns(
+            ["num_rows", *reuse_columns("next", bounds), *reuse_columns("previous", bounds)]
+        )
+        num_rows, following, preceding = np.split(columns, [1, 1 + len(bounds)])
+        beyond = self._links_beyond(distance, end_step)
+        kept, returning = (
+            counts.sum(axis=0, dtype=np.int64) + np.bincount(steps, minlength=len(self))
+            for counts, steps in zip((following, preceding), beyond, strict=True)
+        )
+        return StepReuse(*(x[:end_step] for x in (num_rows[0].astype(np.int64), kept, returning)))
+
+    def last_uses(self, every: int) -> NDArray[np.int64]:
+        """Return how many rows of each step are not used again before a multiple of `every`.
+
+        They are too many rather than too few: those whose next use is further than the last bound
+        of reuse before the multiple are counted, unless it is in another segment or epoch.
+        """
+        steps = np.arange(len(self))
+        bounds = bounds_up_to(every - 1)
+        columns = self._reuse_columns(["num_rows", *reuse_columns("next", bounds)])
+        num_rows, again = columns[0].astype(np.int64), columns  # of the steps, up to each bound
+        again[0] = 0
+        np.cumsum(again, axis=0, out=again)
+        num_within = np.searchsorted(bounds, every - 1 - steps % every, side="right")
+        uses, next_uses = self._links_beyond(every - 1, len(self))
+        again_beyond = uses[uses // every == next_uses // every]
+        return num_rows - again[num_within, steps] - np.bincount(again_beyond, minlength=len(self))
+
+    def _reuse_columns(self, names: Sequence[str]) -> NDArray[np.int32]:
+        """Return columns of reuse by step of the run, (columns, num_steps)."""
+        order, table, num_steps = self._order, self._table, self._order.steps_per_segment
+        shape = (len(names), order.distinct_epochs, order.steps_per_epoch)
+        columns = np.zeros(shape, np.int32)
+        with ThreadPoolExecutor(READ_THREADS) as pool:
+            parts = list(pool.map(lambda part: part.reuse(table, names), self._parts))
+        for segment, (stored, length) in enumerate(zip(parts, num_steps, strict=True)):
+            first = order.first_step(segment)
+            for column, name in zip(columns, names, strict=True):
+                if len(stored.get(name, ())):
+                    column[:, first : first + length] = stored[name].reshape(-1, length)
+        columns = columns.reshape(len(names), -1)
+        return np.tile(columns, order.epochs // order.distinct_epochs)
+
+    def _links_beyond(
+        self, distance: int, end_step: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the steps of uses, and of the next ones in another segment or epoch before a step.
+
+        Only those at most `distance` later; for each row in turn.
+        """
+        order = self._order
+        uses, next_uses = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        for (segment, stored), (later, starts) in self._later.items():
+            steps = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
+            steps += stored * order.steps_per_epoch + order.first_step(segment)
+            is_near = (later != NEVER) & (later - steps <= distance)
+            is_repeated = stored == order.distinct_epochs - 1
+            for epoch in range(stored, order.epochs if is_repeated else stored + 1):
+                origin = (epoch - stored) * order.steps_per_epoch
+                uses.append(steps[is_near] + origin)
+                next_uses.append(later[is_near].astype(np.int64) + origin)
+        is_before = np.concatenate(next_uses) < end_step
+        return np.concatenate(uses)[is_before], np.concatenate(next_uses)[is_before]
 
     def _distances_beyond(
         self, train_step: int, epoch: int, segment: int, step: int
@@ -361,6 +451,95 @@ class NextUses:
         with ThreadPoolExecutor(READ_THREADS) as pool:
             list(pool.map(read, used))
         return kept
+
+
+class SharedNextUses:
+    """Next uses of the tables of a run, linked once for all that hold them at a time."""
+
+    def __init__(self, dataset: Dataset, order: Order) -> None:
+        """Open nothing yet."""
+        self._dataset, self._order = dataset, order
+        self._tables = WeakValueDictionary[str, NextUses]()
+
+    @cached_property
+    def index(self) -> Index:
+        """The index of the order; SchemaError if it is not built."""
+        return self._dataset.index_for(self._order)
+
+    @property
+    def is_indexed(self) -> bool:
+        """Whether the index is built."""
+        try:
+            return bool(self.index)
+        except SchemaError:
+            return False
+
+    def of(self, table: str) -> NextUses:
+        """Return the next uses of a table."""
+        next_uses = self._tables.get(table)
+        if next_uses is None:
+            next_uses = self._tables[table] = NextUses(self._dataset, self.index, table)
+        return next_uses
+
+
+def next_steps(
+    dataset: Dataset,
+    index: Index,
+    table: str,
+    numbering: RowNumbering,
+    first_step: int,
+    end_step: int,
+) -> NDArray[np.int64]:
+    """Return for each number the first step in [first_step, end_step) that uses it, -1 for none.
+
+    The access lists of the segment of `first_step` are read; for later segments and the next epoch
+    the first uses suffice.
+    """
+    order, num_segments = index.order, len(index.parts)
+    steps = np.full(len(numbering.rows), end_step)
+    if first_step >= end_step:
+        return np.full(len(steps), -1)
+    epoch, segment, step_of_segment = order.locate(first_step)
+    for distance in reversed(range(num_segments + 1)):
+        epochs, other = divmod(segment + distance, num_segments)
+        start = (epoch + epochs) * order.steps_per_epoch + order.first_step(other)
+        if start >= end_step or not numbering.is_used[other]:
+            continue
+        numbers = numbering.of_segment(other)
+        if distance:
+            stored = min(epoch + epochs, order.distinct_epochs - 1)
+            steps[numbers] = start + index.parts[other].uses(table, stored)[0]
+        else:
+            num_steps = order.steps_per_segment[segment]
+            blocks = order.blocks_of(epoch, segment)
+            step_of_block = np.empty(len(blocks), np.int64)
+            step_of_block[blocks] = np.arange(len(blocks)) // order.blocks_per_batch
+            files = dataset.segments[segment].access_files(table)
+            first = np.full(numbering.counts[segment], num_steps)
+            _keep_first_steps(files, step_of_block, step_of_segment, first)
+            steps[numbers] = np.where(first < num_steps, start + first, steps[numbers])
+    return np.where(steps < end_step, steps, -1)
+
+
+def _keep_first_steps(
+    files: Sequence[CheckedFile],
+    step_of_block: NDArray[np.int64],
+    first_step: int,
+    steps: NDArray[np.int64],
+) -> None:
+    """Lower `steps`, by number, to the first step from one on that uses it; files are read once."""
+    ends = rows_before(files).tolist()
+    of_files = [step_of_block[start:end] for start, end in pairwise(ends)]
+    needed = [i for i, of_file in enumerate(of_files) if (of_file >= first_step).any()]
+    for index, file in zip(needed, in_turn([files[i] for i in needed]), strict=True):
+        of_lists = of_files[index]
+        lists = from_gaps(jagged_of(file.read(["gaps"])["gaps"]))
+        latest_first = np.argsort(-of_lists, kind="stable")
+        chosen = latest_first[of_lists[latest_first] >= first_step]
+        uses = lists.take(chosen)
+        # of several uses of a number the last one, of the first step, is what remains
+        earlier = np.repeat(of_lists[chosen], uses.lengths)
+        steps[uses.values] = np.minimum(steps[uses.values], earlier)
 
 
 def allocate(count: int) -> NDArray[np.int32]:

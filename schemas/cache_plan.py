@@ -31,6 +31,7 @@ from schemas.arrays import Array
 from schemas.config.train import CacheConfig
 from schemas.errors import PlanError
 from schemas.oracle import NEVER
+from schemas.reuse import StepReuse, peak_cache_rows
 
 # A vectorized priority queue of cached rows by next use. Each batch is an ascending run of 64-bit
 # keys (step of the next use, then slot), runs of similar length are merged, and the largest keys
@@ -507,7 +508,7 @@ def required_rows(distances: Iterable[NDArray[np.integer]], cache: CacheConfig) 
         >>> required_rows(steps, CacheConfig(policy="ttl", lookahead=2, prefetch_steps=2))
         3
     """
-    ttl = cache.prefetch_steps if cache.policy == "belady" else cache.lookahead
+    ttl = reuse_distance(cache)
     entries: list[int] = []
     kept: list[int] = []  # by step, rows that are kept for their next use
     arriving = np.zeros(1024, np.int64)  # by step, rows that were kept for it
@@ -520,14 +521,14 @@ def required_rows(distances: Iterable[NDArray[np.integer]], cache: CacheConfig) 
         if top > len(arriving):
             arriving = np.concatenate([arriving, np.zeros(top, np.int64)])
         arriving[step:top] += counts
-    if not entries:
-        return 0
-    arrived = arriving[: len(entries)]
-    waiting = np.cumsum(np.array(kept) - arrived) - kept + arrived  # before the step
-    fetched = np.cumsum(np.array(entries) - arrived)
-    ends = np.minimum(np.arange(len(entries)) + cache.prefetch_steps, len(entries) - 1)
-    in_window = fetched[ends] - fetched + entries - arrived
-    return int((waiting + in_window).max())
+    num_rows, arrived = np.array(entries, np.int64), arriving[: len(entries)]
+    reuse = StepReuse(num_rows, np.array(kept, np.int64), arrived)
+    return peak_cache_rows(reuse, cache.prefetch_steps)
+
+
+def reuse_distance(cache: CacheConfig) -> int:
+    """Return the distance to its next use within which a row must stay in a cache."""
+    return cache.prefetch_steps if cache.policy == "belady" else cache.lookahead
 
 
 def check_cache_size(

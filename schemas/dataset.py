@@ -44,6 +44,7 @@ from schemas.layout import (
     TRAIN,
     num_unique_column,
     part_path,
+    reuse_schema,
     tombstones_path,
 )
 from schemas.manifest import (
@@ -61,6 +62,7 @@ from schemas.manifest import (
 )
 from schemas.oracle import from_gaps
 from schemas.order import Order
+from schemas.reuse import reuse_bounds
 from schemas.storage import Location
 
 Number = TypeVar("Number", bound=np.generic)
@@ -209,6 +211,16 @@ class IndexPart:
         files = self._files(table, f"uses-{epoch:05d}")
         first, last = _columns(files, np.int32, "first_step", "last_step")
         return first, last
+
+    def reuse(self, table: str, columns: Sequence[str]) -> dict[str, NDArray[np.int32]]:
+        """Return columns of the reuse of a table's rows, by step of the stored epochs.
+
+        Columns of distances that the steps of the segment do not have are left out.
+        """
+        files = self._files(table, "reuse")
+        names = set(reuse_schema(reuse_bounds(self.manifest.num_steps)).names)
+        stored = [name for name in columns if name in names]
+        return dict(zip(stored, _columns(files, np.int32, *stored), strict=True))
 
     def _files(self, *folders: str) -> list[CheckedFile]:
         paths = _parts_in(self.files, *folders)

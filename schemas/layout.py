@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import PurePosixPath
+from typing import Literal
 
 import pyarrow as pa
 
@@ -150,6 +151,21 @@ def index_schema() -> pa.Schema:
     return pa.schema(
         [pa.field("step", pa.int64()), pa.field("distances", pa.large_list(pa.int32()))]
     )
+
+
+def reuse_schema(bounds: Sequence[int]) -> pa.Schema:
+    """Return the columns of a file of reuse: one row per step of the stored epochs.
+
+    `next_D` is the number of rows whose next use in the segment and epoch is at most D steps later,
+    and further than the bound before D; `previous_D` the same of the previous use.
+    """
+    names = ["num_rows", *reuse_columns("next", bounds), *reuse_columns("previous", bounds)]
+    return pa.schema([pa.field(name, pa.int32()) for name in names])
+
+
+def reuse_columns(kind: Literal["next", "previous"], bounds: Sequence[int]) -> list[str]:
+    """Return the names of the columns of reuse at distances up to some bounds."""
+    return [f"{kind}_{bound}" for bound in bounds]
 
 
 def tombstones_path(sha256: str) -> str:

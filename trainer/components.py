@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from schemas.accesses import NextUses, TableAccesses
-from schemas.cache_plan import Keyframe, Plan, check_cache_size
+from schemas.accesses import SharedNextUses, TableAccesses
+from schemas.cache_plan import Keyframe, Plan, check_cache_size, reuse_distance
 from schemas.config.job import Job
 from schemas.config.train import CacheConfig, DenseOptimizerConfig, TrainConfig
 from schemas.dataset import Dataset
@@ -22,6 +22,7 @@ from schemas.errors import SchemaError
 from schemas.files import DecodedListCache
 from schemas.oracle import clip_to_horizon
 from schemas.order import Order
+from schemas.reuse import peak_cache_rows
 from trainer.data.collate import features_of_tables
 from trainer.data.decode import BatchSpec
 from trainer.device import device_of
@@ -159,6 +160,7 @@ def plans_of(
     starts: Mapping[str, Keyframe] | None = None,
     end_step: int | None = None,
     job_tables: Mapping[str, str] | None = None,
+    shared: SharedNextUses | None = None,
 ) -> dict[str, TablePlan]:
     """Return the cache plan of each table from a step on.
 
@@ -180,25 +182,32 @@ def plans_of(
         end_step: one after the last known step, where plans end and beyond which no use is known;
             None: the end of the run.
         job_tables: the dataset's table of each table; None: that of the same name.
+        shared: next uses of the run; None: no one else needs them.
 
     Raises:
         SchemaError: the dataset has no index for this order; the message says how to build it.
         PlanError: `config.rows` is too small for a table; the message names the size that works.
     """
-    index, end = dataset.index_for(order), order.num_steps if end_step is None else end_step
-    to_train = range(first_step, end)
-    decoded = DecodedListCache(DECODED_BYTES)
+    shared = shared or SharedNextUses(dataset, order)
+    end = order.num_steps if end_step is None else end_step
+    to_train, decoded = range(first_step, end), DecodedListCache(DECODED_BYTES)
     job_tables = job_tables or {table: table for table in tables}
+    next_uses = {table: shared.of(table) for table in dict.fromkeys(job_tables.values())}
     accesses = {
-        table: TableAccesses(dataset, table, order, decoded)
-        for table in dict.fromkeys(job_tables.values())
+        table: TableAccesses(dataset, table, order, decoded, uses.numbering)
+        for table, uses in next_uses.items()
     }
-    next_uses = {t: NextUses(dataset, index, t, a.numbering) for t, a in accesses.items()}
 
     def distances(job_table: str) -> Iterator[NDArray[np.int32]]:
         return (clip_to_horizon(next_uses[job_table][step], step, end) for step in to_train)
 
-    check_cache_size({table: distances(job_tables[table]) for table in tables}, config)
+    limit = config.rows
+    if limit is not None:
+        reach = reuse_distance(config)
+        reuse = {t: next_uses[t].reuse(reach, end) for t in next_uses}
+        peaks = {t: peak_cache_rows(reuse[t], config.prefetch_steps, first_step) for t in reuse}
+        exceeding = [table for table in tables if peaks[job_tables[table]] > limit]
+        check_cache_size({table: distances(job_tables[table]) for table in exceeding}, config)
     plans: dict[str, TablePlan] = {}
     for table in tables:
         of_table = accesses[job_tables[table]]

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from schemas.accesses import SharedNextUses
 from schemas.cache_plan import Keyframe
 from schemas.config.job import Job
 from schemas.config.train import TrainConfig
@@ -137,11 +138,13 @@ class Span:
         dataset: opened with all committed segments.
         order: global order over them.
         horizon: how far the run may train.
+        next_uses: of the tables' rows.
     """
 
     dataset: Dataset
     order: Order
     horizon: Horizon
+    next_uses: SharedNextUses
 
 
 class FollowedDataset:
@@ -316,7 +319,8 @@ class FollowedDataset:
             return None
         order = order_of(self._job, dataset)
         extent = DatasetExtent(num_segments=len(dataset.segments), sealed=sealed)
-        return Span(dataset, order, horizon_of(order, extent, self._options.steps))
+        horizon = horizon_of(order, extent, self._options.steps)
+        return Span(dataset, order, horizon, SharedNextUses(dataset, order))
 
     def _check_index(self, span: Span) -> None:
         try:
@@ -389,4 +393,5 @@ def plans_of_span(
         first_step,
         starts=starts,
         end_step=span.horizon.known_end,
+        shared=span.next_uses,
     )

@@ -44,7 +44,7 @@ def copy_bytes_of(
     if components is None:
         components = build_components(spec_of(span.dataset, job.train.dtype), job.train)
     steps, layouts = range(first, span.horizon.end_step), components.store.layouts
-    rows = copy_bytes(span.dataset, span.order, layouts, steps, every, cache)
+    rows = copy_bytes(span.dataset, span.next_uses, layouts, steps, every, cache)
     return dense_bytes(components) + rows
 
 

@@ -17,7 +17,16 @@ from numpy.typing import NDArray
 from pipelines.clustering.layout import open_writer
 from schemas.arrays import Jagged, large_list, offsets_of, ranges
 from schemas.files import FileEntry, describe_file
-from schemas.layout import BLOCK, EDGES_SCHEMA, USES_SCHEMA, access_schema, index_schema, part_path
+from schemas.layout import (
+    BLOCK,
+    EDGES_SCHEMA,
+    USES_SCHEMA,
+    access_schema,
+    index_schema,
+    part_path,
+    reuse_schema,
+)
+from schemas.reuse import ReuseCounts, reuse_bounds
 from schemas.storage import Location
 
 ACCESSES_PER_ROW_GROUP = 1 << 16
@@ -27,7 +36,8 @@ LISTS_PER_FILE = 1 << 20
 """Maximum number of access lists, or steps, of a file."""
 ENTRIES_PER_FILE = 1 << 21
 """Entries after which a file ends: 16 MiB as int64, so that a worker can hold a file."""
-
+STEPS_PER_FILE = 1 << 16
+"""Steps of a file of reuse."""
 
 ENCODINGS = {
     BLOCK: "DELTA_BINARY_PACKED",
@@ -37,6 +47,7 @@ ENCODINGS = {
     "row": "BYTE_STREAM_SPLIT",
     "gaps.list.element": "BYTE_STREAM_SPLIT",
     "distances.list.element": "BYTE_STREAM_SPLIT",
+    **dict.fromkeys(reuse_schema(reuse_bounds(1 << 31)).names, "BYTE_STREAM_SPLIT"),
 }
 """Encodings of all files, by column path."""
 
@@ -115,6 +126,18 @@ def write_uses_files(
         uses = pa.table({"first_step": pa.array(first[part]), "last_step": pa.array(last[part])})
         path = part_path((low + start) // ENTRIES_PER_FILE, table, f"uses-{epoch:05d}")
         yield write_file(root, path, uses.cast(USES_SCHEMA))
+
+
+def write_reuse_files(
+    root: Location | Path, table: str, counts: ReuseCounts
+) -> Iterator[FileEntry]:
+    """Write the reuse of a table in all steps; yield the entries of the files."""
+    schema = reuse_schema(counts.bounds)
+    for index, start in enumerate(range(0, max(1, len(counts.num_rows)), STEPS_PER_FILE)):
+        part = slice(start, start + STEPS_PER_FILE)
+        columns = [counts.num_rows[part], *counts.following[part].T, *counts.preceding[part].T]
+        reuse = pa.table([pa.array(column) for column in columns], schema)
+        yield write_file(root, part_path(index, table, "reuse"), reuse)
 
 
 @dataclass(frozen=True, slots=True)

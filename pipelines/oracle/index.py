@@ -1,9 +1,9 @@
 """One table in the part of an index for one segment: each entry linked to its next use.
 
-The memory does not grow with the number of entries: access lists are copied to a temporary file,
-where steps find their blocks in any order, and linked from the last step to the first. Only uses in
-the same epoch are linked; `schemas.accesses.NextUses` links segments and epochs when an index is
-read. Distances of a range of numbers follow those of the range below in each step.
+The memory grows with the number of steps, not with that of entries: access lists are copied to a
+temporary file, where steps find their blocks in any order, and linked from the last step to the
+first. Only uses in the same epoch are linked; `schemas.accesses.NextUses` links segments and epochs
+when an index is read. Distances of a range of numbers follow those of the range below in each step.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pipelines.oracle.files import (
     merge_lists,
     split_into_files,
     write_index_file,
+    write_reuse_files,
     write_uses_files,
 )
 from schemas.arrays import jagged_of
@@ -28,6 +29,7 @@ from schemas.dataset import Segment
 from schemas.files import FileEntry, in_turn, rows_before
 from schemas.oracle import EpochUses
 from schemas.order import Order
+from schemas.reuse import ReuseCounts
 from schemas.storage import Location
 
 RANGE_NUMBERS = 8 * ENTRIES_PER_FILE
@@ -64,10 +66,13 @@ def index_table(root: Location, segment: Segment, table: str, order: Order) -> T
                 uses = link_epoch(lists, order, epoch, bounds, EpochUses(low, size), linked[-1])
                 if order.num_steps:
                     files += write_uses_files(root, table, epoch, low, uses.first, uses.last)
+        reuse = ReuseCounts(order.num_steps, order.steps_per_epoch)
         for file_index, (start, end) in enumerate(pairwise(bounds.tolist())):
             steps = np.arange(start, end)
             distances = merge_lists([part.read(steps) for part in linked])
             files.append(write_index_file(root, table, file_index, start, distances))
+            reuse.add(start, distances)
+        files += write_reuse_files(root, table, reuse)
     lengths = sum(part.lengths for part in linked)
     totals = lengths.reshape(order.epochs, order.steps_per_epoch).sum(axis=1)
     return TableTotals(root, table, tuple(totals.tolist()), tuple(files))

@@ -52,10 +52,12 @@ from schemas.layout import (
     inverse_column,
     num_unique_column,
     part_path,
+    reuse_schema,
 )
 from schemas.manifest import GroupCounts, IndexEntry, TableCounts
 from schemas.oracle import NextUseTracker, unique_per_block
 from schemas.order import Order
+from schemas.reuse import ReuseCounts
 from schemas.rows import ids_of, rows_of_ids
 from schemas.samples import (
     blocks_of_row_group,
@@ -447,10 +449,12 @@ def part_problems(dataset: Dataset, entry: IndexEntry, sound: bool) -> Iterator[
     manifest, num_accesses = part.manifest, dict[str, tuple[int, ...]]()
     for table in sorted(segment.manifest.tables):
         accesses = TableAccesses(dataset, table, order)
-        entries, is_equal = compare_uses(part, table, accesses, order)
+        entries, is_equal, reuse = compare_uses(part, table, accesses, order)
         num_accesses[table] = entries
         if not is_equal:
             yield f"{table}: next uses differ from the access lists"
+        if not is_same_reuse(part, table, reuse):
+            yield f"{table}: counts of reuse differ from the access lists"
     yield from _differences(
         {
             **{n: (getattr(manifest, n), getattr(entry, n)) for n in SETTINGS},
@@ -462,14 +466,15 @@ def part_problems(dataset: Dataset, entry: IndexEntry, sound: bool) -> Iterator[
 
 def compare_uses(
     part: IndexPart, table: str, accesses: TableAccesses, order: Order
-) -> tuple[tuple[int, ...], bool]:
+) -> tuple[tuple[int, ...], bool, ReuseCounts]:
     """Compare the stored uses of a table with its access lists.
 
     `part`, `accesses` and `order` are of one segment alone.
 
     Returns:
-        The entries of each epoch, and whether all uses are equal.
+        The entries of each epoch, whether all uses are equal, and the reuse of the access lists.
     """
+    reuse = ReuseCounts(order.num_steps, order.steps_per_epoch)
     stored, num_entries = part.steps(table), list[int]()
     is_equal = len(stored) == order.num_steps
     for epoch in range(order.epochs if is_equal else 0):
@@ -481,9 +486,17 @@ def compare_uses(
             numbers = accesses.numbers(train_step)
             num_entries[-1] += len(numbers)
             expected = tracker.link(numbers, step)
+            reuse.add(train_step, Jagged(expected, np.array([0, len(expected)])))
             is_equal = is_equal and np.array_equal(stored[train_step], expected)
             first[numbers] = step
             last[numbers[last[numbers] < 0]] = step
         uses = part.uses(table, epoch)
         is_equal = is_equal and all(map(np.array_equal, uses, (first, last)))
-    return tuple(num_entries), is_equal
+    return tuple(num_entries), is_equal, reuse
+
+
+def is_same_reuse(part: IndexPart, table: str, reuse: ReuseCounts) -> bool:
+    """Return whether the counts of reuse of a table that a part has are equal to others."""
+    names = reuse_schema(reuse.bounds).names
+    columns = [reuse.num_rows, *reuse.following.T, *reuse.preceding.T]
+    return all(map(np.array_equal, part.reuse(table, names).values(), columns))

@@ -166,6 +166,17 @@ def test_verify_finds_wrong_content_under_right_checksums(
     assert any(problem in p for p in problems), problems
 
 
+def test_verify_finds_counts_of_reuse_that_differ(
+    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = copy_of(dataset, tmp_path / "dataset")
+    with monkeypatch.context() as patched:
+        patched.setattr("schemas.reuse.ReuseCounts.add", lambda *_: None)
+        assert main(["oracle", str(copy), "--reindex", "--epochs", "2", "--json"]) == 0
+    (problem,) = {p.rpartition(": ")[2] for p in verify(copy)["problems"]}
+    assert problem == "counts of reuse differ from the access lists"
+
+
 def test_dataset_without_its_manifest_is_refused_by_name(dataset: Path, tmp_path: Path) -> None:
     copy = copy_of(dataset, tmp_path / "dataset")
     shutil.rmtree(copy / MANIFESTS)

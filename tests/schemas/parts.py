@@ -28,6 +28,7 @@ from schemas.manifest import (
 )
 from schemas.oracle import from_gaps, sorted_gaps
 from schemas.order import Order
+from schemas.reuse import reuse_bounds
 from schemas.storage import Location
 from tests.schemas.reference import next_use
 
@@ -83,6 +84,7 @@ def write_part(dataset: Dataset, entry: IndexEntry, segment: Segment) -> Referen
             columns = [pa.array(np.arange(start, end)), lists]
             names.append(layout.part_path(file, table))
             write(root / names[-1], pa.table(columns, layout.index_schema()))
+        names += write_reuse(root, table, distances, order.steps_per_epoch)
         for epoch, (first, last) in enumerate(uses):
             half = len(first) // 2
             for file, rows in enumerate((slice(0, half), slice(half, None))):
@@ -103,6 +105,27 @@ def write_part(dataset: Dataset, entry: IndexEntry, segment: Segment) -> Referen
         files_sha256=write_files(root / layout.FILES, entries),
     )
     return Reference(id=root.name, manifest_sha256=write_manifest(root, manifest))
+
+
+def write_reuse(
+    root: Path, table: str, distances: list[list[int]], steps_per_epoch: int
+) -> list[str]:
+    """Write the reuse of a table in two files; return their names."""
+    bounds = reuse_bounds(steps_per_epoch)
+    rows: list[list[int]] = []
+    for step, following in enumerate(distances):
+        preceding = [step - s for s in range(step) for d in distances[s] if d == step - s]
+        ranges = list(zip([0, *bounds], bounds, strict=False))
+        both = ((of, *each) for of in (following, preceding) for each in ranges)
+        counts = (sum(low < d <= high for d in of) for of, low, high in both)
+        rows.append([len(following), *counts])
+    schema, half = layout.reuse_schema(bounds), len(rows) // 2
+    names: list[str] = []
+    for file, part in enumerate((rows[:half], rows[half:])):
+        names.append(layout.part_path(file, table, "reuse"))
+        columns = [pa.array([row[i] for row in part], pa.int32()) for i in range(len(schema))]
+        write(root / names[-1], pa.table(columns, schema))
+    return names
 
 
 def uses_of(

@@ -1,19 +1,30 @@
 """Next uses over any selection of segments equal those of the concatenated steps."""
 
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from operator import ge
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from schemas import accesses
-from schemas.accesses import NextUses, TableAccesses, indexed_steps, num_unique_rows
+from schemas.accesses import (
+    NextUses,
+    TableAccesses,
+    indexed_steps,
+    next_steps,
+    num_unique_rows,
+)
 from schemas.arrays import Jagged
+from schemas.cache_plan import required_rows
+from schemas.config.train import CacheConfig
 from schemas.dataset import Dataset, select_segments, step_distances
 from schemas.errors import SchemaError
 from schemas.files import CheckedFile
+from schemas.reuse import next_bound, peak_cache_rows
 from tests.schemas import reference
 from tests.schemas.parts import write_lists
 
@@ -54,8 +65,45 @@ def check(dataset: Dataset, segments: list[list[np.ndarray] | None]) -> None:
         assert of_row == dict(zip(rows, later, strict=True))
     assert index.num_accesses("items") == sum(map(len, steps))
     assert num_unique_rows(dataset, "items") == len(set().union(*steps))
+    ends = {index.order.num_steps, index.order.first_step(len(dataset.segments) - 1)}
+    for end in sorted(ends):
+        known = [[d if s + d < end else 0 for d in x] for s, x in enumerate(expected[:end])]
+        check_reuse(next_uses, known)
+    check_last_uses(next_uses, expected)
+    for first in (0, len(steps) // 3, len(steps) - 1, len(steps)):
+        for end in ends:
+            later = enumerate(steps[first:end], start=first)
+            first_of = {row: step for step, rows in reversed(list(later)) for row in rows}
+            found = next_steps(dataset, index, "items", accessed.numbering, max(0, first), end)
+            assert found.tolist() == [first_of.get(row, -1) for row in accessed.rows.tolist()]
     at_random = np.random.default_rng(1).permutation(len(steps))[:5].tolist()
     assert all(np.array_equal(next_uses[t], list(next_uses)[t]) for t in at_random)
+
+
+def check_reuse(next_uses: NextUses, distances: list[list[int]]) -> None:
+    """Compare the reuse of a run's first steps with that of its next-use distances."""
+    end = len(distances)
+    flat = [np.array(step, np.int32) for step in distances]
+    for distance, prefetch in ((1, 1), (5, 2), (9, 9), (1000, 1)):
+        reuse, bound = next_uses.reuse(distance, end), next_bound(distance)
+        again = [[step + d for d in x if 0 < d <= bound] for step, x in enumerate(distances)]
+        assert reuse.num_rows.tolist() == list(map(len, distances))
+        assert reuse.kept.tolist() == list(map(len, again))
+        times = Counter(step for steps in again for step in steps)
+        assert reuse.returning.tolist() == [times[step] for step in range(end)]
+        cache = CacheConfig(lookahead=bound, prefetch_steps=prefetch)
+        assert peak_cache_rows(reuse, prefetch) == required_rows(flat, cache)
+
+
+def check_last_uses(next_uses: NextUses, distances: list[list[int]]) -> None:
+    """Compare the last uses before multiples with those by next-use distances."""
+    for every in (1, 3, 5, 7, 40):
+        last = [
+            sum(not d or step // every < (step + d) // every for d in x)
+            for step, x in enumerate(distances)
+        ]
+        bounds = next_uses.last_uses(every).tolist()
+        assert bounds == last if every <= 5 else all(map(ge, bounds, last))
 
 
 @pytest.mark.parametrize("shuffle", ["none", "blocks"])

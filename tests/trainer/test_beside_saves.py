@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from schemas.accesses import SharedNextUses
 from schemas.config.job import load_job
 from schemas.dataset import open_dataset
 from schemas.run_log import CHECKPOINTS
@@ -54,7 +55,8 @@ class OneReplica:
         components = build_components(spec, job.train)
         self.rows = MemoryRows(components.store, components.embedding, run)
         end = order.num_steps
-        self.span = Span(dataset, order, Horizon(end_step=end, known_end=end, is_final=True))
+        horizon = Horizon(end_step=end, known_end=end, is_final=True)
+        self.span = Span(dataset, order, horizon, SharedNextUses(dataset, order))
         options = TrainOptions()
         context = RunContext(
             *(run, job, options, self.span, components, self.rows, 0, time.perf_counter),

@@ -189,16 +189,11 @@ def test_a_row_that_left_and_came_back_is_given_once_as_it_is_now(tmp_path: Path
 def test_most_changed_counts_the_rows_of_each_interval(
     accesses: list[list[int]], first: int, every: int
 ) -> None:
-    distances: list[np.ndarray] = []
-    for step, rows in enumerate(accesses):
-        nexts = [
-            next(
-                (later - step for later in range(step + 1, len(accesses)) if r in accesses[later]),
-                0,
-            )
-            for r in rows
-        ]
-        distances.append(np.array(nexts, np.int32))
+    last_uses = [0] * first
+    for step, rows in enumerate(accesses, start=first):
+        end = (step // every + 1) * every - first  # of the interval
+        again = {row for later in accesses[step - first + 1 : end] for row in later}
+        last_uses.append(len(set(rows) - again))
     wanted = 0
     changed = set[int]()
     for step, rows in enumerate(accesses, start=first):
@@ -206,7 +201,8 @@ def test_most_changed_counts_the_rows_of_each_interval(
         wanted = max(wanted, len(changed))
         if (step + 1) % every == 0:
             changed = set()
-    assert max_changed_rows(distances, first, every) == wanted
+    steps = range(first, len(last_uses))
+    assert max_changed_rows(np.array(last_uses, np.int64), steps, every) == wanted
 
 
 def snapshot_of(

@@ -8,7 +8,7 @@ import json
 import mmap
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.accesses import NextUses
+from schemas.accesses import SharedNextUses
 from schemas.arrays import Array
-from schemas.cache_plan import required_rows
+from schemas.cache_plan import reuse_distance
 from schemas.config.train import CacheConfig
 from schemas.dataset import Dataset
 from schemas.errors import SchemaError
 from schemas.machine import machine_budget
-from schemas.oracle import NEVER
-from schemas.order import Order
+from schemas.reuse import peak_cache_rows
 from trainer.checkpoint.format import ROW_FILES, ArraySpec
 from trainer.embedding.changes import Changed
 from trainer.stores.api import Records, TableLayout
@@ -226,7 +225,7 @@ _OVERHEAD_BYTES = 1 << 20
 
 def copy_bytes(
     dataset: Dataset,
-    order: Order,
+    shared: SharedNextUses,
     layouts: Mapping[str, TableLayout],
     steps: range,
     every_steps: int,
@@ -234,52 +233,47 @@ def copy_bytes(
 ) -> int:
     """Return the bytes of the rows in the largest snapshot of a run."""
     total = _OVERHEAD_BYTES
-    try:
-        index = dataset.index_for(order)
-    except SchemaError:  # without a plan no index is needed: all rows may change in one interval
+    if not shared.is_indexed:  # as a run without a plan may be: all rows may change in an interval
         return total + sum(
             _num_rows(dataset, table) * record_bytes(layout) for table, layout in layouts.items()
         )
     for table, layout in layouts.items():
-        distances = NextUses(dataset, index, table)
-        changed = max_changed_rows(map(distances.__getitem__, steps), steps.start, every_steps)
-        total += changed * record_bytes(layout)
+        next_uses = shared.of(table)
+        changed = max_changed_rows(next_uses.last_uses(every_steps), steps, every_steps)
+        num_rows = _num_rows(dataset, table)
+        total += min(changed, num_rows) * record_bytes(layout)
         if cache is not None:
-            rows = cache.rows
-            if rows is None:
-                rows = required_rows(map(distances.__getitem__, steps), cache)
-            total += rows * _KEYFRAME_BYTES
+            cached = cache.rows
+            if cached is None or cache.policy == "ttl":  # else rows stay until it is full
+                reuse = next_uses.reuse(reuse_distance(cache))
+                cached = peak_cache_rows(reuse, cache.prefetch_steps, steps.start)
+            total += min(cached, num_rows) * _KEYFRAME_BYTES
     return total
 
 
-def max_changed_rows(
-    distances: Iterable[NDArray[np.integer]], first_step: int, every_steps: int
-) -> int:
+def max_changed_rows(last_uses: NDArray[np.int64], steps: range, every_steps: int) -> int:
     """Return the largest number of rows that change between two checkpoints.
 
-    A row is counted at its last use before a checkpoint.
-
     Args:
-        distances: of each step from `first_step` on, steps to the next use of each row.
-        first_step: the first step.
+        last_uses: (num_steps,) rows of each step that are not used again before a checkpoint.
+        steps: to be trained; the interval in which they end counts as a whole.
         every_steps: steps between checkpoints.
 
     Example:
-        >>> steps = [np.array([1, 2]), np.array([2]), np.array([1, 1])]
-        >>> max_changed_rows(steps, 0, 2), max_changed_rows(steps, 0, 1)
-        (2, 2)
+        >>> last_uses = np.array([1, 2, 2, 1])
+        >>> [max_changed_rows(last_uses, range(first, 4), 3) for first in (0, 1)]
+        [5, 4]
     """
-    largest = count = 0
-    for step, next_uses in enumerate(distances, start=first_step):
-        remaining = every_steps - step % every_steps  # steps to the next checkpoint
-        count += int(((next_uses == NEVER) | (next_uses >= remaining)).sum())
-        if remaining == 1:
-            largest, count = max(largest, count), 0
-    return max(largest, count)
+    end = -(-steps.stop // every_steps) * every_steps
+    last_uses = last_uses[steps.start : end]
+    intervals = np.arange(steps.start, steps.start + len(last_uses)) // every_steps
+    changed = np.bincount(intervals - steps.start // every_steps, last_uses)
+    return int(changed.max(initial=0))
 
 
 def _num_rows(dataset: Dataset, table: str) -> int:
-    return sum(file.num_rows for s in dataset.segments for file in s.edge_files(table))
+    counts = (segment.manifest.tables.get(table) for segment in dataset.segments)
+    return sum(each.num_unique_rows for each in counts if each is not None)
 
 
 # ---- The layout of a snapshot ----
