@@ -25,7 +25,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.accesses import TableAccesses
+from schemas.accesses import RowNumbering, next_steps
 from schemas.arrays import Array, find_sorted
 from schemas.cache_plan import NEVER_AGAIN
 from schemas.dataset import Dataset
@@ -310,7 +310,7 @@ def _bucket_name(bucket: int) -> str:
 
 
 class NextUseLookup:
-    """Finds the next use of rows in the access lists; one table in memory at a time."""
+    """Finds the next use of rows in the index; one table in memory at a time."""
 
     def __init__(
         self,
@@ -339,8 +339,8 @@ class NextUseLookup:
     def __call__(self, table: str, first_step: int, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the first step from `first_step` on that uses each row, or `NEVER_AGAIN`.
 
-        The first call for a table is linear in the accesses of these steps. Memory is up to 40
-        bytes per row of the table while they are read, 16 afterwards.
+        The first call for a table reads the access lists of one segment, and the first uses in the
+        others. Memory is up to 40 bytes per row of the table while they are read, 16 afterwards.
 
         Raises:
             SchemaError: the dataset never uses a row.
@@ -364,10 +364,9 @@ class NextUseLookup:
         return np.full(len(rows), NEVER_AGAIN, np.int64)
 
     def _load(self, table: str, first_step: int) -> None:
-        accesses = TableAccesses(self._dataset, table, self._order)
-        steps = np.full(len(accesses.rows), NEVER_AGAIN, np.int64)
-        for step in range(self._until - 1, first_step - 1, -1):
-            steps[accesses.numbers(step)] = step
-        order = np.argsort(accesses.rows)
-        self._rows, self._steps = accesses.rows[order], steps[order]
+        numbering = RowNumbering(self._dataset, table)
+        index = self._dataset.index_for(self._order)
+        steps = next_steps(self._dataset, index, table, numbering, first_step, self._until)
+        order = np.argsort(numbering.rows)
+        self._rows, self._steps = numbering.rows[order], steps[order]
         self._loaded = (table, first_step)
