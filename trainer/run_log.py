@@ -15,7 +15,6 @@ import numpy as np
 
 from schemas.arrays import Array
 from schemas.errors import SchemaError
-from schemas.files import replace_bytes
 from schemas.run_log import LEDGER, METRICS, LedgerEntry, StepMetric, to_line
 
 _BLOCK = 1 << 12
@@ -99,7 +98,7 @@ def _append(file: BufferedRandom, line: bytes) -> None:
 
 
 def _truncate(number: int, max_step: int | None) -> int:
-    """Truncate a torn line and lines of later steps, seek to the end, return the last step or -1.
+    """Truncate torn lines and those of later steps, seek to the end, return the last step or -1.
 
     Args:
         number: file descriptor.
@@ -107,11 +106,10 @@ def _truncate(number: int, max_step: int | None) -> int:
     """
     keep, last = 0, -1
     for start, line in _lines_from_end(number):
-        if line.endswith(b"\n"):
-            step = int(json.loads(line)["step"])
-            if max_step is None or step <= max_step:
-                keep, last = start + len(line), step
-                break
+        step = step_of_line(line)
+        if step < math.inf and (max_step is None or step <= max_step):
+            keep, last = start + len(line), int(step)
+            break
     if keep != os.fstat(number).st_size:
         os.ftruncate(number, keep)
     os.lseek(number, keep, os.SEEK_SET)
@@ -136,10 +134,8 @@ def _lines_from_end(number: int) -> Iterator[tuple[int, bytes]]:
 def truncate_logs(run: Path, train_step: int) -> None:
     """Remove the lines of steps from `train_step` on, which will be trained again."""
     for name in (METRICS, LEDGER):
-        exists = (run / name).is_file()
-        lines = (run / name).read_bytes().splitlines(keepends=True) if exists else []
-        kept = [line for line in lines if step_of_line(line) < train_step]
-        replace_bytes(run / name, b"".join(kept))
+        with (run / name).open("a+b") as file:
+            _truncate(file.fileno(), train_step - 1)
 
 
 def step_of_line(line: bytes) -> float:
