@@ -49,7 +49,7 @@ def results(model: torch.nn.Module, embedding: Embedding, batch: Batch) -> dict[
 
 
 @pytest.mark.parametrize("pooling", ["mean", "sum"])
-@pytest.mark.parametrize("step", [0, 7, 31])
+@pytest.mark.parametrize("step", [0, 8, 31])
 def test_dedup_dlrm_has_the_logits_and_gradients_of_torchrecs(
     pooling: str, step: int, dataset: Path, tmp_path: Path
 ) -> None:

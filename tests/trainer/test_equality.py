@@ -114,10 +114,10 @@ def test_one_float32_step_from_a_later_state_has_the_gradients_of_expanded(
     model: str, pooling: str, dataset: Path, tmp_path: Path
 ) -> None:
     job = write_job(
-        tmp_path / "job", dtype="float32", model=MODELS[model], pooling=pooling, every_steps="7"
+        tmp_path / "job", dtype="float32", model=MODELS[model], pooling=pooling, every_steps="5"
     )
     run_job(job, dataset, tmp_path / "run")
-    for step in (7, 14, 28):
+    for step in (5, 15, 30):
         found = []
         for expanded in (False, True):
             parts = parts_of(job, dataset)

@@ -10,20 +10,22 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import io
+import json
 import mmap
 import os
-import pickle
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import fields
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from trainer.data.decode import RowGroup, whole_array
+from schemas.arrays import Array
+from trainer.data.decode import Lists, RowGroup, whole_array
 
 SHARED_MEMORY = Path("/dev/shm")
 MIN_FREE_BYTES = 2 << 30
@@ -118,52 +120,59 @@ def _remove_unused(directory: Path) -> None:
         os.close(lock)
 
 
-# A file is the arrays, each at a multiple of 64 bytes, the pickled row group with references to
-# them, and the size of that in the last 8 bytes. It is private to the user, as its directory.
+# A file is the arrays, each at a multiple of 64 bytes, their names and places as JSON, and the size
+# of that in the last 8 bytes.
+
+_Name = tuple[str, ...]
+"""Field of a row group, key, and field of the lists of a feature."""
 
 
-class _Pickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO, arrays: io.BufferedWriter) -> None:
-        super().__init__(file, protocol=5)
-        self._arrays = arrays
-        self._starts: dict[int, int] = {}  # address of an array to its first byte in the file
-        self._keep: list[np.ndarray[Any, Any]] = []  # so that addresses stay theirs
-
-    def persistent_id(self, obj: object) -> tuple[int, str, tuple[int, ...]] | None:
-        if not isinstance(obj, np.ndarray):
-            return None
-        array = np.ascontiguousarray(obj)
-        whole = whole_array(array)
-        address = whole.ctypes.data
-        if address not in self._starts:
-            self._arrays.write(bytes(-self._arrays.tell() % _ALIGNMENT))
-            self._starts[address] = self._arrays.tell()
-            self._arrays.write(whole.data.cast("B") if whole.size else b"")
-            self._keep.append(whole)
-        start = self._starts[address] + array.ctypes.data - address
-        return start, array.dtype.str, array.shape
+def _arrays(row_group: RowGroup) -> Iterator[tuple[_Name, Array]]:
+    for field in fields(RowGroup):
+        value = getattr(row_group, field.name)
+        for key, each in value.items() if isinstance(value, Mapping) else [(None, value)]:
+            if key is None:
+                yield (field.name,), each
+            elif isinstance(each, Lists):
+                for name in ("values", "starts", "ends"):
+                    yield (field.name, key, name), getattr(each, name)
+            else:
+                yield (field.name, key), each
 
 
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, arrays: mmap.mmap) -> None:
-        super().__init__(file)
-        self._arrays = arrays
-
-    def persistent_load(self, pid: tuple[int, str, tuple[int, ...]]) -> np.ndarray[Any, Any]:
-        start, dtype, shape = pid
-        count = int(np.prod(shape))
-        if not count:
-            return np.empty(shape, dtype)
-        return np.frombuffer(self._arrays, dtype, count, start).reshape(shape)
+def _row_group(arrays: Iterable[tuple[_Name, Array]]) -> RowGroup:
+    values: dict[str, Any] = {field.name: {} for field in fields(RowGroup)}
+    for (field, *keys), array in arrays:
+        match keys:
+            case []:
+                values[field] = array
+            case [key]:
+                values[field][key] = array
+            case [key, name]:
+                values[field].setdefault(key, {})[name] = array
+    for field in ("sparse", "per_sample_weights"):
+        values[field] = {key: Lists(**each) for key, each in values[field].items()}
+    return RowGroup(**values)
 
 
 def _dump(row_group: RowGroup, path: Path) -> None:
-    header = io.BytesIO()
+    places: list[tuple[_Name, int, str, tuple[int, ...]]] = []
+    starts: dict[int, int] = {}  # address of an array to its first byte in the file
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
         try:
-            _Pickler(header, file.file).dump(row_group)  # type: ignore[arg-type]
-            file.write(header.getvalue())
-            file.write(len(header.getvalue()).to_bytes(8, "little"))
+            for name, array in _arrays(row_group):
+                each = np.ascontiguousarray(array)
+                whole = whole_array(each)
+                address = whole.ctypes.data
+                if address not in starts or not each.size:
+                    file.write(bytes(-file.tell() % _ALIGNMENT))
+                    starts[address] = file.tell()
+                    file.write(whole.tobytes())
+                start = starts[address] + each.ctypes.data - address
+                places.append((name, start, each.dtype.str, each.shape))
+            header = json.dumps(places).encode()
+            file.write(header)
+            file.write(len(header).to_bytes(8, "little"))
             file.flush()
             Path(file.name).rename(path)
         except BaseException:
@@ -175,4 +184,7 @@ def _load(path: Path) -> RowGroup:
     with path.open("rb") as file:
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     size = int.from_bytes(data[-8:], "little")
-    return _Unpickler(io.BytesIO(data[-8 - size : -8]), data).load()
+    return _row_group(
+        (tuple(name), np.frombuffer(data, dtype, prod(shape), start).reshape(shape))
+        for name, start, dtype, shape in json.loads(data[-8 - size : -8])
+    )
