@@ -46,9 +46,10 @@ from tests.fault_proxy import Faults, fault_proxy
 from tests.object_store import new_url, s3_environment, s3_server
 
 LOADER = """
-import sys, time, presage
+import sys, time
+from presage import DataLoader
 start = time.perf_counter()
-batch = next(iter(presage.DataLoader(sys.argv[1], batch_samples=4096, shuffle=True)))
+batch = next(iter(DataLoader(sys.argv[1], batch_samples=4096, shuffle=True)))
 print(time.perf_counter() - start, file=sys.stderr)
 """
 TRAINED_STEPS = 4

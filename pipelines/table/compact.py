@@ -607,22 +607,43 @@ def _blank_entries(table: pa.Table, mask: pa.Array) -> pa.Table:
 
 def _values_of_deleted_samples(dataset: Dataset, columns: tuple[str, ...]) -> pa.Array | None:
     """Return the values of some columns that deleted samples have, and no other sample."""
-    deleted, remaining = [], []
-    for column in columns:
-        for segment in dataset.segments:
-            if column not in segment.manifest.columns:
-                continue
-            for file_index, row_group in row_groups(segment):
-                data = dataset.job.data
-                values = read_sample_column(segment, file_index, row_group, data, column)
-                is_deleted = np.zeros(len(values), bool)
-                is_deleted[segment.deleted_rows(file_index, row_group)] = True
-                deleted.append(_flatten(values.filter(pa.array(is_deleted))))
-                remaining.append(_flatten(values.filter(pa.array(~is_deleted))))
+    parts = [
+        (segment, file_index, row_group, column)
+        for column in columns
+        for segment in dataset.segments
+        if column in segment.manifest.columns
+        for file_index, row_group in row_groups(segment)
+    ]
+    deleted = [
+        pc.unique(_values(dataset, *part, is_deleted=True))
+        for part in parts
+        if len(part[0].deleted_rows(part[1], part[2]))
+    ]
     if not any(map(len, deleted)):
         return None
-    of_deleted, of_others = (pc.unique(pa.chunked_array(arrays)) for arrays in (deleted, remaining))
-    return of_deleted.filter(pc.invert(pc.is_in(of_deleted, value_set=of_others)))
+    remaining = pc.unique(pa.chunked_array(deleted))
+    for part in parts:
+        if len(remaining):
+            others = _values(dataset, *part, is_deleted=False)
+            shared = others.filter(pc.is_in(others, value_set=remaining))
+            remaining = remaining.filter(pc.invert(pc.is_in(remaining, value_set=shared)))
+    return remaining
+
+
+def _values(
+    dataset: Dataset,
+    segment: Segment,
+    file_index: int,
+    row_group: int,
+    column: str,
+    *,
+    is_deleted: bool,
+) -> pa.Array:
+    """Return the values of the deleted samples of a row group, or of the others."""
+    values = read_sample_column(segment, file_index, row_group, dataset.job.data, column)
+    selected = np.full(len(values), not is_deleted)
+    selected[segment.deleted_rows(file_index, row_group)] = is_deleted
+    return _flatten(values.filter(pa.array(selected)))
 
 
 def _flatten(values: pa.Array) -> pa.Array:
