@@ -44,7 +44,7 @@ from schemas.oracle import sorted_gaps
 from schemas.storage import Location
 
 ARRAY_ROWS = 1 << 24
-"""Maximum width of a range of rows whose numbers are in an array: 128 MiB with their last uses."""
+"""Maximum width of a range of rows whose numbers are in an array: 64 MiB."""
 HASHED_ROWS = 1 << 21
 """Approximate maximum of distinct rows of a range whose numbers are in a hash table: 72 MiB."""
 SAMPLED_SLOTS = 16
@@ -201,13 +201,11 @@ class NumberedRange:
         `chunks` are the rows of consecutive blocks, all in the range, in training order.
         """
         numbering = FirstUseNumbering(rows.low, None if rows.is_hashed else rows.end - rows.low)
-        position = 0
         for lists in chunks:
-            numbers, *new = numbering.number(lists.values, lists.offsets, position)
+            numbers, *new = numbering.number(lists.values, lists.offsets)
             new_rows = Jagged(*new)
             self.count = numbering.count
             self.new_rows.append(self._file.write_lists(new_rows))
-            position += lists.num_rows
             of_blocks = Jagged(numbers, lists.offsets)
             del lists, numbers, new, new_rows  # before the next ones are read
             yield of_blocks

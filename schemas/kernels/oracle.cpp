@@ -29,30 +29,24 @@ class FirstUseNumbering {
   }
 
   // Returns the number of each row; and the new rows in order of their numbers, and their offsets by list.
-  std::tuple<Made<i32>, Made<i64>, Made<i64>> number(Flat<const i64> rows, Flat<const i64> offsets, i64 position) {
-    if (!size_) return number_by([&](i64 row) { return hashed_.number(row); }, rows, offsets, position);
+  std::tuple<Made<i32>, Made<i64>, Made<i64>> number(Flat<const i64> rows, Flat<const i64> offsets) {
+    if (!size_) return number_by([&](i64 row) { return hashed_.number(row); }, rows, offsets);
     bool inside = true;
     for (i64 i = 0; i < rows.size; i++) inside &= static_cast<u64>(rows[i] - low_) < static_cast<u64>(*size_);
     require(inside, "rows must be in the range of the array");
     const auto find = [&](i64 row) {
       i32& next = array_.get()[row - low_];  // the number and 1, or 0
-      if (!next) next = static_cast<i32>(last_.size()) + 1;
+      if (!next) next = static_cast<i32>(count_) + 1;
       return next - 1;
     };
-    return number_by(find, rows, offsets, position);
+    return number_by(find, rows, offsets);
   }
 
-  i64 count() const { return static_cast<i64>(last_.size()); }
-
-  Made<i32> last() const {
-    Made<i32> out(count());
-    std::copy(last_.begin(), last_.end(), out.data());
-    return out;
-  }
+  i64 count() const { return count_; }
 
  private:
   template <class Find>
-  std::tuple<Made<i32>, Made<i64>, Made<i64>> number_by(Find find, Flat<const i64> rows, Flat<const i64> offsets, i64 position) {
+  std::tuple<Made<i32>, Made<i64>, Made<i64>> number_by(Find find, Flat<const i64> rows, Flat<const i64> offsets) {
     require_offsets(offsets, rows.size);
     const i64 num_lists = offsets.size - 1;
     Made<i32> numbers(rows.size);
@@ -61,12 +55,11 @@ class FirstUseNumbering {
     for (i64 l = 0; l < num_lists; l++) {
       for (i64 i = offsets[l]; i < offsets[l + 1]; i++) {
         const i32 number = numbers[i] = find(rows[i]);
-        if (number == count()) {
+        if (number == count_) {
           require(number < std::numeric_limits<i32>::max(), "rows must be fewer than 2**31");
           new_rows[num_new++] = rows[i];
-          last_.push_back(0);
+          count_++;
         }
-        last_[number] = static_cast<i32>(position + l);
       }
       new_offsets[l + 1] = num_new;
     }
@@ -78,7 +71,7 @@ class FirstUseNumbering {
   const std::optional<i64> size_;
   std::unique_ptr<i32, void (*)(void*)> array_;
   Numbering hashed_;
-  std::vector<i32> last_;  // by number the position of the last list with it
+  i64 count_ = 0;
 };
 
 // Returns each list of distinct numbers below `size`, in any order, as the gaps of the ascending list.
@@ -146,9 +139,8 @@ std::tuple<Made<i32>, Made<i64>> link_steps(Flat<const i32> gaps, Flat<const i64
 NB_MODULE(oracle, m) {
   nb::class_<FirstUseNumbering>(m, "FirstUseNumbering")
       .def(nb::init<i64, std::optional<i64>>(), nb::arg("low") = 0, nb::arg("size").none() = nb::none())
-      .def("number", &FirstUseNumbering::number, nb::arg("rows"), nb::arg("offsets"), nb::arg("position"), Unlocked())
-      .def_prop_ro("count", &FirstUseNumbering::count)
-      .def_prop_ro("last", &FirstUseNumbering::last);
+      .def("number", &FirstUseNumbering::number, nb::arg("rows"), nb::arg("offsets"), Unlocked())
+      .def_prop_ro("count", &FirstUseNumbering::count);
   m.def("sorted_gaps", sorted_gaps, nb::arg("numbers"), nb::arg("offsets"), nb::arg("size"), Unlocked());
   m.def("link_steps", link_steps, nb::arg("gaps"), nb::arg("offsets"), nb::arg("lists_of_steps"), nb::arg("first_step"),
         nb::arg("low"), nb::arg("first"), nb::arg("last"), Unlocked());

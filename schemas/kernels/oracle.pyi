@@ -8,7 +8,6 @@ class FirstUseNumbering:
 
     Attributes:
         count: rows that have numbers; less than 2**31.
-        last: position of the last list with each number, (count,).
     """
 
     def __init__(self, low: int = 0, size: int | None = None) -> None:
@@ -22,17 +21,14 @@ class FirstUseNumbering:
 
     @property
     def count(self) -> int: ...
-    @property
-    def last(self) -> NDArray[np.int32]: ...
     def number(
-        self, rows: NDArray[np.int64], offsets: NDArray[np.int64], position: int
+        self, rows: NDArray[np.int64], offsets: NDArray[np.int64]
     ) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64]]:
         """Number the rows of consecutive lists.
 
         Args:
             rows: flat, distinct in each list.
             offsets: of the lists.
-            position: of the first list.
 
         Returns:
             The number of each row; the new rows, in order of their numbers; and the offsets of

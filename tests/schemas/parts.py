@@ -36,7 +36,7 @@ from tests.schemas.reference import next_use
 def numbered(accesses: Jagged) -> tuple[Jagged, np.ndarray, np.ndarray]:
     """Return the ascending numbers of each block, and by number its row and first block."""
     numbering = FirstUseNumbering()
-    codes, *flat = numbering.number(accesses.values, accesses.offsets, 0)
+    codes, *flat = numbering.number(accesses.values, accesses.offsets)
     new = Jagged(*flat)
     first = np.repeat(np.arange(new.num_rows, dtype=np.int32), new.lengths)
     gaps = sorted_gaps(Jagged(codes, accesses.offsets), max(1, numbering.count))
