@@ -111,9 +111,14 @@ def test_directory_is_removed_when_no_process_uses_it(memory: Path) -> None:
     assert not list(memory.glob("*/*"))
 
 
-def test_directory_that_others_may_write_is_refused(memory: Path) -> None:
+@pytest.mark.parametrize("kind", ["open to others", "a link"])
+def test_directory_that_others_may_have_made_is_refused(memory: Path, kind: str) -> None:
     parent = memory / f"presage-{os.getuid()}"
-    parent.mkdir(mode=0o777)
-    parent.chmod(0o777)
+    if kind == "a link":
+        (memory / "elsewhere").mkdir(mode=0o700)
+        parent.symlink_to(memory / "elsewhere")
+    else:
+        parent.mkdir()
+        parent.chmod(0o777)
     with pytest.raises(PermissionError, match="must be private to this user"):
         SharedRowGroups(memory, "ours")

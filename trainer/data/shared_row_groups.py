@@ -14,6 +14,7 @@ import json
 import mmap
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -41,7 +42,8 @@ class SharedRowGroups:
         """Open or create the directory for an identity; directories without a user are removed."""
         parent = directory / f"presage-{os.getuid()}"
         parent.mkdir(mode=0o700, exist_ok=True)
-        if parent.stat().st_uid != os.getuid() or parent.stat().st_mode & 0o077:
+        status = parent.lstat()  # others may have made it, or a link
+        if status.st_uid != os.getuid() or status.st_mode != stat.S_IFDIR | 0o700:
             raise PermissionError(f"directory must be private to this user: {parent}; remove it")
         for path in parent.iterdir():
             _remove_unused(path)
