@@ -52,6 +52,7 @@ class Order:
             segments; their indexes if empty.
         row_groups: for each segment (num_blocks,) int32 as bytes: the row group of each block,
             numbered by first appearance; if empty, each segment has one.
+        steps_per_segment: steps of each segment in one epoch.
     """
 
     num_blocks: tuple[int, ...]
@@ -60,6 +61,7 @@ class Order:
     config: OrderConfig
     shuffle_keys: tuple[int, ...] = ()
     row_groups: tuple[bytes, ...] = field(default=(), repr=False)
+    steps_per_segment: tuple[int, ...] = field(init=False, repr=False, compare=False)
     _ends: tuple[int, ...] = field(init=False, repr=False, compare=False)
     """For each segment one after its last step in an epoch, for bisection."""
 
@@ -74,12 +76,9 @@ class Order:
         if not self.row_groups:
             one_each = tuple(bytes(4 * count) for count in self.num_blocks)
             object.__setattr__(self, "row_groups", one_each)
-        object.__setattr__(self, "_ends", tuple(accumulate(self.steps_per_segment)))
-
-    @property
-    def steps_per_segment(self) -> tuple[int, ...]:
-        """Steps of each segment in one epoch."""
-        return tuple(-(-n // self.blocks_per_batch) for n in self.num_blocks)
+        steps = tuple(-(-count // self.blocks_per_batch) for count in self.num_blocks)
+        object.__setattr__(self, "steps_per_segment", steps)
+        object.__setattr__(self, "_ends", tuple(accumulate(steps)))
 
     @property
     def num_steps(self) -> int:
