@@ -191,7 +191,7 @@ def without_fitted_names(files: Mapping[str, bytes]) -> dict[str, bytes]:
     renamed: dict[str, bytes] = {}
     for name, data in files.items():
         if name.startswith(FITTED):
-            renamed[re.sub(r"-[0-9a-f]{6}(?=\.json$)", "", name)] = data
+            renamed[re.sub(r"-[0-9a-f]{6}(?=\.\w+$)", "", name)] = data
         elif name.endswith("MANIFEST.json"):
             hidden = {"checksum", "fitted", "segment_sha256"}
             fields = {k: v for k, v in json.loads(data).items() if k not in hidden}
