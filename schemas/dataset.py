@@ -151,12 +151,18 @@ class Segment:
         return deleted_rows(self.tombstones, self.block_ids[selected], starts)
 
     @property
+    def deleted_samples(self) -> pa.Table:
+        """`block` and `sample_index` of each deleted sample, once whatever it was deleted for."""
+        return self.tombstones.group_by([BLOCK, "sample_index"]).aggregate([])
+
+    @property
     def num_deleted_per_block(self) -> NDArray[np.int64]:
         """Deleted samples of each block."""
-        deleted = self.tombstones.group_by([BLOCK, "sample_index"]).aggregate([])
+        if not self.tombstones.num_rows:
+            return np.zeros(self.blocks.num_rows, np.int64)
         counts = np.zeros(self.blocks.num_rows, np.int64)
         order = np.argsort(self.block_ids)
-        blocks = deleted[BLOCK].to_numpy()
+        blocks = self.deleted_samples[BLOCK].to_numpy()
         np.add.at(counts, order[np.searchsorted(self.block_ids, blocks, sorter=order)], 1)
         return counts
 

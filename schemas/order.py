@@ -179,8 +179,11 @@ def runs_of_ranks(work: Sequence[float], world_size: int) -> list[slice]:
     keep to their lanes.
     """
     equal = [blocks_of_rank(len(work), rank, world_size) for rank in range(world_size)]
+    largest = max(sum(work[run]) for run in equal)
+    if largest <= EQUAL_WORK * sum(work) / world_size:  # so within that of the best, too
+        return equal
     best = split_by_work(work, [1.0] * world_size)
-    largest, least = (max(sum(work[run]) for run in runs) for runs in (equal, best))
+    least = max(sum(work[run]) for run in best)
     return equal if largest <= EQUAL_WORK * least else best
 
 

@@ -146,12 +146,10 @@ def live_rows(segment: Segment, file_index: int, row_group: int) -> NDArray[np.b
 
 def num_live_samples(segment: Segment, split: str | None = None) -> int:
     """Return the number of samples of a split, or of all, that are not deleted."""
-    deleted = segment.tombstones.group_by(["block", "sample_index"]).aggregate([])
-    if split is None:
-        return segment.manifest.num_samples - deleted.num_rows
-    positions = segment.positions(split)
-    is_of_split = np.isin(deleted["block"].to_numpy(), segment.block_ids[positions])
-    return int(segment.column("num_samples")[positions].sum() - is_of_split.sum())
+    if split is None:  # without reading its blocks
+        return segment.manifest.num_samples - segment.deleted_samples.num_rows
+    live = segment.column("num_samples") - segment.num_deleted_per_block
+    return int(live[segment.positions(split)].sum())
 
 
 def _keep(table: pa.Table, rows: NDArray[np.bool_]) -> pa.Table:

@@ -272,10 +272,11 @@ def write_lookups(
     num_training = int(pc.sum(pc.equal(blocks["split"], TRAIN)).as_py() or 0)
     counts: dict[str, tuple[int, int]] = {}
     for name, table in data.tables.items():
-        expanded, dedup = (
-            sum(int(lookups[f][i][:num_training].sum()) for f in table.features) for i in (0, 1)
+        of_features = [lookups[feature] for feature in table.features]
+        counts[name] = (
+            sum(int(expanded[:num_training].sum()) for expanded, _ in of_features),
+            sum(int(dedup[:num_training].sum()) for _, dedup in of_features),
         )
-        counts[name] = expanded, dedup
         rows = lookups_table(table_lookups(star, num_training, data, name))
         path = f"{LOOKUPS}/{name}/{part_path(file_index)}"
         files.writer(path, partial(open_lookups, schema=rows.schema)).write_table(rows)
