@@ -5,9 +5,13 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator
+from mmap import PAGESIZE
 from pathlib import Path
 
 from schemas.config.schedule import UNLIMITED_MEMORY, BudgetConfig
+
+SHARED_MEMORY = Path("/dev/shm")
+"""File system whose files are memory."""
 
 
 def machine_budget(root: Path = Path("/"), cores: int | None = None) -> BudgetConfig:
@@ -25,6 +29,20 @@ def machine_budget(root: Path = Path("/"), cores: int | None = None) -> BudgetCo
         cpus = min(cpus, _quota(group))
         memory = min(memory, _memory_limit(group))
     return BudgetConfig(cpus=cpus, memory=memory)
+
+
+def free_bytes(directory: Path) -> int:
+    """Return the free bytes of the filesystem of a directory.
+
+    In shared memory at most what the control groups let this process have: the kernel kills it when
+    it reserves more.
+    """
+    stat = os.statvfs(directory)
+    free = stat.f_bavail * stat.f_frsize
+    if directory.is_relative_to(SHARED_MEMORY):
+        resident_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
+        free = min(free, max(0, machine_budget().memory - resident_pages * PAGESIZE))
+    return free
 
 
 def num_cores(root: Path = Path("/"), cores: int | None = None) -> int:

@@ -10,10 +10,11 @@ from pathlib import Path
 from schemas.config.job import Job
 from schemas.config.train import CacheConfig, CheckpointConfig
 from schemas.errors import SchemaError
+from schemas.machine import free_bytes
 from trainer.checkpoint.load import fingerprint_of, newest_checkpoint, save_checkpoint, step_of
 from trainer.checkpoint.manager import BackgroundSaver, claim_leftovers, dense_bytes
 from trainer.checkpoint.manifest import has_files, step_of_newest
-from trainer.checkpoint.snapshot import DATA_OFFSET, copy_bytes, free_bytes, no_room
+from trainer.checkpoint.snapshot import DATA_OFFSET, copy_bytes, no_room
 from trainer.components import Components, build_components
 from trainer.context import RunContext
 from trainer.data.decode import spec_of

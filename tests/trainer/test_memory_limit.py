@@ -18,11 +18,11 @@ import yaml
 
 from benchmarks.memory import CGROUPS, memory_limit
 from pipelines.cli import main as pipelines
+from schemas.machine import SHARED_MEMORY
 from schemas.run_log import CHECKPOINTS
 from tests.conftest import REPOSITORY
 from tests.shared import make_once
 from trainer.checkpoint.manifest import complete_checkpoints, read_checkpoint_manifest
-from trainer.checkpoint.snapshot import SHARED_MEMORY
 
 NEEDS_CGROUPS = pytest.mark.skipif(
     not os.access(CGROUPS, os.W_OK) or not (CGROUPS / "memory.limit_in_bytes").is_file(),

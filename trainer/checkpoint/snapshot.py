@@ -22,7 +22,7 @@ from schemas.cache_plan import reuse_distance
 from schemas.config.train import CacheConfig
 from schemas.dataset import Dataset
 from schemas.errors import SchemaError
-from schemas.machine import machine_budget
+from schemas.machine import free_bytes
 from schemas.reuse import peak_cache_rows
 from trainer.checkpoint.format import ROW_FILES, ArraySpec
 from trainer.embedding.changes import Changed
@@ -42,8 +42,6 @@ DATA_OFFSET = 64
 """Start of the snapshot; the state is before it."""
 WAIT_SEC = 60.0
 """Longest wait at the start of a run for the agent of an earlier process."""
-SHARED_MEMORY = Path("/dev/shm")
-"""File system whose files are memory."""
 _PAGE = 4096
 _NOT_MAPPED = "memory is mapped before it is used"
 
@@ -189,20 +187,6 @@ def claim_memory(path: Path, *, wait_sec: float = WAIT_SEC) -> SnapshotMemory | 
                 file=str(path),
             )
         time.sleep(0.05)
-
-
-def free_bytes(directory: Path) -> int:
-    """Return the free bytes of the filesystem of a directory.
-
-    In shared memory at most what the control groups let this process have: the kernel kills it when
-    it reserves more.
-    """
-    stat = os.statvfs(directory)
-    free = stat.f_bavail * stat.f_frsize
-    if directory.is_relative_to(SHARED_MEMORY):
-        resident_pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
-        free = min(free, max(0, machine_budget().memory - resident_pages * _PAGE))
-    return free
 
 
 def no_room(directory: Path, num_bytes: int, reason: str = "") -> SchemaError:

@@ -26,9 +26,9 @@ from typing import Any
 import numpy as np
 
 from schemas.arrays import Array
+from schemas.machine import SHARED_MEMORY, free_bytes
 from trainer.data.decode import Lists, RowGroup, whole_array
 
-SHARED_MEMORY = Path("/dev/shm")
 MIN_FREE_BYTES = 2 << 30
 """Shared memory that must be free; containers often have 64 MiB."""
 _LOCK = "lock"
@@ -85,8 +85,7 @@ class SharedRowGroups:
 def open_shared_row_groups(identity: str) -> SharedRowGroups | None:
     """Open the row groups of an identity; None where there is too little shared memory."""
     try:
-        space = os.statvfs(SHARED_MEMORY)
-        if space.f_bavail * space.f_frsize < MIN_FREE_BYTES:
+        if free_bytes(SHARED_MEMORY) < MIN_FREE_BYTES:
             return None
         return SharedRowGroups(SHARED_MEMORY, identity)
     except OSError:
