@@ -10,7 +10,8 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,8 @@ LOGS = {
     "thirtymusic": "30music_sample10",
 }
 """Shipped job -> its log below the shared data, None where the log is generated."""
+FORTNIGHT, FORTNIGHT_SPAN, FORTNIGHT_SAMPLES = "demo_fortnight", timedelta(days=14), 1_000_000
+"""Name, span and samples of a longer log of the demo, whose last day is for evaluation."""
 SYNTHETIC_LOGS = {
     "clickouts": ClickoutConfig(num_sessions=7400),
     "clickouts_hourly": ClickoutConfig(num_sessions=7400),
@@ -96,7 +99,7 @@ def each_log(options: argparse.Namespace) -> Iterator[tuple[str, Path, Path]]:
     Raises:
         SystemExit: a name is unknown, or no log is available.
     """
-    names, known = options.datasets.split(","), [*LOGS, *SYNTHETIC_LOGS]
+    names, known = options.datasets.split(","), [*LOGS, *SYNTHETIC_LOGS, FORTNIGHT]
     if unknown := [n for n in names if n not in known]:
         sys.exit(f"error: --datasets must be of {', '.join(known)}, got {unknown[0]!r}")
     num_logs = 0
@@ -122,12 +125,14 @@ def raw_log(name: str, shared_data: Path, scratch: Path) -> Path | None:
     if name in SYNTHETIC_LOGS:
         write_clickouts(SYNTHETIC_LOGS[name], scratch / "log")
         return scratch / "log"
-    folder = LOGS[name]
+    folder = LOGS.get(name)
     if folder is not None:
         path = shared_data / folder
         return path if path.is_dir() else None
     config = load_job(DEMO_JOB).data.generate
     assert config is not None, "the demo's job configures its generated log"
+    if name == FORTNIGHT:
+        config = replace(config, num_samples=FORTNIGHT_SAMPLES, span=FORTNIGHT_SPAN)
     write_log(
         GeneratorConfig(
             num_samples=config.num_samples, seed=config.seed, start=config.start, span=config.span
@@ -139,6 +144,13 @@ def raw_log(name: str, shared_data: Path, scratch: Path) -> Path | None:
 
 def job_path(name: str, scratch: Path | None = None) -> Path:
     """Return the job file of a log; a modified job is written to `scratch`."""
+    if name == FORTNIGHT:
+        if scratch is None:
+            return DEMO_JOB
+        body = read_job(DEMO_JOB)
+        first = body["data"]["generate"]["start"]
+        body["data"]["split"] = {"evaluation_from": first + FORTNIGHT_SPAN - timedelta(days=1)}
+        return write_job_file(scratch / "job", body)
     if name not in SYNTHETIC_LOGS:
         return REPOSITORY / "schemas" / name / "job.yaml"
     job = REPOSITORY / "benchmarks" / "clickouts"

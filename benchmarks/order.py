@@ -25,6 +25,7 @@ import pyarrow.parquet as pq
 import yaml
 
 from benchmarks.logs import (
+    FORTNIGHT,
     build_dataset,
     each_log,
     job_path,
@@ -99,14 +100,14 @@ def measure(name: str, log: Path, seeds: int, scratch: Path) -> dict[str, Any]:
         seeds: trainings per order.
         scratch: directory for all files.
     """
-    samples = scratch / "samples.parquet"
+    samples, shipped = scratch / "samples.parquet", job_path(name, scratch)
     expand(
-        Location.parse(build_dataset(job_path(name), log, scratch / "as-shipped")),
+        Location.parse(build_dataset(shipped, log, scratch / "as-shipped")),
         Location.parse(samples),
     )
     datasets = {
         order: build_dataset(
-            write_variant(job_path(name), samples, order, scratch / str(index)),
+            write_variant(shipped, samples, order, scratch / str(index)),
             scratch / str(index) / "log",
             scratch / str(index) / "dataset",
         )
@@ -172,8 +173,8 @@ def headline(details: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark and print the result."""
-    parser = log_parser("order", __doc__, ["mind", "demo"])
-    parser.add_argument("--seeds", type=int, default=3, help="trainings per order")
+    parser = log_parser("order", __doc__, ["kuairand", FORTNIGHT])
+    parser.add_argument("--seeds", type=int, default=5, help="trainings per order")
     options = parser.parse_args(argv)
     details: dict[str, dict[str, Any]] = {}
     for name, log, scratch in each_log(options):

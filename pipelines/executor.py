@@ -66,7 +66,7 @@ BUNDLE_BYTES = 128 << 20
 """Input bytes of a task that makes samples: each task writes the rows of a partition once."""
 MEMORY_BUNDLE_BYTES = 4 << 20
 """The same if samples stay in memory."""
-SENT_BYTES = 320 << 20
+SENT_BYTES = 224 << 20
 """Bytes of samples after which a task sends them before its end."""
 DISK_FACTOR = 2.0
 """Bytes on disk for each byte of the input, exchanged rows and the segment itself (README)."""
@@ -223,12 +223,11 @@ class TaskOutputs(Outputs):
         """Send the samples, those of each part together."""
         if not self._samples:
             return
-        for part, rows in enumerate(
-            partition_by_session(self.context, concat_tuples(self._samples))
-        ):
+        samples = concat_tuples(self._samples)
+        self._samples, self._num_bytes = [], 0
+        for part, rows in enumerate(partition_by_session(self.context, samples)):
             if rows is not None:
                 self.send(SAMPLES, part, rows)
-        self._samples, self._num_bytes = [], 0
 
     def result(self, value: Any = None) -> TaskResult:
         """Return the result of the task; its value is `partials` and `events` by default."""

@@ -85,25 +85,28 @@ class Tuples:
 
 
 def separate_tuples(samples: pa.Table, groups: Mapping[str, Sequence[str]]) -> Tuples:
-    """Separate samples from the distinct tuples of their groups."""
+    """Separate samples from the distinct tuples of their groups; both are copies.
+
+    A result of DuckDB stays in memory as long as one of its columns is referred to.
+    """
     grouped = {c for columns in groups.values() for c in columns}
     ungrouped = [c for c in samples.column_names if c not in grouped]
     references: dict[str, NDArray[np.int64]] = {}
     uniques: dict[str, pa.Table] = {}
     for group, columns in groups.items():
         references[group], uniques[group] = distinct_rows(samples.select(list(columns)))
-    return Tuples(samples.select(ungrouped), references, uniques)
+    rows = np.arange(samples.num_rows)
+    return Tuples(take_rows(samples.select(ungrouped), rows), references, uniques)
 
 
 def distinct_rows(table: pa.Table) -> tuple[NDArray[np.int64], pa.Table]:
     """Return the distinct rows of a table.
 
     Returns:
-        (num_rows,) int64 references, and the distinct rows in order of first appearance.
+        (num_rows,) int64 references, and a copy of the distinct rows in order of first appearance.
     """
     first, references = unique_tuples(comparable_tuple(table, table.column_names))
-    rows = table if len(first) == len(table) else take_rows(table, first)
-    return references.astype(np.int64), rows
+    return references.astype(np.int64), take_rows(table, first)
 
 
 def unique_in_ranges(
