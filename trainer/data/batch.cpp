@@ -24,7 +24,7 @@ class ListColumns {
     for (size_t f = 0; f < bags.size(); f++) {
       const Lists of_bags = lists_of(bags[f]);
       of_values_.push_back(of_bags);
-      require(is_int64(of_bags.values), "values must be int64");
+      typed(of_bags.values, [](const auto*) {});  // raises
       weights_.emplace_back();
       if (weights[f].is_none()) continue;
       weights_[f] = lists_of(weights[f]);
@@ -39,8 +39,6 @@ class ListColumns {
   const std::optional<Lists>& weights(i64 feature) const { return weights_[feature]; }
 
  private:
-  static bool is_int64(Numbers numbers) { return numbers.dtype == nb::dtype<i64>(); }
-
   static Lists lists_of(nb::handle arrays) {
     const auto [values, starts, ends] =
         nb::cast<std::tuple<Numbers, Flat<const i64>, Flat<const i64>>>(arrays, false);
@@ -123,17 +121,17 @@ std::tuple<Made<i64>, Made<i64>, Made<i64>, MadeNumbers> concat_lists(const std:
   const i64 width = weight_bits / 8;
   Made<i64> values(total);
   MadeNumbers weights(weight_bits ? total : 0, dtype);
-  uint8_t* value = reinterpret_cast<uint8_t*>(values.data());
+  i64* value = values.data();
   uint8_t* weight = weights.bytes();
   for (i64 f = 0; f < owner_of.size; f++)
     for (const Chosen& chosen : features[f]) {
       const Lists& lists = chosen.columns->values(f);
-      const uint8_t* before = value;
-      chosen.copy(lists, [&](i64 start, i64 end) {
-        value = copy_bytes(value, lists.values.bytes() + start * 8, (end - start) * 8);
+      const i64* before = value;
+      typed(lists.values, [&](const auto* from) {
+        chosen.copy(lists, [&](i64 start, i64 end) { value = std::copy(from + start, from + end, value); });
       });
       if (!weight_bits) continue;
-      const i64 count = (value - before) / 8;
+      const i64 count = value - before;
       const auto& of_lists = chosen.columns->weights(f);
       if (of_lists) {
         require(of_lists->values.dtype == dtype, "weights must have the type of the batch");

@@ -15,7 +15,7 @@ class ListColumns:
         """Check the arrays.
 
         Args:
-            bags: by feature int64 values, starts and ends.
+            bags: by feature values of any integer type, starts and ends.
             weights: by feature those of the weights of its values; None without weights.
         """
 

@@ -190,7 +190,8 @@ class RowGroup:
         dense: (num_samples, num_dense), nulls as 0.
         kept: by column, (num_samples,) int64: equal for equal values, times in order.
         inverse: by group, (num_samples,) int64, the tuple of each sample in the row group.
-        sparse: by feature, rows of its table; one bag per unique tuple, or per sample.
+        sparse: by feature, rows of its table in the smallest type; one bag per unique tuple, or per
+            sample.
         per_sample_weights: by weighted feature, the weight of each entry of these bags.
     """
 
@@ -360,7 +361,9 @@ def _inverse(column: pa.ChunkedArray, counts: BlockCounts, group: str) -> NDArra
 
 def _bags(column: pa.Array, table: str, spec: BatchSpec) -> Lists:
     """Return the rows of each value of a sparse feature; nulls are empty bags."""
-    return _lists(column, lambda values: rows_of_values(values, table, spec.tables[table]))
+    config = spec.tables[table]
+    dtype = np.min_scalar_type(config.num_rows - 1)
+    return _lists(column, lambda values: rows_of_values(values, table, config).astype(dtype))
 
 
 def _entry_weights(column: pa.Array, feature: str, bags: Lists, dtype: str) -> Lists:
