@@ -26,6 +26,7 @@ from scheduler.controller.log import LOG
 from scheduler.drivers.run import probe_cluster
 from schemas.decode import parse_size
 from schemas.errors import PlanError, SchemaError
+from schemas.machine import free_bytes
 from schemas.run_log import read_lines
 
 SOURCES = Path(__file__).resolve().parents[1]
@@ -230,15 +231,16 @@ def differences(pinned: Mapping[str, str], installed: Mapping[str, str]) -> list
 
 
 def _probe_shared_memory(machine: Machine) -> tuple[bool, str]:
-    free = _free_bytes(machine.shared_memory)
-    if free is None:
+    try:
+        free = free_bytes(machine.shared_memory)
+    except OSError:
         return False, "no such folder"
     return free >= machine.least_shared_bytes, _gib(free)
 
 
 def _probe_disk(machine: Machine) -> tuple[bool, str]:
     folder = nearest_folder(machine.output)
-    free = _free_bytes(folder) or 0
+    free = free_bytes(folder)
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(b"doctor")
@@ -254,13 +256,6 @@ def nearest_folder(folder: Path) -> Path:
     while not folder.is_dir() and folder != folder.parent:
         folder = folder.parent
     return folder
-
-
-def _free_bytes(folder: Path) -> int | None:
-    try:
-        return shutil.disk_usage(folder).free
-    except OSError:
-        return None
 
 
 def _gib(num_bytes: int) -> str:
