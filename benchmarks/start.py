@@ -78,7 +78,7 @@ def write_dataset(root: Path, num_steps: int) -> None:
     for number, num_rows in enumerate(NUM_ROWS):
         drawn = skewed_rows(num_rows, num_blocks * LOOKUPS, number).astype(np.int64)
         lists = distinct(Jagged(drawn, np.arange(num_blocks + 1) * LOOKUPS))
-        codes, rows, new = FirstUseNumbering().number(lists.values, lists.offsets, 0)
+        codes, rows, new = FirstUseNumbering().number(lists.values, lists.offsets)
         gaps = sorted_gaps(Jagged(codes, lists.offsets), len(rows) + 1)
         for index, (start, end) in enumerate(pairwise(split_into_files(lists.lengths).tolist())):
             first, last = lists.offsets[[start, end]]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from itertools import count, pairwise
+from itertools import count, islice
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any
@@ -38,7 +38,7 @@ from schemas.hashing import NUM_SLOTS, slot_of_row
 from schemas.layout import reuse_columns
 from schemas.oracle import NEVER, from_gaps, number_by_appearance, union
 from schemas.order import Order
-from schemas.reuse import StepReuse, bounds_up_to, next_bound
+from schemas.reuse import StepReuse, bounds_up_to, next_bound, peak_cache_rows
 from schemas.storage import Location
 
 REUSE_BINS = 32
@@ -295,6 +295,7 @@ class NextUses:
         """Link segments and epochs; distances within them are read on demand."""
         self._order, self._parts, self._table = index.order, index.parts, table
         self._dataset, self._numbering = dataset, numbering
+        self._peaks: dict[tuple[int, ...], int] = {}  # of caches, by their settings
         self._lists = ListsOfSegments(lambda segment: index.parts[segment].steps(table))
         # by segment and distinct epoch: the step of the next use after the last one, in the order
         # of last uses, and the first entry of each step
@@ -341,13 +342,25 @@ class NextUses:
         columns = self._reuse_columns(
             ["num_rows", *reuse_columns("next", bounds), *reuse_columns("previous", bounds)]
         )
-        num_rows, following, preceding = np.split(columns, [1, 1 + len(bounds)])
-        beyond = self._links_beyond(distance, end_step)
-        kept, returning = (
-            counts.sum(axis=0, dtype=np.int64) + np.bincount(steps, minlength=len(self))
-            for counts, steps in zip((following, preceding), beyond, strict=True)
+        num_rows = next(columns)
+        following, preceding = (sum(islice(columns, len(bounds))) for _ in range(2))
+        uses, next_uses = self._links_beyond(distance, end_step)
+        kept = np.ravel(following) + np.bincount(uses, minlength=len(self))
+        returning = np.ravel(preceding) + np.bincount(next_uses, minlength=len(self))
+        return StepReuse(
+            num_rows.ravel()[:end_step].astype(np.int64), kept[:end_step], returning[:end_step]
         )
-        return StepReuse(*(x[:end_step] for x in (num_rows[0].astype(np.int64), kept, returning)))
+
+    def peak_cache_rows(
+        self, distance: int, prefetch_steps: int, first_step: int = 0, end_step: int | None = None
+    ) -> int:
+        """Return the most rows that a cache holds, see `reuse`; it is computed once."""
+        end_step = len(self) if end_step is None else end_step
+        settings = distance, prefetch_steps, first_step, end_step
+        if settings not in self._peaks:
+            reuse = self.reuse(distance, end_step)
+            self._peaks[settings] = peak_cache_rows(reuse, prefetch_steps, first_step)
+        return self._peaks[settings]
 
     def last_uses(self, every: int) -> NDArray[np.int64]:
         """Return how many rows of each step are not used again before a multiple of `every`.
@@ -355,31 +368,30 @@ class NextUses:
         They are too many rather than too few: those whose next use is further than the last bound
         of reuse before the multiple are counted, unless it is in another segment or epoch.
         """
-        steps = np.arange(len(self))
         bounds = bounds_up_to(every - 1)
         columns = self._reuse_columns(["num_rows", *reuse_columns("next", bounds)])
-        num_rows, again = columns[0].astype(np.int64), columns  # of the steps, up to each bound
-        again[0] = 0
-        np.cumsum(again, axis=0, out=again)
-        num_within = np.searchsorted(bounds, every - 1 - steps % every, side="right")
+        last = next(columns).astype(np.int64)
+        steps_after = every - 1 - np.arange(len(self)).reshape(last.shape) % every
+        for bound, again in zip(bounds, columns, strict=True):
+            np.subtract(last, again, out=last, where=steps_after >= bound)
         uses, next_uses = self._links_beyond(every - 1, len(self))
         again_beyond = uses[uses // every == next_uses // every]
-        return num_rows - again[num_within, steps] - np.bincount(again_beyond, minlength=len(self))
+        return last.ravel() - np.bincount(again_beyond, minlength=len(self))
 
-    def _reuse_columns(self, names: Sequence[str]) -> NDArray[np.int32]:
-        """Return columns of reuse by step of the run, (columns, num_steps)."""
-        order, table, num_steps = self._order, self._table, self._order.steps_per_segment
-        shape = (len(names), order.distinct_epochs, order.steps_per_epoch)
-        columns = np.zeros(shape, np.int32)
+    def _reuse_columns(self, names: Sequence[str]) -> Iterator[NDArray[np.int32]]:
+        """Yield columns of reuse by step of the run, (epochs, steps_per_epoch)."""
+        order, table = self._order, self._table
+        shapes = [(order.distinct_epochs, length) for length in order.steps_per_segment]
         with ThreadPoolExecutor(READ_THREADS) as pool:
             parts = list(pool.map(lambda part: part.reuse(table, names), self._parts))
-        for segment, (stored, length) in enumerate(zip(parts, num_steps, strict=True)):
-            first = order.first_step(segment)
-            for column, name in zip(columns, names, strict=True):
-                if len(stored.get(name, ())):
-                    column[:, first : first + length] = stored[name].reshape(-1, length)
-        columns = columns.reshape(len(names), -1)
-        return np.tile(columns, order.epochs // order.distinct_epochs)
+        for name in names:
+            stored = [part.get(name, np.empty(0, np.int32)) for part in parts]
+            columns = [
+                column.reshape(shape) if len(column) else np.zeros(shape, np.int32)
+                for column, shape in zip(stored, shapes, strict=True)
+            ]
+            column = np.concatenate(columns, axis=1)
+            yield np.broadcast_to(column, (order.epochs, order.steps_per_epoch))
 
     def _links_beyond(
         self, distance: int, end_step: int
@@ -512,34 +524,29 @@ def next_steps(
         else:
             num_steps = order.steps_per_segment[segment]
             blocks = order.blocks_of(epoch, segment)
-            step_of_block = np.empty(len(blocks), np.int64)
-            step_of_block[blocks] = np.arange(len(blocks)) // order.blocks_per_batch
-            files = dataset.segments[segment].access_files(table)
-            first = np.full(numbering.counts[segment], num_steps)
-            _keep_first_steps(files, step_of_block, step_of_segment, first)
+            later = np.arange(len(blocks), dtype=np.int32) // order.blocks_per_batch
+            later[: step_of_segment * order.blocks_per_batch] = num_steps
+            step_of_block = np.empty_like(later)
+            step_of_block[blocks] = later
+            first = np.full(numbering.counts[segment], num_steps, np.int32)
+            _keep_first_steps(dataset.segments[segment].access_files(table), step_of_block, first)
             steps[numbers] = np.where(first < num_steps, start + first, steps[numbers])
     return np.where(steps < end_step, steps, -1)
 
 
 def _keep_first_steps(
-    files: Sequence[CheckedFile],
-    step_of_block: NDArray[np.int64],
-    first_step: int,
-    steps: NDArray[np.int64],
+    files: Sequence[CheckedFile], step_of_block: NDArray[np.int32], steps: NDArray[np.int32]
 ) -> None:
-    """Lower `steps`, by number, to the first step from one on that uses it; files are read once."""
-    ends = rows_before(files).tolist()
-    of_files = [step_of_block[start:end] for start, end in pairwise(ends)]
-    needed = [i for i, of_file in enumerate(of_files) if (of_file >= first_step).any()]
-    for index, file in zip(needed, in_turn([files[i] for i in needed]), strict=True):
-        of_lists = of_files[index]
+    """Lower `steps`, by number, to the least step of a block that uses it.
+
+    Files without a step below the largest of `steps` are not read.
+    """
+    of_files = np.split(step_of_block, rows_before(files)[1:-1])
+    end_step = steps.max(initial=0)
+    needed = [(f, of) for f, of in zip(files, of_files, strict=True) if (of < end_step).any()]
+    for file, (_, of_lists) in zip(in_turn([file for file, _ in needed]), needed, strict=True):
         lists = from_gaps(jagged_of(file.read(["gaps"])["gaps"]))
-        latest_first = np.argsort(-of_lists, kind="stable")
-        chosen = latest_first[of_lists[latest_first] >= first_step]
-        uses = lists.take(chosen)
-        # of several uses of a number the last one, of the first step, is what remains
-        earlier = np.repeat(of_lists[chosen], uses.lengths)
-        steps[uses.values] = np.minimum(steps[uses.values], earlier)
+        np.minimum.at(steps, lists.values, np.repeat(of_lists, lists.lengths))
 
 
 def allocate(count: int) -> NDArray[np.int32]:

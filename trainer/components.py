@@ -22,7 +22,6 @@ from schemas.errors import SchemaError
 from schemas.files import DecodedListCache
 from schemas.oracle import clip_to_horizon
 from schemas.order import Order
-from schemas.reuse import peak_cache_rows
 from trainer.data.collate import features_of_tables
 from trainer.data.decode import BatchSpec
 from trainer.device import device_of
@@ -203,9 +202,8 @@ def plans_of(
 
     limit = config.rows
     if limit is not None:
-        reach = reuse_distance(config)
-        reuse = {t: next_uses[t].reuse(reach, end) for t in next_uses}
-        peaks = {t: peak_cache_rows(reuse[t], config.prefetch_steps, first_step) for t in reuse}
+        settings = reuse_distance(config), config.prefetch_steps, first_step, end
+        peaks = {table: uses.peak_cache_rows(*settings) for table, uses in next_uses.items()}
         exceeding = [table for table in tables if peaks[job_tables[table]] > limit]
         check_cache_size({table: distances(job_tables[table]) for table in exceeding}, config)
     plans: dict[str, TablePlan] = {}

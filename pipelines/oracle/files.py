@@ -32,6 +32,8 @@ from schemas.storage import Location
 ACCESSES_PER_ROW_GROUP = 1 << 16
 """Entries after which a row group of access lists ends. A batch has blocks of up to eight places of
 a segment, and readers have a row group of each in memory."""
+DISTANCES_PER_ROW_GROUP = 1 << 18
+"""Entries after which a row group of next-use distances ends, of which a reader needs one."""
 LISTS_PER_FILE = 1 << 20
 """Maximum number of access lists, or steps, of a file."""
 ENTRIES_PER_FILE = 1 << 21
@@ -85,9 +87,14 @@ def write_access_file(
     """Write the access lists of consecutive training blocks."""
     lists = large_list(gaps.values, gaps.offsets)
     columns = {BLOCK: pa.array(blocks, pa.int64()), "gaps": lists}
-    starts = np.flatnonzero(np.diff(gaps.offsets[:-1] // ACCESSES_PER_ROW_GROUP)) + 1
     path, accesses = part_path(file_index, "access", table), pa.table(columns)
-    return write_file(root, path, accesses.cast(access_schema()), [0, *starts.tolist()])
+    starts = _split_into_row_groups(gaps, ACCESSES_PER_ROW_GROUP)
+    return write_file(root, path, accesses.cast(access_schema()), starts)
+
+
+def _split_into_row_groups(lists: Jagged, entries: int) -> list[int]:
+    """Return the first list of each row group of a file; each ends after some entries."""
+    return [0, *(np.flatnonzero(np.diff(lists.offsets[:-1] // entries)) + 1).tolist()]
 
 
 def write_edges_file(
@@ -106,7 +113,9 @@ def write_index_file(
         "step": pa.array(np.arange(first_step, first_step + distances.num_rows, dtype=np.int64)),
         "distances": large_list(distances.values.astype(np.int32), distances.offsets),
     }
-    return write_file(root, part_path(file_index, table), pa.table(columns).cast(index_schema()))
+    path, index = part_path(file_index, table), pa.table(columns)
+    starts = _split_into_row_groups(distances, DISTANCES_PER_ROW_GROUP)
+    return write_file(root, path, index.cast(index_schema()), starts)
 
 
 def write_uses_files(

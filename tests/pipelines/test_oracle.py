@@ -22,6 +22,7 @@ from pipelines.table.verify import verify
 from schemas.arrays import Jagged, jagged_of, offsets_of
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
+from schemas.files import CheckedFile
 from schemas.hashing import NUM_SLOTS
 from schemas.layout import FILE_SHIFT, part_path
 from schemas.oracle import from_gaps
@@ -35,6 +36,8 @@ def small_files(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("pipelines.prepare.PART_INPUT_BYTES", 4_000)
     for module in ("files", "numbering", "index"):
         patch.setattr(f"pipelines.oracle.{module}.ENTRIES_PER_FILE", 150)
+    for lists in ("ACCESSES", "DISTANCES"):
+        patch.setattr(f"pipelines.oracle.files.{lists}_PER_ROW_GROUP", 60)
 
 
 def small_ranges(patch: pytest.MonkeyPatch) -> None:
@@ -207,6 +210,20 @@ def test_a_large_table_takes_less_than_512_mib_and_64_open_files(
     assert found["num_rows"] > 4_000_000
     assert found["num_entries"] > 14_000_000
     assert found["peak_bytes"] < 512 << 20
+
+
+def test_row_groups_end_where_the_entries_in_their_file_reach_another_multiple(
+    at_once: Path,
+) -> None:
+    dataset = open_dataset(at_once / "dataset")
+    part = dataset.open_index(dataset.manifest.indexes[0]).parts[0]
+    accesses = dataset.segments[0].access_files("items")[0]
+    distances = CheckedFile(part.directory, part.files[part_path(0, "items")])
+    for file, column in ((accesses, "gaps"), (distances, "distances")):
+        lists = jagged_of(file.read([column])[column])
+        cuts = (np.flatnonzero(np.diff(lists.offsets[:-1] // 60)) + 1).tolist()
+        assert cuts
+        assert file.rows_per_row_group == np.diff([0, *cuts, lists.num_rows]).tolist()
 
 
 def test_oracle_prints_the_load_of_each_table(

@@ -23,7 +23,6 @@ from schemas.config.train import CacheConfig
 from schemas.dataset import Dataset
 from schemas.errors import SchemaError
 from schemas.machine import free_bytes
-from schemas.reuse import peak_cache_rows
 from trainer.checkpoint.format import ROW_FILES, ArraySpec
 from trainer.embedding.changes import Changed
 from trainer.stores.api import Records, TableLayout
@@ -229,8 +228,8 @@ def copy_bytes(
         if cache is not None:
             cached = cache.rows
             if cached is None or cache.policy == "ttl":  # else rows stay until it is full
-                reuse = next_uses.reuse(reuse_distance(cache))
-                cached = peak_cache_rows(reuse, cache.prefetch_steps, steps.start)
+                settings = reuse_distance(cache), cache.prefetch_steps, steps.start
+                cached = next_uses.peak_cache_rows(*settings)
             total += min(cached, num_rows) * _KEYFRAME_BYTES
     return total
 
