@@ -66,7 +66,7 @@ BUNDLE_BYTES = 128 << 20
 """Input bytes of a task that makes samples: each task writes the rows of a partition once."""
 MEMORY_BUNDLE_BYTES = 4 << 20
 """The same if samples stay in memory."""
-SENT_BYTES = 224 << 20
+SENT_BYTES = 160 << 20
 """Bytes of samples after which a task sends them before its end."""
 DISK_FACTOR = 2.0
 """Bytes on disk for each byte of the input, exchanged rows and the segment itself (README)."""
