@@ -1,6 +1,6 @@
 """An append to a dataset of many segments, against one to a dataset of few.
 
-Both datasets get the same logs, in turn, by the command in a process of its own. The ratio is that
+Both datasets get the same days, in turn, by the command in a process of its own. The ratio is that
 of the durations of the late and the early append: it should stay near 1, since an append writes its
 own segment and index part only, and reads one small manifest of each other segment.
 """
@@ -8,6 +8,7 @@ own segment and index part only, and reads one small manifest of each other segm
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 import statistics
 import subprocess
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import time
 import uuid
+from datetime import datetime, timedelta
 from pathlib import Path
 
 from benchmarks.logs import DEMO_JOB, write_result
@@ -25,35 +27,47 @@ from schemas.storage import Location
 
 LOG_SAMPLES = 2_000
 """Samples of a segment."""
+FIRST_DAY, DAY = datetime(2026, 1, 1), timedelta(days=1)
 
 
-def write_logs(folder: Path, count: int) -> list[Path]:
-    """Write logs of different sessions."""
-    logs = [folder / f"log-{number}" for number in range(count)]
-    for number, log in enumerate(logs):
-        write_log(GeneratorConfig(num_samples=LOG_SAMPLES, seed=number, num_files=1), log)
-    return logs
+def write_job(folder: Path) -> Path:
+    """Write the demo's job, with the last hours of each day for evaluation, and its schema."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copy(DEMO_JOB.parent / "schema.pbtxt", folder)
+    text, count = re.subn("evaluation_from: .*}", "evaluation_last: 3h}", DEMO_JOB.read_text())
+    assert count == 1, "the demo's job must have one time of evaluation"
+    (folder / "job.yaml").write_text(text)
+    return folder / "job.yaml"
 
 
-def append_in_process(log: Path, dataset: Path, *, is_first: bool) -> None:
-    """Append a log, without the start of a process."""
+def write_day(folder: Path, number: int, num_samples: int) -> Path:
+    """Write the log of a day; return its folder, which has the name of the day."""
+    start = FIRST_DAY + number * DAY
+    log = folder / str(start.date())
+    write_log(GeneratorConfig(num_samples=num_samples, seed=number, start=start, span=DAY), log)
+    return log
+
+
+def append_in_process(job: Path, log: Path, dataset: Path) -> None:
+    """Append the log of a day, without the start of a process."""
     build(
         BuildRequest(
-            job_path=DEMO_JOB,
+            job_path=job,
             input_root=str(log),
             dataset=Location.parse(dataset),
             beam_args=["--runner=InProcess"],
             attempt=uuid.uuid4().hex[:12],
-            append=not is_first,
+            append=dataset.exists(),
+            day=log.name,
         )
     )
 
 
-def append_by_command(log: Path, dataset: Path) -> float:
-    """Append a log by the command; return the seconds."""
+def append_by_command(job: Path, log: Path, dataset: Path) -> float:
+    """Append the log of a day by the command; return the seconds."""
     started = time.perf_counter()
-    command = [sys.executable, "-m", "pipelines", "append", str(DEMO_JOB), "--input", str(log)]
-    subprocess.run([*command, "--dataset", str(dataset)], check=True, capture_output=True)
+    command = [sys.executable, "-m", "pipelines", "append", job, "--input", log, "--day", log.name]
+    subprocess.run([*command, "--dataset", dataset], check=True, capture_output=True)
     return time.perf_counter() - started
 
 
@@ -67,15 +81,16 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        logs = write_logs(folder, options.many + options.rounds)
+        job, num_days = write_job(folder), options.many + options.rounds
+        logs = [write_day(folder, number, LOG_SAMPLES) for number in range(num_days)]
         for number, log in enumerate(logs[: options.many]):
-            append_in_process(log, folder / "many", is_first=number == 0)
+            append_in_process(job, log, folder / "many")
             if number + 1 == options.few:
                 shutil.copytree(folder / "many", folder / "few")
         early, late = list[float](), list[float]()
         for log in logs[options.many :]:
-            early.append(append_by_command(log, folder / "few"))
-            late.append(append_by_command(log, folder / "many"))
+            early.append(append_by_command(job, log, folder / "few"))
+            late.append(append_by_command(job, log, folder / "many"))
     rounds = [a / b for a, b in zip(early, late, strict=True)]
     result = {
         "ours": round(statistics.median(late), 3),

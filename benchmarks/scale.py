@@ -33,11 +33,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
-from benchmarks.append import append_in_process
+from benchmarks.append import append_in_process, write_day, write_job
 from benchmarks.logs import DEMO_JOB, REPOSITORY, write_result
 from benchmarks.remote import copy_dataset
 from pipelines.demo_log.example import generate_log
-from pipelines.demo_log.log import GeneratorConfig, write_log
 from schemas.config.job import load_job
 from schemas.leases import LEASES
 from schemas.run_log import METRICS
@@ -150,6 +149,8 @@ def tree_bytes(root: int) -> int:
 def run(command: Sequence[str], errors: Path, ends: Callable[[], bool]) -> dict[str, float]:
     """Run a command until it or the condition ends; return its seconds and peak memory.
 
+    `cpu_sec` is the processor time, of waited-for children too.
+
     Raises:
         RuntimeError: it failed; the message has the end of its errors, which are in a file.
     """
@@ -172,7 +173,11 @@ def run(command: Sequence[str], errors: Path, ends: Callable[[], bool]) -> dict[
         process.returncode = os.waitstatus_to_exitcode(status)
         if process.returncode:
             raise RuntimeError(f"{' '.join(command)} failed: {errors.read_text()[-2000:]}")
-    return {"sec": round(seconds, 1), "mib": max(peak, usage.ru_maxrss << 10) >> 20}
+    return {
+        "sec": round(seconds, 1),
+        "cpu_sec": round(usage.ru_utime + usage.ru_stime, 1),
+        "mib": max(peak, usage.ru_maxrss << 10) >> 20,
+    }
 
 
 def measure(name: str, place: Place) -> dict[str, float]:
@@ -272,12 +277,11 @@ def prepare(scratch: Path, num_samples: int, num_segments: int, num_columns: int
         if not place.job.exists():
             write_wide(scratch, num_samples, num_columns)
     elif num_segments > 1:
-        Path(place.dataset).parent.mkdir(parents=True, exist_ok=True)
+        place = Place(scratch, write_job(scratch), place.dataset)
         while (number := len(list((scratch / "dataset" / "segments").glob("*")))) < num_segments:
-            with tempfile.TemporaryDirectory() as log:
-                config = GeneratorConfig(num_samples=num_samples, seed=number, num_files=1)
-                write_log(config, Path(log))
-                append_in_process(Path(log), Path(place.dataset), is_first=number == 0)
+            with tempfile.TemporaryDirectory() as folder:
+                log = write_day(Path(folder), number, num_samples)
+                append_in_process(place.job, log, Path(place.dataset))
     elif not Path(place.dataset).exists() and not (scratch / "log").exists():
         config = load_job(DEMO_JOB).data.generate
         assert config is not None

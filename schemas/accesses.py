@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schemas.arrays import Array, Jagged, jagged_of, offsets_of, stable_order
-from schemas.dataset import Dataset, Index, access_lists, has_accesses
+from schemas.dataset import Dataset, Index, access_lists
 from schemas.decode import from_json
 from schemas.errors import SchemaError
 from schemas.files import (
@@ -89,7 +89,7 @@ def table_load(
 
 
 DECODED_CACHE_BYTES = 256 << 20
-"""Cache of decoded access lists of one table, for shuffled blocks."""
+"""Cache of decoded lists of one table, for shuffled blocks and several passes."""
 READ_THREADS = 4
 """Segments of which a file is read at once."""
 MERGE_CHUNK_ROWS = 1 << 21
@@ -108,10 +108,11 @@ class RowNumbering:
 
     def __init__(self, dataset: Dataset, table: str) -> None:
         """Read the rows of the segments and merge them."""
-        self.is_used = [has_accesses(dataset, segment, table) for segment in dataset.segments]
+        self.is_used = [table in segment.manifest.tables for segment in dataset.segments]
         used = [s for s, uses in zip(dataset.segments, self.is_used, strict=True) if uses]
         with ThreadPoolExecutor(READ_THREADS) as pool:
-            rows = list(pool.map(lambda s: s.rows(table), used)) or [np.empty(0, np.int64)]
+            each = map if len(used) == 1 else pool.map
+            rows = list(each(lambda s: s.rows(table), used)) or [np.empty(0, np.int64)]
         self.rows, maps = rows[0], list[Array]()
         if len(rows) > 1:
             maps, self.rows = merge_dictionaries(rows)
@@ -127,7 +128,7 @@ class RowNumbering:
 
 def num_unique_rows(dataset: Dataset, table: str) -> int:
     """Return the number of distinct rows of a table over all segments."""
-    used = [segment for segment in dataset.segments if has_accesses(dataset, segment, table)]
+    used = [segment for segment in dataset.segments if table in segment.manifest.tables]
     if len(used) == 1:
         return used[0].manifest.tables[table].num_unique_rows
     return len(RowNumbering(dataset, table).rows)
@@ -290,13 +291,18 @@ class NextUses:
     """
 
     def __init__(
-        self, dataset: Dataset, index: Index, table: str, numbering: RowNumbering | None = None
+        self,
+        dataset: Dataset,
+        index: Index,
+        table: str,
+        numbering: RowNumbering | None = None,
+        cache: DecodedListCache | None = None,
     ) -> None:
         """Link segments and epochs; distances within them are read on demand."""
         self._order, self._parts, self._table = index.order, index.parts, table
         self._dataset, self._numbering = dataset, numbering
         self._peaks: dict[tuple[int, ...], int] = {}  # of caches, by their settings
-        self._lists = ListsOfSegments(lambda segment: index.parts[segment].steps(table))
+        self._lists = ListsOfSegments(lambda segment: index.parts[segment].steps(table, cache))
         # by segment and distinct epoch: the step of the next use after the last one, in the order
         # of last uses, and the first entry of each step
         self._later: dict[tuple[int, int], tuple[NDArray[np.int32], NDArray[np.int64]]] = {}
@@ -309,6 +315,13 @@ class NextUses:
         if self._numbering is None:
             self._numbering = RowNumbering(self._dataset, self._table)
         return self._numbering
+
+    @property
+    def num_rows(self) -> int:
+        """Distinct rows of the table over all segments."""
+        if self._numbering is None:
+            return num_unique_rows(self._dataset, self._table)
+        return len(self._numbering.rows)
 
     def __len__(self) -> int:
         """Return the number of steps."""
@@ -557,21 +570,25 @@ def allocate(count: int) -> NDArray[np.int32]:
         return np.memmap(file, np.int32, "w+", shape=(count,))
 
 
+def open_table(dataset: Dataset, index: Index, table: str) -> tuple[TableAccesses, NextUses]:
+    """Return the accesses of a table and their next uses; repeated passes share a cache."""
+    cache = DecodedListCache(DECODED_CACHE_BYTES)
+    accesses = TableAccesses(dataset, table, index.order, cache)
+    return accesses, NextUses(dataset, index, table, accesses.numbering, cache)
+
+
 def indexed_steps(
     dataset: Dataset, index: Index, table: str
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int32]]]:
     """Yield each step's ascending numbers and next-use distances."""
-    accesses = TableAccesses(dataset, table, index.order)
-    next_uses = NextUses(dataset, index, table, accesses.numbering)
+    accesses, next_uses = open_table(dataset, index, table)
     return map(accesses.entries, count(), next_uses)
 
 
-def index_load(dataset: Dataset, table: str, order: Order) -> TableLoad:
-    """Return the load of a table; raise SchemaError if the dataset has no index of the order."""
-    index, accesses = dataset.index_for(order), TableAccesses(dataset, table, order)
-    next_uses = NextUses(dataset, index, table, accesses.numbering)
+def index_load(accesses: TableAccesses, next_uses: NextUses) -> TableLoad:
+    """Return the load of a table."""
     steps = zip(accesses.steps(), next_uses, strict=True)  # counts need no common order
-    return table_load(steps, accesses.rows, order.num_steps)
+    return table_load(steps, accesses.rows, len(next_uses))
 
 
 # Statistics of tables for TorchRec's sharding planner: a JSON file written by `pipelines`.

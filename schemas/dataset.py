@@ -14,7 +14,6 @@ from typing import TypeVar
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from schemas.arrays import Jagged, jagged_of, offsets_of
@@ -23,8 +22,10 @@ from schemas.errors import SchemaError, pluralize
 from schemas.features import FeatureSet, parse_features
 from schemas.files import (
     CheckedFile,
+    DecodedListCache,
     FileEntry,
     ListFiles,
+    decode_parquet,
     encode_parquet,
     in_turn,
     parse_files,
@@ -102,8 +103,7 @@ class Segment:
     @cached_property
     def blocks(self) -> pa.Table:
         """One row per block in training order, with the columns of `layout.blocks_schema`."""
-        data = read_verified(self.directory / BLOCKS, self.manifest.blocks_sha256)
-        return pq.read_table(pa.BufferReader(data))
+        return decode_parquet(read_verified(self.directory / BLOCKS, self.manifest.blocks_sha256))
 
     def file(self, path: str, texts_as_codes: bool = False, by_column: bool = False) -> CheckedFile:
         """Return a file of the segment; raise SchemaError if the segment does not list it."""
@@ -205,12 +205,12 @@ class IndexPart:
         path = self.directory / FILES
         return parse_files(read_verified(path, self.manifest.files_sha256), path)
 
-    def steps(self, table: str) -> ListFiles:
+    def steps(self, table: str, cache: DecodedListCache | None = None) -> ListFiles:
         """Return the int32 next-use distances of each step of the stored epochs, on demand.
 
         They are those within segment and epoch, in ascending order of the segment's own numbers.
         """
-        return ListFiles(self._files(table), step_distances)
+        return ListFiles(self._files(table), step_distances, cache)
 
     def uses(self, table: str, epoch: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Return the first and last step of the segment that uses each number in an epoch."""
@@ -495,7 +495,7 @@ def read_tombstones(root: Location, sha256: str | None) -> pa.Table:
     if sha256 is None:
         return _NO_TOMBSTONES
     path = root / tombstones_path(sha256)
-    table = pq.read_table(pa.BufferReader(read_verified(path, sha256)))
+    table = decode_parquet(read_verified(path, sha256))
     if not table.schema.equals(TOMBSTONES_SCHEMA):
         raise SchemaError("tombstones must have the columns of the format", file=str(path))
     return table
@@ -651,10 +651,3 @@ def read_with_defaults(
 def constant_column(value: pa.Scalar, num_rows: int) -> pa.Array:
     """Return a column with one value, or null, in every row."""
     return pa.repeat(value, num_rows) if value.is_valid else pa.nulls(num_rows, value.type)
-
-
-def has_accesses(dataset: Dataset, segment: Segment, table: str) -> bool:
-    """Return whether a segment has access lists of a table, that is, one of its features."""
-    missing = missing_column_defaults(dataset, segment)
-    features = dataset.job.data.tables[table].features
-    return not features or not all(f in missing for f in features)

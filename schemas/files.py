@@ -64,6 +64,11 @@ def encode_parquet(table: pa.Table, **options: Any) -> bytes:
     return sink.getvalue().to_pybytes()
 
 
+def decode_parquet(data: bytes) -> pa.Table:
+    """Return the table of a small Parquet file, without the threads that `pq.read_table` starts."""
+    return pq.ParquetFile(pa.BufferReader(data)).read(use_threads=False)
+
+
 def sync_file(path: Path) -> None:
     """Flush a finished file to disk."""
     with path.open("rb") as file:
@@ -120,7 +125,7 @@ def parse_files(data: bytes, path: Location | Path) -> dict[str, FileEntry]:
     Raises:
         SchemaError: a path leads out of the directory.
     """
-    rows = pq.read_table(pa.BufferReader(data)).to_pylist()
+    rows = decode_parquet(data).to_pylist()
     for row in rows:
         if not is_below(row["path"]):
             raise SchemaError(
@@ -527,6 +532,9 @@ class DecodedListCache:
             self._bytes -= oldest.values.nbytes
 
 
+_NO_ROW_GROUP = (-1, Jagged(np.empty(0, np.int64), np.zeros(1, np.int64)))
+
+
 class ListFiles:
     """The lists of one table over all its files. Not thread-safe."""
 
@@ -551,13 +559,15 @@ class ListFiles:
         rows = [file.rows_per_row_group for file in files]
         self._row_groups = [(f, r) for f, counts in enumerate(rows) for r in range(len(counts))]
         self._first = offsets_of(np.array([count for counts in rows for count in counts], np.int64))
-        self.release()
+        for file in files[1:]:  # the first one is read next
+            file.close()
+        self._open = _NO_ROW_GROUP
 
     def release(self) -> None:
         """Close the files and drop the row group that was used last; the cache keeps its own."""
         for file in self._files:
             file.close()
-        self._open = (-1, Jagged(np.empty(0, np.int64), np.zeros(1, np.int64)))
+        self._open = _NO_ROW_GROUP
 
     def __len__(self) -> int:
         """Return the number of lists."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
@@ -25,6 +26,12 @@ from schemas.layout import BLOCK, UNIQUE_INDEX, inverse_column, part_path
 
 _THREADS = 8
 """Files of a row group that are read at once; a dataset has at most as many groups."""
+
+
+@cache
+def _read_pool(process_id: int) -> ThreadPoolExecutor:
+    """Return the threads that read groups; threads do not survive a fork, hence one pool each."""
+    return ThreadPoolExecutor(_THREADS, thread_name_prefix=f"read-{process_id}")
 
 
 def row_groups(segment: Segment, split: str | None = None) -> list[tuple[int, int]]:
@@ -82,17 +89,17 @@ def read_joined_row_group(
     own, members = _columns_of_files(data, columns, defaults)
     inverse = {group: inverse_column(group) for group in members}
     blocks = blocks_of_row_group(segment, file_index, row_group)
-    with ThreadPoolExecutor(_THREADS) as pool:  # a store answers several requests at once
-        tables = {
-            group: pool.submit(read_group, open_file, group, file_index, row_group, names)
-            for group, names in members.items()
-        }
-        selected = None if own is None else [*own, *inverse.values()]
-        samples = open_file(part_path(file_index, "samples")).read_row_group(row_group, selected)
-        found = {name: samples[name] for name in samples.column_names}
-        for group, table in tables.items():
-            tuples = tuples_of_samples(segment, group, blocks, samples)
-            found.update(_take(table.result(), tuples))
+    pool = _read_pool(os.getpid())  # a store answers several requests at once
+    tables = {
+        group: pool.submit(read_group, open_file, group, file_index, row_group, names)
+        for group, names in members.items()
+    }
+    selected = None if own is None else [*own, *inverse.values()]
+    samples = open_file(part_path(file_index, "samples")).read_row_group(row_group, selected)
+    found = {name: samples[name] for name in samples.column_names}
+    for group, table in tables.items():
+        tuples = tuples_of_samples(segment, group, blocks, samples)
+        found.update(_take(table.result(), tuples))
     num_samples = int(segment.column("num_samples")[blocks].sum())
     found.update({name: constant_column(v, num_samples) for name, v in defaults.items()})
     if columns is None:

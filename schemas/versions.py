@@ -17,9 +17,11 @@ import uuid
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import datetime
+from itertools import pairwise, takewhile
 
 from schemas.errors import SchemaError
-from schemas.storage import MANIFESTS, Location, StorageError, check_conditional_put
+from schemas.storage import MANIFESTS, Entry, Location, StorageError, check_conditional_put
 
 HINT = "latest"
 """File with the number of a recent version."""
@@ -108,6 +110,13 @@ class Versions:
         """Return the numbers of all versions, retired ones included, in ascending order."""
         return self._numbers(0)
 
+    def superseded(self) -> dict[int, datetime]:
+        """Return when each superseded version was, the newest first; without retired ones."""
+        entries = self._entries(0)
+        pairs = pairwise(reversed(entries))
+        live = takewhile(lambda pair: entries[pair[1]].num_bytes, pairs)
+        return {number: entries[newer].modified for newer, number in live}
+
     def read(self, number: int) -> Version | None:
         """Return a version; None if it does not exist or is retired."""
         data = self._read(number)
@@ -127,9 +136,12 @@ class Versions:
         return int(text) if text.isdigit() else 0
 
     def _numbers(self, after: int) -> list[int]:
+        return list(self._entries(after))
+
+    def _entries(self, after: int) -> dict[int, Entry]:
         entries = self._folder.entries(after=self.path(after).name)
-        found = (_NAME.fullmatch(entry.path) for entry in entries)
-        return [int(match[1]) for match in found if match]
+        matches = ((_NAME.fullmatch(entry.path), entry) for entry in entries)
+        return {int(match[1]): entry for match, entry in matches if match}
 
 
 def writer_id() -> str:

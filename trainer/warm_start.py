@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from schemas.arrays import find_sorted
 from schemas.config.job import Job
-from schemas.dataset import Dataset, Segment, all_segment_hashes, has_accesses
+from schemas.dataset import Dataset, Segment, all_segment_hashes
 from schemas.errors import SchemaError
 from schemas.files import sha256_of
 from schemas.layout import MANIFEST
@@ -183,7 +183,7 @@ def summary_of_origin(origin: Mapping[str, Any] | None) -> dict[str, Any] | None
 
 def rows_used(dataset: Dataset, segments: Iterable[Segment], table: str) -> NDArray[np.int64]:
     """Return the distinct ascending rows of a table that training blocks of segments look up."""
-    rows = [s.rows(table) for s in segments if has_accesses(dataset, s, table)]
+    rows = [s.rows(table) for s in segments if table in s.manifest.tables]
     return np.unique(np.concatenate([np.empty(0, np.int64), *rows]))
 
 

@@ -33,7 +33,7 @@ from pipelines.table.indexes import (
     policy_reports,
     table_report,
 )
-from schemas.accesses import TableAccesses
+from schemas.accesses import TableAccesses, open_table
 from schemas.dataset import Dataset, Segment
 from schemas.errors import SchemaError
 from schemas.layout import part_path
@@ -302,10 +302,14 @@ def oracle_facts(dataset: Dataset) -> OracleFacts | None:
     Returns:
         The facts, or None if training looks nothing up.
     """
-    order, cache = default_order(dataset), replace(dataset.job.train.cache, rows=None)
-    names = dataset.job.data.tables
-    policies = {name: policy_reports(dataset, name, order, cache) for name in names}
-    tables = {name: table_report(dataset, name, order, cache, policies[name]) for name in names}
+    index = dataset.index_for(default_order(dataset))
+    order, cache = index.order, replace(dataset.job.train.cache, rows=None)
+    policies, tables = dict[str, dict[str, PolicyReport]](), dict[str, TableReport]()
+    for name in dataset.job.data.tables:
+        accesses, next_uses = open_table(dataset, index, name)
+        policies[name] = policy_reports(accesses, next_uses, cache)
+        num_rows = len(accesses.rows)
+        tables[name] = table_report(dataset, index, name, num_rows, cache, policies[name])
     tables = dict(sorted(tables.items(), key=lambda t: (-t[1].num_accesses, t[0])))
     largest = next((name for name, report in tables.items() if report.num_accesses), None)
     if largest is None:

@@ -26,13 +26,13 @@ from schemas.accesses import (
     TableAccesses,
     TableHints,
     index_load,
-    num_unique_rows,
+    open_table,
     write_hints,
 )
 from schemas.cache_plan import Plan, cache_too_small, required_rows, summarize
 from schemas.config.job import DataConfig, OrderConfig
 from schemas.config.train import CacheConfig
-from schemas.dataset import Dataset, Segment, open_dataset, select_segments
+from schemas.dataset import Dataset, Index, Segment, open_dataset, select_segments
 from schemas.files import write_files
 from schemas.layout import FILES, TRAIN
 from schemas.machine import num_cores
@@ -256,16 +256,15 @@ def oracle(arguments: argparse.Namespace, beam_args: list[str]) -> dict[str, Any
     if arguments.reindex:
         dataset = add_index(dataset, order, PartBuilder(dataset.directory, beam_args))
     if arguments.hints is not None:
-        write_hints(arguments.hints, sharding_hints(dataset, order))
+        write_hints(arguments.hints, sharding_hints(dataset, dataset.index_for(order)))
     cache = replace(
         cache,
         lookahead=lookahead,
         prefetch_steps=min(cache.prefetch_steps, lookahead),
         rows=cache.rows if arguments.cache_rows is None else arguments.cache_rows,
     )
-    tables = {
-        name: _report(dataset, name, order, cache) for name in sorted(dataset.job.data.tables)
-    }
+    index, names = dataset.index_for(order), sorted(dataset.job.data.tables)
+    tables = {name: _report(dataset, index, name, cache) for name in names}
     return {"num_steps": order.num_steps, "lookahead": lookahead, "tables": tables}
 
 
@@ -275,10 +274,12 @@ def open_segments(path: Location, segments: Sequence[str] | None) -> Dataset:
     return dataset if segments is None else select_segments(dataset, segments)
 
 
-def _report(dataset: Dataset, table: str, order: Order, cache: CacheConfig) -> dict[str, Any]:
-    policies = policy_reports(dataset, table, order, cache)
-    load = index_load(dataset, table, order)
-    return asdict(table_report(dataset, table, order, cache, policies)) | {
+def _report(dataset: Dataset, index: Index, table: str, cache: CacheConfig) -> dict[str, Any]:
+    accesses, next_uses = open_table(dataset, index, table)
+    policies = policy_reports(accesses, next_uses, cache)
+    report = table_report(dataset, index, table, len(accesses.rows), cache, policies)
+    load = index_load(accesses, next_uses)
+    return asdict(report) | {
         "policies": {name: asdict(report) for name, report in policies.items()},
         "load": {
             "most_rows_per_step": int(load.rows_per_step.max(initial=0)),
@@ -336,13 +337,9 @@ MISS_POINTS = 64
 """Points of the miss curve."""
 
 
-def sharding_hints(dataset: Dataset, order: Order) -> dict[str, TableHints]:
-    """Return the hints of every table.
-
-    Raises:
-        SchemaError: the dataset has no index for this order; the message gives the command.
-    """
-    index = dataset.index_for(order)
+def sharding_hints(dataset: Dataset, index: Index) -> dict[str, TableHints]:
+    """Return the hints of every table."""
+    order = index.order
     values, bags, samples = _bags(dataset)
     hints: dict[str, TableHints] = {}
     for name, table in dataset.job.data.tables.items():
@@ -454,15 +451,9 @@ class PolicyReport:
 
 
 def policy_reports(
-    dataset: Dataset, table: str, order: Order, cache: CacheConfig
+    accesses: TableAccesses, next_uses: NextUses, cache: CacheConfig
 ) -> dict[str, PolicyReport]:
-    """Run both policies over one table with `cache.rows`, or the peak of `ttl` if that is unset.
-
-    Raises:
-        SchemaError: the dataset has no index for this order; the message gives the command.
-    """
-    index, accesses = dataset.index_for(order), TableAccesses(dataset, table, order)
-    next_uses = NextUses(dataset, index, table, accesses.numbering)
+    """Run both policies over one table with `cache.rows`, or the peak of `ttl` if that is unset."""
     ttl = policy_report(accesses, next_uses, replace(cache, policy="ttl"))
     rows = cache.rows or max(1, ttl.peak_cache_rows or 0)
     best = policy_report(accesses, next_uses, replace(cache, policy="belady", rows=rows))
@@ -487,8 +478,9 @@ def policy_report(accesses: TableAccesses, next_uses: NextUses, cache: CacheConf
 
 def table_report(
     dataset: Dataset,
+    index: Index,
     table: str,
-    order: Order,
+    num_unique_rows: int,
     cache: CacheConfig,
     policies: Mapping[str, PolicyReport],
 ) -> TableReport:
@@ -503,10 +495,10 @@ def table_report(
     manifests = [s.manifest for s in dataset.segments]  # older ones may lack a table
     counts = [m.tables[table] for m in manifests if table in m.tables]
     return TableReport(
-        num_lookups=order.epochs * sum(c.num_lookups for c in counts),
-        num_lookups_dedup=order.epochs * sum(c.num_lookups_dedup for c in counts),
-        num_accesses=dataset.index_for(order).num_accesses(table),
-        num_unique_rows=num_unique_rows(dataset, table),
+        num_lookups=index.order.epochs * sum(c.num_lookups for c in counts),
+        num_lookups_dedup=index.order.epochs * sum(c.num_lookups_dedup for c in counts),
+        num_accesses=index.num_accesses(table),
+        num_unique_rows=num_unique_rows,
         fetched_rows=chosen.fetched_rows,
         hit_rate=chosen.hit_rate,
         peak_cache_rows=chosen.peak_cache_rows,

@@ -13,8 +13,8 @@ finds that they are too old.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Container, Iterator
+from contextlib import nullcontext, suppress
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -24,7 +24,7 @@ from schemas.errors import SchemaError
 from schemas.fitted import FITTED_DIRECTORY, VOCABULARIES
 from schemas.layout import SEGMENTS, TOMBSTONES
 from schemas.leases import LEASES, live_leases, remove_expired
-from schemas.manifest import commit_root, parse_root, read_root
+from schemas.manifest import DatasetManifest, commit_root, parse_root, read_root
 from schemas.storage import MANIFESTS, Entry, Location, store_time
 from schemas.versions import Versions, backoff
 
@@ -95,26 +95,35 @@ def _supersede_unnamed(
 ) -> tuple[list[int], dict[str, list[Entry]]]:
     """Find what to remove, and commit a version: a suspended writer cannot commit it any more.
 
+    Superseded versions are read only if they decide about something.
+
     Returns:
         The versions to retire afterwards, none while a lease keeps what they name; and the
         directories and files to remove, with their entries.
     """
+    limit = now - replaced_for
     for _ in backoff():
-        root = read_root(dataset)
-        versions = _versions_by_age(dataset, now - replaced_for)
+        root, superseded = read_root(dataset), Versions(dataset).superseded()
+        places = _without_named(dataset, root.manifest, dict(_places(dataset)))
+        earlier = [number for number, time in superseded.items() if time <= limit]
+        for number in superseded:
+            if places and number not in earlier:
+                places = _without_named(dataset, _read_version(dataset, number), places)
         leased = {name for lease in live_leases(dataset, now) for name in lease.directories}
-        places = dict(_places(dataset))
-        unnamed = {
-            place: entries
-            for place, entries in places.items()
-            if place not in versions.kept
-            and not _is_leased(place, leased)
-            and (place in versions.replaced or _is_old(place, entries, replaced_for, now))
-        }
-        if not unnamed or commit_root(dataset, root, root.manifest) is not None:
-            held = versions.replaced & (places.keys() - versions.kept - unnamed.keys())
-            return [] if held else versions.superseded, unnamed
+        unnamed = {p: entries for p, entries in places.items() if not _is_leased(p, leased)}
+        young = {p: e for p, e in unnamed.items() if not _is_old(p, e, replaced_for, now)}
+        for number in earlier:
+            if young:
+                manifest = _read_version(dataset, number)
+                young = _without_named(dataset, manifest, young, is_complete=False)
+        removed = _without(unnamed, young)
+        if not removed or commit_root(dataset, root, root.manifest) is not None:
+            return [] if len(unnamed) < len(places) else sorted(earlier), removed
     raise AssertionError("`backoff` does not end")
+
+
+def _without(places: dict[str, list[Entry]], names: Container[str]) -> dict[str, list[Entry]]:
+    return {place: entries for place, entries in places.items() if place not in names}
 
 
 def _is_leased(place: str, leased: set[str]) -> bool:
@@ -128,41 +137,31 @@ def _is_old(place: str, entries: list[Entry], replaced_for: timedelta, now: date
     return all(entry.modified <= limit for entry in entries)
 
 
-@dataclass(frozen=True, slots=True)
-class _VersionNames:
-    """What versions of the root name, relative to the dataset.
+def _read_version(dataset: Location, number: int) -> DatasetManifest | None:
+    """Return the manifest of a version; None if another `vacuum` has retired it."""
+    versions = Versions(dataset)
+    version = versions.read(number)
+    return version and parse_root(version, versions.path(number))
 
-    Attributes:
-        kept: by the newest version, and by those superseded a short time ago.
-        replaced: by the others that are not retired.
-        superseded: numbers of the others, ascending, so that none is left behind a retired one.
+
+def _without_named(
+    dataset: Location,
+    manifest: DatasetManifest | None,
+    places: dict[str, list[Entry]],
+    *,
+    is_complete: bool = True,
+) -> dict[str, list[Entry]]:
+    """Return the places that a version does not name.
+
+    `is_complete` is False if a `vacuum` that was killed may have removed files of the version.
     """
-
-    kept: set[str]
-    replaced: set[str]
-    superseded: list[int]
-
-
-def _versions_by_age(dataset: Location, limit: datetime) -> _VersionNames:
-    """Return what versions name that were superseded after a time, and before it."""
-    versions, found = Versions(dataset), _VersionNames(set(), set(), [])
-    is_kept = True  # the newest one
-    for number in reversed(versions.all_numbers()):
-        entry, version = versions.path(number).stat(), versions.read(number)
-        if entry is None or version is None:
-            break  # this one and all before it are retired
-        manifest = parse_root(version, versions.path(number))
-        names = found.kept if is_kept else found.replaced
-        names |= directories_in(dataset, manifest)
-        try:
-            names |= files_in(dataset, manifest)
-        except SchemaError:  # removed before, with its files, by a `vacuum` that was killed
-            if is_kept:
-                raise
-        if not is_kept:
-            found.superseded.insert(0, number)
-        is_kept = is_kept and entry.modified > limit
-    return found
+    if manifest is None:
+        return places
+    places = _without(places, directories_in(dataset, manifest))
+    if any(place.startswith(_FILE_DIRECTORIES) for place in places):
+        with nullcontext() if is_complete else suppress(SchemaError):
+            places = _without(places, files_in(dataset, manifest))
+    return places
 
 
 def _places(dataset: Location) -> Iterator[tuple[str, list[Entry]]]:

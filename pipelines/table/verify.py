@@ -35,7 +35,6 @@ from schemas.dataset import (
     Segment,
     access_lists,
     constant_column,
-    has_accesses,
     missing_column_defaults,
     open_dataset,
     type_name,
@@ -283,18 +282,11 @@ class StoredCounts:
             t: TableCounts(
                 num_lookups=self._lookups[t],
                 num_lookups_dedup=self._stored_lookups[t],
-                num_unique_rows=num_rows_of(self._dataset, self._segment, t),
+                num_unique_rows=sum(f.num_rows for f in self._segment.edge_files(t)),
             )
             for t in self._dataset.job.data.tables
             if t in self._segment.manifest.tables
         }
-
-
-def num_rows_of(dataset: Dataset, segment: Segment, table: str) -> int:
-    """Return the distinct rows of a table in a segment."""
-    if not has_accesses(dataset, segment, table):
-        return 0
-    return sum(file.num_rows for file in segment.edge_files(table))
 
 
 def _group_problems(
@@ -402,7 +394,7 @@ class _StoredAccesses:
     def __init__(self, dataset: Dataset, segment: Segment, table: str) -> None:
         self._num_blocks = len(segment.positions(TRAIN))
         self._lists: ListFiles | None = None
-        if has_accesses(dataset, segment, table):
+        if table in segment.manifest.tables:
             self._lists = ListFiles(segment.access_files(table), access_lists)
             self._rows = segment.rows(table)
 

@@ -6,18 +6,20 @@ import os
 import secrets
 import shutil
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
+from numpy.typing import NDArray
 
 from scheduler.controller.events import LoadKnown
 from scheduler.controller.slots import slots_of_range
 from scheduler.drivers.base import Endpoint
 from scheduler.model.snapshot import compute_lookahead
-from schemas.accesses import NextUses, index_load
+from schemas.accesses import NextUses, index_load, open_table
 from schemas.config.job import parse_job
 from schemas.config.train import TrainConfig
 from schemas.dataset import open_dataset
@@ -195,10 +197,16 @@ def read_load(paths: JobPaths, job: str, train: TrainConfig, time_sec: float) ->
         return None
     index = dataset.open_index(entry)
     order = index.order
-    slots = sum(index_load(dataset, table, order).slots for table in dataset.job.data.tables)
-    assert not isinstance(slots, int), "a job has a table"
-    distances = (NextUses(dataset, index, table) for table in dataset.job.data.tables)
-    touched = compute_lookahead(distances, train.cache).touched_rows
+    slots_of_tables: list[NDArray[np.int64]] = []
+
+    def distances() -> Iterator[NextUses]:
+        for table in dataset.job.data.tables:
+            accesses, next_uses = open_table(dataset, index, table)
+            slots_of_tables.append(index_load(accesses, next_uses).slots)
+            yield next_uses
+
+    touched = compute_lookahead(distances(), train.cache).touched_rows
+    slots = np.sum(slots_of_tables, axis=0)
     ends = [(period + 1) * len(touched) // len(slots) - 1 for period in range(len(slots))]
     return LoadKnown(
         time_sec=time_sec,

@@ -223,14 +223,13 @@ def facts_of_dataset(job: Job, dataset: Dataset) -> DataFacts:
             file=str(dataset.directory),
         )
     index = _index(job, dataset)
-    ahead = _ahead(job, dataset, index)
+    table_rows, ahead = _ahead(job, dataset, index)
     lookups = sum(
         manifest.tables[name].num_lookups_dedup
         for manifest in manifests
         for name in job.data.tables
         if name in manifest.tables
     )
-    table_rows = {name: num_unique_rows(dataset, name) for name in job.data.tables}
     return DataFacts(
         num_samples=num_samples,
         num_train_samples=num_train,
@@ -267,12 +266,24 @@ def _largest_session(segment: Segment) -> int:
     return int((sums[ends + 1] - sums[starts]).max())
 
 
-def _ahead(job: Job, dataset: Dataset, index: Index | None) -> Lookahead | None:
-    """Return the lookahead of a run; None without an index of the job's batch size."""
+def _ahead(
+    job: Job, dataset: Dataset, index: Index | None
+) -> tuple[dict[str, int], Lookahead | None]:
+    """Return the rows of each table, and the lookahead of a run.
+
+    The lookahead is None without an index of the job's batch size.
+    """
+    names, table_rows = job.data.tables, dict[str, int]()
     if index is None or index.entry.batch_samples != job.train.batch_samples:
-        return None
-    tables = (NextUses(dataset, index, table) for table in job.data.tables)
-    return compute_lookahead(tables, job.train.cache)
+        return {name: num_unique_rows(dataset, name) for name in names}, None
+
+    def distances() -> Iterator[NextUses]:  # one table after the other
+        for name in names:
+            next_uses = NextUses(dataset, index, name)
+            table_rows[name] = next_uses.num_rows
+            yield next_uses
+
+    return table_rows, compute_lookahead(distances(), job.train.cache)
 
 
 def _index(job: Job, dataset: Dataset) -> Index | None:

@@ -30,6 +30,7 @@ from schemas.layout import SEGMENTS, TOMBSTONES_SCHEMA
 from schemas.leases import Lease
 from schemas.manifest import DatasetManifest, read_dataset
 from schemas.storage import MANIFESTS, Location, store_time
+from schemas.versions import Versions
 from tests.pipelines.appending import addition, changed, with_logs
 from tests.pipelines.logs import (
     IN_PROCESS,
@@ -122,6 +123,19 @@ def test_replaced_root_keeps_what_it_names_for_the_given_time(dataset: Path) -> 
     vacuum_later(dataset)
     assert first.stat().st_size == 0  # its number is never used again
     assert read_dataset(dataset).sealed
+    assert verify(dataset)["problems"] == []
+
+
+def test_superseded_versions_are_not_read_where_they_decide_nothing(
+    dataset: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An append a day leaves as many versions as segments."""
+    vacuum(Location.parse(dataset))
+    seal(Location.parse(dataset))
+    with monkeypatch.context() as patch:
+        patch.setattr(Versions, "read", lambda *_: pytest.fail("a superseded version is read"))
+        vacuum(Location.parse(dataset))
+        vacuum_later(dataset)
     assert verify(dataset)["problems"] == []
 
 
