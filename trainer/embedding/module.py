@@ -64,12 +64,21 @@ class Embedding(nn.Module):
     ) -> None:
         """Fetch nothing yet; update rules count `steps_before` steps before step 0."""
         super().__init__()
-        self._tables = tables
         self._config = config
         self._source = source
         self._steps_before = steps_before
         self._table_of = {f: t.name for t in tables for f in t.features}
         self._mean = config.pooling == "mean"
+        self._configs = [  # once: models ask for all of them for each table
+            EmbeddingBagConfig(
+                name=table.name,
+                num_embeddings=table.num_rows,
+                embedding_dim=config.embedding_dim,
+                feature_names=list(table.features),
+                pooling=PoolingType.MEAN if self._mean else PoolingType.SUM,
+            )
+            for table in tables
+        ]
         self._lookups: list[Any] = []  # of open microbatches: `MicrobatchLookups`, or a device's
         self._microbatches: Microbatches | None = None
         self._rows: dict[str, ArenaRows] = {}
@@ -85,16 +94,7 @@ class Embedding(nn.Module):
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """Return one config per table, as TorchRec's collection does."""
-        return [
-            EmbeddingBagConfig(
-                name=table.name,
-                num_embeddings=table.num_rows,
-                embedding_dim=self._config.embedding_dim,
-                feature_names=list(table.features),
-                pooling=PoolingType.MEAN if self._mean else PoolingType.SUM,
-            )
-            for table in self._tables
-        ]
+        return self._configs
 
     def open(self, microbatches: Microbatches) -> None:
         """Gather the rows of a step for look-ups of its microbatches."""
