@@ -45,47 +45,42 @@ REUSE_BINS = 32
 """Bin i counts next-use distances from 2**i to 2**(i + 1) - 1 steps."""
 
 
-@dataclass(frozen=True, slots=True)
-class TableLoad:
-    """Accesses of one table under one order.
-
-    Attributes:
-        rows_per_step: (num_steps,) int64, distinct rows of each step.
-        slots: (periods, slot ranges) int64, accesses by period of steps and slot range.
-        reuse: (REUSE_BINS,) int64, entries by the power of two of their next-use distance.
-        never: entries whose row is not used again.
-    """
-
-    rows_per_step: NDArray[np.int64]
-    slots: NDArray[np.int64]
-    reuse: NDArray[np.int64]
-    never: int
-
-
-def table_load(
-    steps: Iterable[tuple[NDArray[np.integer], NDArray[np.integer]]],
+def slot_accesses(
+    steps: Iterable[NDArray[np.integer]],
     rows: NDArray[np.int64],
     num_steps: int,
     periods: int = 16,
     slot_ranges: int = 16,
-) -> TableLoad:
-    """Add up the accesses of a table by equal periods of the run and equal slot ranges.
+) -> NDArray[np.int64]:
+    """Count the accesses of a table by equal periods of a run and equal slot ranges.
 
-    `steps` are the numbers and next-use distances of each step, `rows` the row of each number.
+    `steps` are the numbers of each step, `rows` the row of each number.
+
+    Returns:
+        (periods, slot_ranges), with at most as many periods as steps.
     """
     periods = max(1, min(periods, num_steps))
     slot_range = slot_of_row(rows) * slot_ranges // NUM_SLOTS
-    rows_per_step = np.zeros(num_steps, np.int64)
     slots = np.zeros((periods, slot_ranges), np.int64)
-    reuse, never = np.zeros(REUSE_BINS, np.int64), 0
-    for train_step, (numbers, distances) in enumerate(steps):
-        rows_per_step[train_step] = len(numbers)
+    for train_step, numbers in enumerate(steps):
         period = train_step * periods // num_steps
         slots[period] += np.bincount(slot_range[numbers], minlength=slot_ranges)
+    return slots
+
+
+def count_distances(steps: Iterable[NDArray[np.integer]]) -> tuple[NDArray[np.int64], int]:
+    """Count next-use distances by their power of two, and those of rows not used again.
+
+    Returns:
+        reuse: (REUSE_BINS,) int64.
+        never: the number of `NEVER`.
+    """
+    reuse, never = np.zeros(REUSE_BINS, np.int64), 0
+    for distances in steps:
         reused = distances[distances != NEVER]
         never += len(distances) - len(reused)
         reuse += np.bincount(np.frexp(reused)[1] - 1, minlength=REUSE_BINS)
-    return TableLoad(rows_per_step, slots, reuse, never)
+    return reuse, never
 
 
 DECODED_CACHE_BYTES = 256 << 20
@@ -583,12 +578,6 @@ def indexed_steps(
     """Yield each step's ascending numbers and next-use distances."""
     accesses, next_uses = open_table(dataset, index, table)
     return map(accesses.entries, count(), next_uses)
-
-
-def index_load(accesses: TableAccesses, next_uses: NextUses) -> TableLoad:
-    """Return the load of a table."""
-    steps = zip(accesses.steps(), next_uses, strict=True)  # counts need no common order
-    return table_load(steps, accesses.rows, len(next_uses))
 
 
 # Statistics of tables for TorchRec's sharding planner: a JSON file written by `pipelines`.

@@ -25,8 +25,9 @@ from schemas.accesses import (
     NextUses,
     TableAccesses,
     TableHints,
-    index_load,
+    count_distances,
     open_table,
+    slot_accesses,
     write_hints,
 )
 from schemas.cache_plan import Plan, cache_too_small, required_rows, summarize
@@ -278,14 +279,15 @@ def _report(dataset: Dataset, index: Index, table: str, cache: CacheConfig) -> d
     accesses, next_uses = open_table(dataset, index, table)
     policies = policy_reports(accesses, next_uses, cache)
     report = table_report(dataset, index, table, len(accesses.rows), cache, policies)
-    load = index_load(accesses, next_uses)
+    reuse, never = count_distances(next_uses)
+    slots = slot_accesses(accesses.steps(), accesses.rows, len(next_uses))
     return asdict(report) | {
         "policies": {name: asdict(report) for name, report in policies.items()},
         "load": {
-            "most_rows_per_step": int(load.rows_per_step.max(initial=0)),
-            "slots": load.slots.tolist(),
-            "reuse": load.reuse[: int(np.flatnonzero(load.reuse).max(initial=-1)) + 1].tolist(),
-            "never": load.never,
+            "most_rows_per_step": int(next_uses.reuse(1).num_rows.max(initial=0)),
+            "slots": slots.tolist(),
+            "reuse": reuse[: int(np.flatnonzero(reuse).max(initial=-1)) + 1].tolist(),
+            "never": never,
         },
     }
 

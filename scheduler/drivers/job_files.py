@@ -19,7 +19,7 @@ from scheduler.controller.events import LoadKnown
 from scheduler.controller.slots import slots_of_range
 from scheduler.drivers.base import Endpoint
 from scheduler.model.snapshot import compute_lookahead
-from schemas.accesses import NextUses, index_load, open_table
+from schemas.accesses import NextUses, open_table, slot_accesses
 from schemas.config.job import parse_job
 from schemas.config.train import TrainConfig
 from schemas.dataset import open_dataset
@@ -180,7 +180,7 @@ def discard_stores(paths: JobPaths, numbers: Collection[int], work: Path) -> Non
 
 
 def read_load(paths: JobPaths, job: str, train: TrainConfig, time_sec: float) -> LoadKnown | None:
-    """Return the load of the indexed steps, None without an index for the job's batch size.
+    """Return the load of the indexed steps, None if there are none of the job's batch size.
 
     Raises:
         StorageError: the store failed.
@@ -196,22 +196,23 @@ def read_load(paths: JobPaths, job: str, train: TrainConfig, time_sec: float) ->
     if entry is None:
         return None
     index = dataset.open_index(entry)
-    order = index.order
-    slots_of_tables: list[NDArray[np.int64]] = []
+    num_steps, slots_of_tables = index.order.num_steps, list[NDArray[np.int64]]()
+    if not num_steps:
+        return None
 
-    def distances() -> Iterator[NextUses]:
+    def tables() -> Iterator[NextUses]:
         for table in dataset.job.data.tables:
             accesses, next_uses = open_table(dataset, index, table)
-            slots_of_tables.append(index_load(accesses, next_uses).slots)
+            slots_of_tables.append(slot_accesses(accesses.steps(), accesses.rows, num_steps))
             yield next_uses
 
-    touched = compute_lookahead(distances(), train.cache).touched_rows
+    touched = compute_lookahead(tables(), train.cache).touched_rows
     slots = np.sum(slots_of_tables, axis=0)
     ends = [(period + 1) * len(touched) // len(slots) - 1 for period in range(len(slots))]
     return LoadKnown(
         time_sec=time_sec,
         job=job,
-        num_steps=order.num_steps,
+        num_steps=num_steps,
         slots=tuple(tuple(row) for row in slots.tolist()),
         touched_rows=tuple(touched[ends].tolist()),
     )

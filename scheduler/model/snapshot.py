@@ -11,18 +11,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
 from scheduler.model.fit import Ints
 from scheduler.model.history import History, read_history, read_history_beside
 from schemas.accesses import NextUses, num_unique_rows
-from schemas.cache_plan import required_rows
+from schemas.cache_plan import reuse_distance
 from schemas.config.job import Job, load_job
 from schemas.config.train import CacheConfig
 from schemas.dataset import Dataset, Index, Segment, open_dataset
 from schemas.errors import SchemaError, suggest_name
 from schemas.features import FeatureSet, load_features
-from schemas.oracle import NEVER
 from schemas.paths import schema_path
 from schemas.storage import Location
 
@@ -42,52 +40,32 @@ class Lookahead:
     touched_rows: Ints
 
 
-def compute_lookahead(
-    tables: Iterable[Iterable[NDArray[np.integer]]], cache: CacheConfig
-) -> Lookahead:
-    """Return the rows that a run needs, over all its tables.
+def compute_lookahead(tables: Iterable[NextUses], cache: CacheConfig) -> Lookahead:
+    """Return the rows that a run needs, over all its tables, from counts of reuse in its index.
 
-    Args:
-        tables: for each table, the next-use distances of the entries of each step.
-        cache: policy and limits.
+    A lookahead or prefetch that is no bound of these counts is that of the next one.
 
     Raises:
         ValueError: there is no table.
     """
-    parts = [_of_table(distances, cache) for distances in tables]
+    parts = [_of_table(next_uses, cache) for next_uses in tables]
     if not parts:
         raise ValueError("lookahead covers no table; name one")
-    # A table with fewer steps touches no more rows after its end.
-    length = max(len(part.touched_rows) for part in parts)
-    touched = [np.pad(p.touched_rows, (0, length - len(p.touched_rows)), "edge") for p in parts]
     return Lookahead(
         sum(part.window_rows for part in parts),
         sum(part.fetched_rows for part in parts),
-        np.sum(touched, axis=0),
+        np.sum([part.touched_rows for part in parts], axis=0),
     )
 
 
-def _of_table(distances: Iterable[NDArray[np.integer]], cache: CacheConfig) -> Lookahead:
-    entries: list[int] = []
-    kept = 0
-    repeated = np.zeros(1024, np.int64)  # by step, rows that an earlier step used
-
-    def count_entries() -> Iterator[NDArray[np.integer]]:
-        nonlocal kept, repeated
-        for step, next_uses in enumerate(distances):
-            uses = np.bincount(next_uses[next_uses != NEVER])
-            entries.append(len(next_uses))
-            kept += int(uses[: cache.lookahead + 1].sum())
-            top = step + len(uses)
-            if top > len(repeated):
-                repeated = np.concatenate([repeated, np.zeros(top, np.int64)])
-            repeated[step:top] += uses
-            yield next_uses
-
-    required = required_rows(count_entries(), cache)
-    first = np.array(entries, np.int64) - repeated[: len(entries)]
-    touched = np.cumsum(first) if entries else np.zeros(1, np.int64)
-    return Lookahead(required, sum(entries) - kept, touched)
+def _of_table(next_uses: NextUses, cache: CacheConfig) -> Lookahead:
+    window_rows = next_uses.peak_cache_rows(reuse_distance(cache), cache.prefetch_steps)
+    kept, whole = (next_uses.reuse(distance) for distance in (cache.lookahead, len(next_uses)))
+    return Lookahead(
+        window_rows,
+        int((kept.num_rows - kept.kept).sum()),
+        np.cumsum(whole.num_rows - whole.returning),
+    )
 
 
 ASSUMED_SAMPLES = 1_000_000
@@ -277,13 +255,13 @@ def _ahead(
     if index is None or index.entry.batch_samples != job.train.batch_samples:
         return {name: num_unique_rows(dataset, name) for name in names}, None
 
-    def distances() -> Iterator[NextUses]:  # one table after the other
+    def tables() -> Iterator[NextUses]:  # one table after the other
         for name in names:
             next_uses = NextUses(dataset, index, name)
             table_rows[name] = next_uses.num_rows
             yield next_uses
 
-    return table_rows, compute_lookahead(distances(), job.train.cache)
+    return table_rows, compute_lookahead(tables(), job.train.cache)
 
 
 def _index(job: Job, dataset: Dataset) -> Index | None:

@@ -1,19 +1,19 @@
-"""One pass over next-use distances equals sets of rows, counted step by step."""
+"""Rows that a run needs, from counts of reuse: equal to sets of rows, counted step by step."""
+
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from scheduler.model.snapshot import compute_lookahead
+from schemas.accesses import NextUses
 from schemas.cache_plan import required_rows
 from schemas.config.train import CacheConfig
 from schemas.oracle import next_use
-
-NUM_ROWS = 12
-traces = st.lists(
-    st.sets(st.integers(0, NUM_ROWS - 1), max_size=6).map(sorted), min_size=1, max_size=20
-)
+from schemas.reuse import next_bound
+from tests.schemas.parts import write_lists
+from tests.schemas.test_next_uses import random_segments, rows_of_steps
 
 
 def slow_touched(trace: list[list[int]]) -> list[int]:
@@ -35,25 +35,22 @@ def slow_fetched(trace: list[list[int]], lookahead: int) -> int:
     return fetched
 
 
-def distances_of(trace: list[list[int]]) -> list[np.ndarray]:
-    return next_use([np.array(rows, np.int64) for rows in trace], NUM_ROWS)
+@pytest.mark.parametrize("shuffle", ["none", "blocks"])
+def test_lookahead_equals_a_walk_over_the_rows(tmp_path: Path, shuffle: str) -> None:
+    segments = random_segments(np.random.default_rng(3), 4)
+    dataset = write_lists(tmp_path / "dataset", segments, (16, 2, shuffle, 7))
+    index = dataset.open_index(dataset.manifest.indexes[0])
+    trace = rows_of_steps(dataset, segments)
+    distances = next_use([np.array(rows, np.int64) for rows in trace], 40)
+    next_uses = NextUses(dataset, index, "items")
+    for lookahead in (2, 4, 5, 12):  # 5 is no bound of the counts
+        cache = CacheConfig(lookahead=lookahead, prefetch_steps=2)
+        found, bound = compute_lookahead([next_uses, next_uses], cache), next_bound(lookahead)
+        assert found.fetched_rows == 2 * slow_fetched(trace, bound)
+        assert found.window_rows == 2 * required_rows(distances, replace(cache, lookahead=bound))
+        assert found.touched_rows.tolist() == [2 * count for count in slow_touched(trace)]
 
 
-@pytest.mark.slow
-@given(st.lists(traces, min_size=1, max_size=3), st.integers(2, 6))
-def test_look_ahead_equals_a_walk_over_the_rows(
-    tables: list[list[list[int]]], lookahead: int
-) -> None:
-    cache = CacheConfig(lookahead=lookahead, prefetch_steps=2)
-    found = compute_lookahead(map(distances_of, tables), cache)
-    assert found.fetched_rows == sum(slow_fetched(trace, lookahead) for trace in tables)
-    assert found.window_rows == sum(required_rows(distances_of(t), cache) for t in tables)
-    steps = max(map(len, tables))
-    counts = [slow_touched(trace) for trace in tables]
-    wanted = [sum(c[min(step, len(c) - 1)] for c in counts) for step in range(steps)]
-    assert found.touched_rows.tolist() == wanted
-
-
-def test_look_ahead_of_no_table_says_so() -> None:
+def test_lookahead_of_no_table_says_so() -> None:
     with pytest.raises(ValueError, match="lookahead covers no table"):
         compute_lookahead([], CacheConfig())

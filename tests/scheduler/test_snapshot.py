@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from pipelines.context import BuildRequest
 from pipelines.demo_log.log import GeneratorConfig, write_log
 from pipelines.table.verify import verify
 from scheduler.__main__ import main
+from scheduler.drivers.job_files import read_load
 from scheduler.model.history import History
 from scheduler.model.snapshot import VALUE_BYTES, DataFacts, take_snapshot
 from schemas.accesses import indexed_steps
@@ -24,7 +26,7 @@ from schemas.dataset import open_dataset
 from schemas.rows import rows_of_ids
 from schemas.run_log import RUN_FILE
 from schemas.storage import Location
-from tests.scheduler.made import write_job, write_run
+from tests.scheduler.made import paths_of, write_job, write_run
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +151,19 @@ def test_facts_of_dataset_hold_what_the_plan_of_the_run_needs(
     assert facts.window_rows == sum(found.peak_cache_rows for found in plans)
     fetched = sum(found.fetched_rows for found in plans)
     assert facts.fetched_rows_per_step == pytest.approx(fetched / order.num_steps)
+
+
+def test_load_of_the_index_counts_the_accesses_and_rows_of_all_tables(
+    facts: DataFacts, built: Path, job: Job
+) -> None:
+    load = read_load(paths_of(built), "first", job.train, 0.0)
+    assert load is not None
+    dataset = open_dataset(built / "dataset")
+    index = dataset.open_index(dataset.manifest.indexes[0])
+    assert sum(map(sum, load.slots)) == sum(map(index.num_accesses, job.data.tables))
+    assert load.touched_rows[-1] == sum(facts.table_rows.values())
+    larger = replace(job.train, batch_samples=2 * job.train.batch_samples)
+    assert read_load(paths_of(built), "first", larger, 0.0) is None
 
 
 def test_facts_of_job_alone_bound_those_of_the_dataset(demo_job: Path, facts: DataFacts) -> None:
