@@ -31,12 +31,17 @@ needs_flink = pytest.mark.skipif(
 
 
 @contextmanager
-def flink(kind: str, repository: Path, logs: Path, slots: int = 2) -> Iterator[dict[str, Any]]:
+def flink(
+    kind: str, repository: Path, logs: Path, slots: int = 2, task_managers: int = 1
+) -> Iterator[dict[str, Any]]:
     """Run Flink, yield what `deploy/flink` prints; assert at the end that its processes ended."""
     logs.mkdir()
     with (logs / "launcher.log").open("w") as errors:
         launcher = subprocess.Popen(
-            [sys.executable, "deploy/flink", kind, "--slots", str(slots), "--logs", str(logs)],
+            [
+                *(sys.executable, "deploy/flink", kind, "--slots", str(slots)),
+                *("--task-managers", str(task_managers), "--logs", str(logs)),
+            ],
             cwd=repository,
             env=os.environ | QUICK_START,
             stdout=subprocess.PIPE,

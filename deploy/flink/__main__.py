@@ -23,10 +23,11 @@ from cluster import Running, running
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of all arguments."""
-    usage = "python deploy/flink [-h] [--slots N] [--logs DIR] KIND [-- COMMAND ...]"
+    usage = "python deploy/flink [-h] [OPTION ...] KIND [-- COMMAND ...]"
     parser = argparse.ArgumentParser(usage=usage, description=__doc__)
     parser.add_argument("kind", choices=["fetch", "embedded", "session"], metavar="KIND")
     parser.add_argument("--slots", type=int, default=2, metavar="N", help="tasks at once")
+    parser.add_argument("--task-managers", type=int, default=1, metavar="N", help="of a session")
     parser.add_argument("--logs", type=Path, metavar="DIR", help="keep the logs in this directory")
     return parser
 
@@ -49,7 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         with tempfile.TemporaryDirectory(prefix="presage-flink-") as temporary:
             directory = arguments.logs or Path(temporary)
             directory.mkdir(parents=True, exist_ok=True)
-            with running(arguments.kind, flink_jar, directory.resolve(), arguments.slots) as flink:
+            managers = arguments.task_managers
+            with running(
+                arguments.kind, flink_jar, directory.resolve(), arguments.slots, managers
+            ) as flink:
                 about = _describe(flink, time.monotonic() - started)
                 if command:
                     print(about, file=sys.stderr, flush=True)

@@ -34,19 +34,31 @@ ENTRY_POINTS = {
     "job-manager": "org.apache.flink.runtime.entrypoint.StandaloneSessionClusterEntrypoint",
     "task-manager": "org.apache.flink.runtime.taskexecutor.TaskManagerRunner",
 }
-HEAP_MB = {"job-manager": 512, "task-manager": 768, "job-server": 512, "embedded": 1024}
+HEAP_MB = {"job-manager": 512, "task-manager": 1664, "job-server": 512, "embedded": 1024}
 TASK_MANAGER_MB = {
     "framework.heap.size": 128,
-    "task.heap.size": 640,
+    "task.heap.size": 1536,
     "managed.size": 512,  # sorting and hashing
     "network.min": 256,  # Beam's many small stages need 512 buffers of 32 KiB each
     "network.max": 256,
     "framework.off-heap.size": 128,
-    "task.off-heap.size": 128,
+    "task.off-heap.size": 1024,  # Beam sends 100 elements, of a partition each, before it waits
     "jvm-metaspace.size": 256,
     "jvm-overhead.min": 192,
     "jvm-overhead.max": 192,
 }
+
+
+DIRECT_MB = sum(
+    TASK_MANAGER_MB[key] for key in ("network.max", "framework.off-heap.size", "task.off-heap.size")
+)
+RESTARTS = {
+    "restart-strategy.type": "fixed-delay",
+    "restart-strategy.fixed-delay.attempts": 3,
+    "restart-strategy.fixed-delay.delay": "8 s",
+    "heartbeat.interval": 2000,  # ms; two lost ones end a task manager, before the next attempt
+}
+"""What lets a job go on without one of several task managers. Flink's default ends it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +73,12 @@ class Running:
     """By name, in the order of their start."""
 
     def dead(self) -> list[str]:
-        """Return the names of processes that have ended."""
-        return [name for name, process in self.processes.items() if process.poll() is not None]
+        """Return the names of processes that have ended, unless another task manager runs."""
+        ended = [name for name, process in self.processes.items() if process.poll() is not None]
+        managers = [name for name in self.processes if name.startswith("task-manager")]
+        if set(managers) <= set(ended):
+            return ended
+        return [name for name in ended if name not in managers]
 
 
 class Starter:
@@ -94,7 +110,11 @@ class Starter:
         """Start a Java program with Flink and Beam on its class path."""
         temporary = self.directory / "tmp"
         temporary.mkdir(exist_ok=True)
-        options = [f"-Xmx{heap_mb}m", f"-Djava.io.tmpdir={temporary}"]
+        options = [
+            f"-Xmx{heap_mb}m",
+            f"-XX:MaxDirectMemorySize={DIRECT_MB}m",
+            f"-Djava.io.tmpdir={temporary}",
+        ]
         options += [f"-Dlog4j.configurationFile={(HERE / 'log4j.properties').as_uri()}"]
         options += [f"--add-opens=java.base/{package}=ALL-UNNAMED" for package in PACKAGES]
         self.start(name, ["java", *options, "-cp", str(self.flink_jar), main, *arguments])
@@ -157,14 +177,17 @@ def _end_with_parent() -> None:
 
 
 @contextmanager
-def running(kind: str, flink_jar: Path, directory: Path, slots: int) -> Iterator[Running]:
+def running(
+    kind: str, flink_jar: Path, directory: Path, slots: int, task_managers: int = 1
+) -> Iterator[Running]:
     """Start a Flink, and end it with the body.
 
     Args:
         kind: `embedded` in the job server, or a `session` cluster with its own worker pool.
         flink_jar: the jar that names all others.
         directory: for logs and temporary files.
-        slots: of the one task manager.
+        slots: of each task manager, and parallelism of a job.
+        task_managers: of a session; a job goes on if one of several is lost.
     """
     with ExitStack() as stack:
         starter = Starter(flink_jar, directory)
@@ -172,14 +195,14 @@ def running(kind: str, flink_jar: Path, directory: Path, slots: int) -> Iterator
         environment, rest, master = ["--environment_type=LOOPBACK"], None, "[local]"
         if kind == "session":
             starter.start("worker-pool", [sys.executable, "-u", str(HERE / "worker_pool.py")])
-            master = _start_session(starter, slots)
+            master = _start_session(starter, slots, task_managers)
             rest = f"http://{master}"
             environment = ["--environment_type=EXTERNAL", f"--sdk_worker_parallelism={slots}"]
             environment += [f"--environment_config={starter.address('worker-pool')}"]
             environment += [f"--environment_cache_millis={CACHE_MILLIS}"]
         endpoint = _start_job_server(starter, master)
         if rest is not None:
-            _wait_for_slots(starter, master, slots)
+            _wait_for_slots(starter, master, slots * task_managers)
         options = ["--runner=FlinkRunner", f"--job_endpoint={endpoint}", *environment]
         options.append(f"--parallelism={slots}")
         yield Running(options=tuple(options), rest=rest, processes=starter.processes)
@@ -194,8 +217,8 @@ def _start_job_server(starter: Starter, master: str) -> str:
     return starter.address("job-server")
 
 
-def _start_session(starter: Starter, slots: int) -> str:
-    """Start a job manager and a task manager; return the address of the REST API."""
+def _start_session(starter: Starter, slots: int, task_managers: int) -> str:
+    """Start a job manager and task managers; return the address of the REST API."""
     configuration = starter.directory / "conf"
     configuration.mkdir()
     (configuration / "config.yaml").write_text("")  # all settings are arguments
@@ -204,7 +227,8 @@ def _start_session(starter: Starter, slots: int) -> str:
         arguments = ["--configDir", str(configuration)]
         for key, value in settings.items():
             arguments += ["-D", f"{key}={value}"]
-        starter.java(name, ENTRY_POINTS[name], arguments, HEAP_MB[name])
+        kind = name.rstrip("-0123456789")
+        starter.java(name, ENTRY_POINTS[kind], arguments, HEAP_MB[kind])
 
     host = "127.0.0.1"
     start(
@@ -217,23 +241,25 @@ def _start_session(starter: Starter, slots: int) -> str:
             "rest.bind-address": host,
             "rest.port": 0,
             "classloader.resolve-order": "parent-first",
+            "cluster.evenly-spread-out-slots": "true",
+            **(RESTARTS if task_managers > 1 else {}),
         },
     )
     port = starter.logged("job-manager", r"system started at \S+//flink@127\.0\.0\.1:(\d+)")
-    start(
-        "task-manager",
-        {
-            "jobmanager.rpc.address": host,
-            "jobmanager.rpc.port": port,
-            "taskmanager.host": host,
-            "taskmanager.bind-host": host,
-            "taskmanager.rpc.port": 0,
-            "taskmanager.numberOfTaskSlots": slots,
-            "taskmanager.cpu.cores": slots,
-            "classloader.resolve-order": "parent-first",
-            **{f"taskmanager.memory.{key}": f"{mb}m" for key, mb in TASK_MANAGER_MB.items()},
-        },
-    )
+    settings = {
+        "jobmanager.rpc.address": host,
+        "jobmanager.rpc.port": port,
+        "taskmanager.host": host,
+        "taskmanager.bind-host": host,
+        "taskmanager.rpc.port": 0,
+        "taskmanager.numberOfTaskSlots": slots,
+        "taskmanager.cpu.cores": slots,
+        "cluster.uncaught-exception-handling": "FAIL",  # a full heap would leave the job waiting
+        "classloader.resolve-order": "parent-first",
+        **{f"taskmanager.memory.{key}": f"{mb}m" for key, mb in TASK_MANAGER_MB.items()},
+    }
+    for number in range(task_managers):
+        start(f"task-manager-{number + 1}" if number else "task-manager", settings)
     return starter.logged("job-manager", r"Rest endpoint listening at (\S+:\d+)")
 
 

@@ -15,6 +15,7 @@ import apache_beam as beam
 import pyarrow as pa
 from apache_beam import pvalue
 from apache_beam.metrics import Metrics
+from apache_beam.transforms.window import GlobalWindows
 from apache_beam.utils.shared import Shared
 
 from pipelines.beam.shuffle import SendSamples
@@ -507,10 +508,29 @@ class EachReject(beam.PTransform):
 # Write parts.
 
 
+class _SmallestPartition(beam.DoFn):
+    """Keeps the elements of the smallest partition of each bundle, so all of the smallest one."""
+
+    def start_bundle(self) -> None:
+        self.number = -1
+        self.elements: list[bytes] = []
+
+    def process(self, sent: tuple[int, bytes]) -> None:
+        number, element = sent
+        if not self.elements or number < self.number:
+            self.number, self.elements = number, []
+        if number == self.number:
+            self.elements.append(element)
+
+    def finish_bundle(self) -> Any:
+        for element in self.elements:
+            yield GlobalWindows.windowed_value((self.number, element))
+
+
 def _choose_layout(
     samples: tuple[int, Iterable[Any]], first: int, files: Mapping[str, str], context: BuildContext
 ) -> Iterator[SegmentLayout]:
-    """Yield the layout by the samples of the first partition; the others are not read."""
+    """Yield the layout by the samples of the first partition."""
     if samples[0] == first:
         fitted = load_staged(context.segment_root, files, context.data)
         rows = ReceivedSamples(samples[1])
@@ -570,14 +590,20 @@ class BuildParts(beam.PTransform):
         files = {} if self.fitted is None else pvalue.AsSingleton(self.fitted)
         samples: Any = input_or_inputs | "SendSamples" >> SendSamples(context)
         parts = samples | "cluster by session" >> beam.GroupByKey()
+        smallest = beam.ParDo(_SmallestPartition()).with_output_types(tuple[int, bytes])
+        candidates = samples | "smallest partition" >> smallest
         first: Any = (
-            samples
+            candidates
             | "partition numbers" >> beam.Keys()
             | "first partition" >> beam.CombineGlobally(min).without_defaults()
         )
         number = pvalue.AsSingleton(first, default_value=None)
         layout_stage = beam.FlatMap(_choose_layout, number, files, context)
-        layout: Any = parts | "choose layout" >> layout_stage.with_output_types(SegmentLayout)
+        layout: Any = (
+            candidates
+            | "group candidates" >> beam.GroupByKey()
+            | "choose layout" >> layout_stage.with_output_types(SegmentLayout)
+        )
         layout_input = pvalue.AsSingleton(layout, default_value=None)
         stage = beam.ParDo(_BuildPart(context, "BuildParts"), layout_input, files)
         built = parts | "build part" >> stage.with_output_types(tuple[int, bytes]).with_outputs(
