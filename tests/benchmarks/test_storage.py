@@ -4,15 +4,14 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from benchmarks.logs import SYNTHETIC_LOGS, build_job, job_path, write_clickouts
-from benchmarks.storage import ENCODINGS, by_session, headline, limit_of, main, measure
+from benchmarks.shapes import SHAPES, smallest_file
+from benchmarks.storage import headline, limit_of, main, measure
 from pipelines.cli import main as main_of_pipelines
 from pipelines.report.sizes import chunk_bytes, derived_bytes
 from schemas.dataset import open_dataset
@@ -22,34 +21,15 @@ CLUSTERED = {"clustered", "by session key", "by time of session"}
 """Orders of the peers that a dataset is compared with."""
 
 
-def small_logs() -> dict[str, pa.Table]:
-    """Logs in which little repeats, of columns `session`, `time` and others."""
-    rng = np.random.default_rng(0)
-
-    def log(num_rows: int, samples_per_session: int, **columns: Any) -> pa.Table:
-        session = rng.permutation(1 << 20)[np.arange(num_rows) // samples_per_session]
-        seconds = np.sort(rng.integers(0, 86_400, num_rows)) + 1_767_225_600
-        time = pa.array(seconds * 1_000_000, pa.timestamp("us"))
-        return pa.table({"session": session, "time": time, **columns})
-
-    ids = rng.integers(0, 1 << 62, 3000)
-    return {
-        "one row": log(1, 1, item=[3]),
-        "constant columns": log(20_000, 3, item=[3] * 20_000, text=["a"] * 20_000),
-        "one sample a session": log(3000, 1, item=ids % 5000),
-        "next items": log(3000, 5, item=ids % 700, next_item=ids // 700 % 700),
-        "random floats": log(2000, 2, **{f"f{i}": rng.normal(size=2000) for i in range(8)}),
-        "long texts": log(3000, 2, text=[f"{i:016x}{j:x}" for j, i in enumerate(ids.tolist())]),
-        "500 columns": log(100, 3, **{f"c{i}": rng.integers(0, 99, 100) for i in range(500)}),
-    }
+SMALL = ("one row", "one sample a session", "next items", "constant columns", "numbers")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", small_logs())
-def test_rewritten_rows_take_no_more_than_the_best_clustered_file(
+@pytest.mark.parametrize("name", SMALL)
+def test_rewritten_rows_take_no_more_than_the_best_sorted_file(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    table = small_logs()[name]
+    table = SHAPES[name](np.random.default_rng(0), 5000)
     (tmp_path / "log").mkdir()
     pq.write_table(table, tmp_path / "log" / "log.parquet")
     sizes: dict[str, int] = {}
@@ -58,9 +38,7 @@ def test_rewritten_rows_take_no_more_than_the_best_clustered_file(
         names = ["--session", "session", "--time", "time"]
         assert main_of_pipelines(["rewrite", str(tmp_path / "log"), *names, *output]) == 0
         sizes[layout] = json.loads(capsys.readouterr().out)["bytes_after"]
-    path = tmp_path / "peer.parquet"
-    orders = by_session(table, "session", "time").values()
-    best = min(write(rows, path) for rows in orders for write in ENCODINGS.values())
+    _, best = smallest_file(table, "session", "time", tmp_path / "peer.parquet")
     assert sizes["star"] <= limit_of(best)
     footer = pq.ParquetFile(tmp_path / "flat" / "00000.parquet").metadata.serialized_size
     assert sizes["flat"] <= 1.02 * best + footer
