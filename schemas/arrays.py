@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from schemas.errors import SchemaError
 from schemas.hashing import splitmix64
 from schemas.kernels import arrays as kernels
+from schemas.layout import MICROSECONDS, SECONDS, SPLIT_TIME
 
 Array = NDArray[Any]
 
@@ -441,6 +442,31 @@ def column_bytes(column: pa.Array | pa.ChunkedArray) -> int:
     """Return the sum of `bytes_per_row`."""
     per_row = bytes_per_row(column)
     return len(column) * per_row if isinstance(per_row, int) else int(per_row.sum())
+
+
+def split_time(column: pa.Array | pa.ChunkedArray) -> pa.StructArray:
+    """Return times in microseconds as whole seconds and the microseconds after them.
+
+    Example:
+        >>> split_time(pa.array([-1, None], pa.timestamp("us"))).to_pylist()
+        [{'seconds': -1, 'microseconds': 999999}, None]
+    """
+    times = one_chunk(column)
+    mask = pc.is_null(times) if times.null_count else None
+    seconds, rest = np.divmod(numpy_of(pc.fill_null(pc.cast(times, pa.int64()), 0)), 1_000_000)
+    parts = [pa.array(seconds), pa.array(rest.astype(np.int32))]
+    return pa.StructArray.from_arrays(parts, fields=list(SPLIT_TIME), mask=mask)
+
+
+def join_times(table: pa.Table) -> pa.Table:
+    """Return a table with the times that `split_time` has split."""
+    for index, field in enumerate(table.schema):
+        if field.type == SPLIT_TIME:
+            parts = one_chunk(table[field.name])
+            seconds, rest = (pc.struct_field(parts, name) for name in (SECONDS, MICROSECONDS))
+            times = pc.add(pc.multiply(seconds, 1_000_000), pc.cast(rest, pa.int64()))
+            table = table.set_column(index, field.name, times.cast(pa.timestamp("us")))
+    return table
 
 
 def large_list(values: NDArray[np.generic], offsets: NDArray[np.int64]) -> pa.LargeListArray:

@@ -25,9 +25,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from schemas.arrays import Array, Jagged, offsets_of
+from schemas.arrays import Array, Jagged, join_times, offsets_of
 from schemas.errors import SchemaError
-from schemas.layout import FILES_SCHEMA
+from schemas.layout import FILES_SCHEMA, SPLIT_TIME
 from schemas.paths import is_below
 from schemas.storage import Location
 
@@ -326,8 +326,9 @@ class CheckedFile:
 
     @property
     def schema(self) -> pa.Schema:
-        """Arrow columns of the file."""
-        return self._open().schema_arrow
+        """Arrow columns of the file; times in two parts count as times."""
+        schema = self._open().schema_arrow
+        return join_times(schema.empty_table()).schema if SPLIT_TIME in schema.types else schema
 
     @property
     def metadata(self) -> pq.FileMetaData:
@@ -358,7 +359,7 @@ class CheckedFile:
                 return self._read_chunks(row_group, columns, chunks)
         self._verify(row_group)
         self._release_regions()
-        return parquet.read_row_group(row_group, columns=columns, use_threads=False)
+        return join_times(parquet.read_row_group(row_group, columns=columns, use_threads=False))
 
     def _region_bytes(self, row_group: int) -> int:
         start, end = self._entry.region_offsets[row_group : row_group + 2]
@@ -371,7 +372,8 @@ class CheckedFile:
             for (start, end), data in zip(chunks, self._fetch_ranges(chunks), strict=True):
                 self._memory[start:end] = data
         try:
-            return self._open().read_row_group(row_group, columns=columns, use_threads=False)
+            rows = self._open().read_row_group(row_group, columns=columns, use_threads=False)
+            return join_times(rows)
         except (OSError, pa.ArrowException) as error:
             raise SchemaError(
                 f"a page of {', '.join(columns)} in row group {row_group} has changed: {error}; "
@@ -391,7 +393,7 @@ class CheckedFile:
         parquet = self._open()
         for region in range(len(self._entry.region_crc32)):
             self._verify(region)
-        return parquet.read(columns=columns, use_threads=False)
+        return join_times(parquet.read(columns=columns, use_threads=False))
 
 
 def column_ranges(

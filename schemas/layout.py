@@ -28,6 +28,10 @@ UNIQUE_INDEX = "unique_index"
 TUPLE_INDEX = "tuple_index"
 BUFFER_INDEX = "buffer_index"
 SAMPLE_WEIGHT = "sample_weight"
+SECONDS, MICROSECONDS = "seconds", "microseconds"
+"""Fields of a time that is stored in two parts."""
+SPLIT_TIME = pa.struct([(SECONDS, pa.int64()), (MICROSECONDS, pa.int32())])
+"""Type of a time that is stored in two parts."""
 TRAIN, EVALUATION = "train", "evaluation"
 
 DATA_DIRECTORIES = ("samples/", "groups/", "tuples/", "buffers/")

@@ -173,6 +173,8 @@ class SegmentManifest:
     files_sha256: str
     columns: Mapping[str, str] = field(default_factory=dict)
     """Column of samples, groups and transforms to the name of its Arrow type."""
+    split_times: tuple[str, ...] | None = None
+    """Times that are stored as seconds and microseconds; None without any."""
     fitted: Mapping[str, str] = field(default_factory=dict[str, str])
     """Files of fitted values that its transforms used: path below the dataset to sha256."""
     directories: tuple[str, ...]

@@ -45,7 +45,7 @@ def holds(path: Path, value: int | str) -> bool:
 def parquet_values(path: Path) -> Iterator[Any]:
     """Yield the distinct values of every column of a Parquet file, and its statistics."""
     file = pq.ParquetFile(path)
-    for column in file.read().columns:
+    for column in file.read().flatten().columns:
         array = column.combine_chunks()
         while pa.types.is_list(array.type) or pa.types.is_large_list(array.type):
             array = array.flatten()

@@ -30,6 +30,7 @@ from schemas.arrays import (
     is_text,
     numpy_of,
     one_chunk,
+    split_time,
     take_rows,
     take_values,
 )
@@ -38,6 +39,7 @@ from schemas.layout import (
     BLOCK,
     BUFFER_INDEX,
     NUMBER_SHIFT,
+    SECONDS,
     TUPLE_INDEX,
     UNIQUE_INDEX,
     part_path,
@@ -122,6 +124,26 @@ def try_encodings(table: pa.Table) -> dict[str, Trial]:
                 if size * scale < smallest[path].num_bytes:
                     smallest[path] = Trial(size * scale, trial[path])
     return smallest
+
+
+def try_columns(table: pa.Table) -> dict[str, Trial]:
+    """Try the encodings of a table, and its times in two parts where these take less."""
+    trials = try_encodings(table)
+    for field in table.schema:
+        if field.type == pa.timestamp("us"):
+            parts = try_encodings(pa.table({field.name: split_time(table[field.name])}))
+            if num_bytes(parts) < trials[field.name].num_bytes:
+                del trials[field.name]
+                trials |= parts
+    return trials
+
+
+def as_stored(table: pa.Table, encodings: Encodings) -> pa.Table:
+    """Return a table with its times in two parts if the encodings are of these."""
+    for index, name in enumerate(table.column_names):
+        if f"{name}.{SECONDS}" in encodings:
+            table = table.set_column(index, name, split_time(table[name]))
+    return table
 
 
 def num_bytes(trials: Trials) -> float:

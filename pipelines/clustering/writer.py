@@ -27,11 +27,13 @@ from pipelines.clustering.layout import (
     GroupLayout,
     Layouts,
     Trials,
+    as_stored,
     choose_layouts,
     directory_of,
     num_bytes,
     open_writer,
     stored_tables,
+    try_columns,
     try_encodings,
 )
 from pipelines.clustering.star import Clustered, SortKeys, Star, cluster, sort_keys, to_star
@@ -93,7 +95,7 @@ def choose_segment_layout(
     clustered = cluster(sample_sessions(parts, data), data)
     star = to_star(clustered, 0, data, fitted)
     layouts = choose_layouts(star)
-    samples = try_encodings(star.samples.drop_columns([inverse_column(g) for g in layouts]))
+    samples = try_columns(star.samples.drop_columns([inverse_column(g) for g in layouts]))
     groups = {group: try_group(star, group, layout) for group, layout in layouts.items()}
     trifle = TRIFLE * (num_bytes(samples) + sum(g.num_bytes for g in groups.values()))
     doubtful = {name: g for name, g in groups.items() if num_bytes(g.inverse) > trifle}
@@ -140,7 +142,7 @@ def try_group(star: Star, group: str, layout: GroupLayout) -> GroupTrial:
     return GroupTrial(
         layout,
         try_encodings(star.samples.select([inverse_column(group)])),
-        {directory_of(file.path): try_encodings(file.table) for file in files},
+        {directory_of(file.path): try_columns(file.table) for file in files},
     )
 
 
@@ -318,6 +320,7 @@ class PartWriter:
 
     def _write(self, path: str, table: pa.Table, rows_per_group: Sequence[int]) -> None:
         encodings = self.layout.encodings[directory_of(path)]
+        table = as_stored(table, encodings)
         open_file = partial(open_writer, schema=table.schema, encodings=encodings)
         writer, start = self._files.writer(path, open_file), 0
         for count in rows_per_group:

@@ -35,6 +35,8 @@ from schemas.hashing import splitmix64
 from schemas.layout import (
     BLOCK,
     BUFFER_INDEX,
+    MICROSECONDS,
+    SECONDS,
     SEGMENTS,
     TUPLE_INDEX,
     UNIQUE_INDEX,
@@ -158,11 +160,12 @@ def _exclude_deleted(dataset: Dataset, segment: Segment) -> list[str]:
 
 def _column_sql(segment: Segment, group: str | None, column: str) -> str:
     """Return the expression of a column's value."""
-    if group is None:
-        return f"s.{quoted_name(column)}"
-    owner = _owner_table(segment, group)
+    owner = "s" if group is None else _owner_table(segment, group)
+    stored = f"{owner}.{quoted_name(column)}"
+    if column in (segment.manifest.split_times or ()):
+        return f"make_timestamp({stored}.{SECONDS} * 1000000 + {stored}.{MICROSECONDS})"
     if not _has(segment, "buffers", column):
-        return f"{owner}.{quoted_name(column)}"
+        return stored
     _, start, length = (f"{owner}.{quoted_name(name)}" for name in window_columns(column))
     values = f"{quoted_name(f'b:{column}')}.{quoted_name(column)}"
     return (

@@ -24,6 +24,7 @@ from pipelines.oracle.numbering import NumberedTable
 from pipelines.quality.segment_statistics import segment_slices, statistics_text, write_statistics
 from pipelines.shuffle import SHUFFLE
 from pipelines.sources.rejects import RejectCounts
+from schemas.arrays import join_times
 from schemas.config.job import DataConfig
 from schemas.dataset import type_name
 from schemas.errors import SchemaError
@@ -43,6 +44,7 @@ from schemas.layout import (
     EVALUATION,
     FILES,
     MANIFEST,
+    SPLIT_TIME,
     TRAIN,
     inverse_column,
     part_path,
@@ -194,6 +196,7 @@ def finish_segment(
     written = (each.files for each in (*results, *tables.values()))
     entries = describe_files(root, chain.from_iterable(written))
     files_sha256 = write_files(root / FILES, entries)
+    columns = stored_columns(root, results[0].file_index, groups, entries).empty_table()
     manifest = SegmentManifest(
         num_samples=num_samples,
         num_sessions=sum(r.num_sessions for r in results),
@@ -213,7 +216,8 @@ def finish_segment(
         directories=directories_of(entries),
         partition_key=data.session.key,
         num_parts=num_parts,
-        columns=stored_columns(root, results[0].file_index, groups, entries),
+        columns={f.name: type_name(f.type) for f in join_times(columns).schema},
+        split_times=tuple(f.name for f in columns.schema if f.type == SPLIT_TIME) or None,
         fitted=fitted,
     )
     write_manifest(root, manifest)
@@ -221,17 +225,17 @@ def finish_segment(
 
 def stored_columns(
     root: Location, file_index: int, groups: Iterable[str], entries: Iterable[FileEntry]
-) -> dict[str, str]:
-    """Return the types of all columns of the samples as one part stores them."""
+) -> pa.Schema:
+    """Return all columns of the samples as one part stores them."""
     entry_of = {entry.path: entry for entry in entries}
 
     def schema_of(path: str) -> pa.Schema:
-        return CheckedFile(root, entry_of[path]).schema
+        return CheckedFile(root, entry_of[path]).metadata.schema.to_arrow_schema()
 
     hidden = {BLOCK, *map(inverse_column, groups)}
     fields = [f for f in schema_of(part_path(file_index, "samples")) if f.name not in hidden]
     fields += [f for g in groups for f in group_schema(schema_of, g, file_index)]
-    return {f.name: type_name(f.type) for f in fields}
+    return pa.schema(fields)
 
 
 def directories_of(entries: Iterable[FileEntry]) -> tuple[str, ...]:

@@ -57,6 +57,7 @@ COLUMNS = {
 }
 CODE = "item \N{MULTIPLICATION SIGN} "
 MADE = {
+    "time": "date_trunc('second', time) AS time",
     "item_code": f"'{CODE}' || item_id AS item_code",
     "clicked_codes": f"list_transform(clicked_items, lambda x: '{CODE}' || x) AS clicked_codes",
 }
@@ -147,6 +148,7 @@ def samples_of(log: Path) -> pl.DataFrame:
     paths = sorted((log / "log").glob("*.parquet"))
     rows = pl.concat([pl.read_parquet(path) for path in paths])
     return rows.with_columns(
+        pl.col("time").dt.truncate("1s"),
         item_code=pl.format(CODE + "{}", "item_id"),
         clicked_codes=pl.col("clicked_items").list.eval(pl.format(CODE + "{}", pl.element())),
     ).select(list(COLUMNS))
@@ -240,6 +242,9 @@ def test_every_byte_is_covered_by_the_root(log: Path) -> None:
 
 def test_join_of_the_star_gives_back_the_log(log: Path, segment: Path) -> None:
     joined = pl.read_parquet(segment / "samples/*.parquet")
+    for name in manifest(segment)["split_times"]:
+        seconds, rest = (pl.col(name).struct[n] for n in ("seconds", "microseconds"))
+        joined = joined.with_columns((seconds * 10**6 + rest).cast(pl.Datetime("us")).alias(name))
     for group in ("user", "clicks"):
         joined = joined.join(
             group_of(segment, group),
@@ -248,7 +253,7 @@ def test_join_of_the_star_gives_back_the_log(log: Path, segment: Path) -> None:
             how="left",
             maintain_order="left",
         )
-    key = ["session_id", "time", "item_id"]
+    key = ["session_id", "time", "item_id", "clicked", "item_price", "clicked_items"]
     original = samples_of(log)
     assert joined.height == original.height == NUM_SAMPLES
     assert joined.select(original.columns).sort(key).equals(original.sort(key))

@@ -24,12 +24,15 @@ from pipelines.clustering.layout import (
     Encodings,
     GroupLayout,
     StoredTable,
+    as_stored,
     candidate_encodings,
     choose_encodings,
     choose_layout,
+    num_bytes,
     open_writer,
     stored_tables,
     trial_rows,
+    try_columns,
 )
 from pipelines.clustering.star import Star
 from pipelines.clustering.writer import sample_sessions
@@ -40,7 +43,7 @@ from pipelines.samples.tuples import Tuples
 from pipelines.sources.rows import ORIGIN
 from pipelines.table.rows import content_hash, expand
 from pipelines.table.verify import verify
-from schemas.arrays import Jagged, comparable_tuple, large_list, offsets_of
+from schemas.arrays import Jagged, comparable_tuple, join_times, large_list, offsets_of
 from schemas.config.job import DataConfig, SamplesConfig, SessionConfig, SourceConfig
 from schemas.dataset import Dataset, open_dataset
 from schemas.errors import SchemaError
@@ -378,6 +381,21 @@ def test_microbatches_of_nested_columns_are_encoded_one_by_one() -> None:
     plain = dict.fromkeys(chosen, "PLAIN")
     assert chunk_bytes(buffer) < 0.7 * chunk_bytes(written(table, plain))
     assert pq.read_table(pa.BufferReader(buffer)).equals(table)
+
+
+@pytest.mark.parametrize(("unit", "is_split"), [(10**6, True), (1, False)])
+def test_times_are_stored_in_two_parts_where_these_take_less(unit: int, is_split: bool) -> None:
+    rng = np.random.default_rng(0)
+    times = np.cumsum(rng.integers(0, 600_000_000, 3000)) // unit * unit - 10**11
+    column = pa.array(times, pa.int64(), mask=rng.random(3000) < 0.1).cast(pa.timestamp("us"))
+    table = pa.table({"id": np.arange(3000), "time": column})
+    trials = try_columns(table)
+    encodings = {leaf: trial.encoding for leaf, trial in trials.items()}
+    parts = {"time.seconds", "time.microseconds"} if is_split else {"time"}
+    assert set(encodings) == {"id", *parts}
+    buffer = written(as_stored(table, encodings), encodings)
+    assert chunk_bytes(buffer) == num_bytes(trials)
+    assert join_times(pq.read_table(pa.BufferReader(buffer))).equals(table)
 
 
 def test_choice_does_not_depend_on_chunks() -> None:
