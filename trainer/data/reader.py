@@ -38,7 +38,7 @@ from trainer.data.decode import SAMPLES, BatchSpec, BlockCounts, RowGroup, decod
 from trainer.data.shared_row_groups import SharedRowGroups, open_shared_row_groups
 
 CACHE_BYTES = 512 << 20
-"""Decoded row groups that are kept, besides those with blocks that are still to be read."""
+"""Decoded row groups that training keeps, besides those with blocks that are still to be read."""
 
 STEPS_BEHIND = 16
 """Steps that a process may be behind another one that reads the same row groups."""
@@ -365,9 +365,13 @@ class Reader:
         return f"{self._segments[key[0]].segment.id}-{key[1]}"
 
     def _evict(self) -> None:
-        """Remove row groups that are not read again in the epoch while all are too large."""
+        """Remove row groups that are not read again in the epoch while all are too large.
+
+        Evaluation keeps none: it reads each once.
+        """
+        cache_bytes = 0 if self._current is None else self._cache_bytes
         for key in list(self._decoded)[:-1]:
-            if self._num_bytes <= self._cache_bytes:
+            if self._num_bytes <= cache_bytes:
                 return
             if not self._is_live(key):
                 self._num_bytes -= self._decoded.pop(key).num_bytes
