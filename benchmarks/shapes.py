@@ -46,6 +46,7 @@ def log(
     num_rows: int,
     samples_per_session: int,
     unit_us: int = 1_000_000,
+    /,
     **columns: Any,
 ) -> pa.Table:
     """Return a day of sessions that overlap in time, in the order of time.

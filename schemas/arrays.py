@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from schemas.errors import SchemaError
 from schemas.hashing import splitmix64
 from schemas.kernels import arrays as kernels
-from schemas.layout import MICROSECONDS, SECONDS, SPLIT_TIME
+from schemas.layout import SPLIT_TIME
 
 Array = NDArray[Any]
 
@@ -452,7 +452,7 @@ def split_time(column: pa.Array | pa.ChunkedArray) -> pa.StructArray:
         [{'seconds': -1, 'microseconds': 999999}, None]
     """
     times = one_chunk(column)
-    mask = pc.is_null(times) if times.null_count else None
+    mask = times.is_null() if times.null_count else None
     seconds, rest = np.divmod(numpy_of(pc.fill_null(pc.cast(times, pa.int64()), 0)), 1_000_000)
     parts = [pa.array(seconds), pa.array(rest.astype(np.int32))]
     return pa.StructArray.from_arrays(parts, fields=list(SPLIT_TIME), mask=mask)
@@ -463,8 +463,9 @@ def join_times(table: pa.Table) -> pa.Table:
     for index, field in enumerate(table.schema):
         if field.type == SPLIT_TIME:
             parts = one_chunk(table[field.name])
-            seconds, rest = (pc.struct_field(parts, name) for name in (SECONDS, MICROSECONDS))
-            times = pc.add(pc.multiply(seconds, 1_000_000), pc.cast(rest, pa.int64()))
+            seconds, rest = (numpy_of(pc.fill_null(part, 0)) for part in parts.flatten())
+            mask = parts.is_null().to_numpy(zero_copy_only=False) if parts.null_count else None
+            times = pa.array(seconds * 1_000_000 + rest, mask=mask)
             table = table.set_column(index, field.name, times.cast(pa.timestamp("us")))
     return table
 
