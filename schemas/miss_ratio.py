@@ -171,9 +171,9 @@ class OptimalCache:
 # 2015), with its correction for hot rows; Waldspurger, Saemundsson, Ahmad and Park, "Cache
 # modeling and optimization using miniature simulations" (ATC 2017).
 
-EXACT_ACCESSES = 10**7
+EXACT_ACCESSES = 4 * 10**6
 """Longest trace whose LRU curve is computed from every access."""
-SAMPLED_ACCESSES = 10**7
+SAMPLED_ACCESSES = 4 * 10**6
 """Sampled accesses of a longer trace."""
 EXACT_OPTIMAL = 500_000
 """Longest trace on which the optimal cache is simulated with every access."""
