@@ -16,6 +16,7 @@ from functools import cached_property
 from itertools import count, islice
 from pathlib import Path
 from tempfile import TemporaryFile
+from threading import Lock
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -30,13 +31,13 @@ from schemas.files import (
     CheckedFile,
     DecodedListCache,
     ListFiles,
-    in_turn,
     replace_bytes,
     rows_before,
 )
 from schemas.hashing import NUM_SLOTS, slot_of_row
+from schemas.kernels import oracle as kernels
 from schemas.layout import reuse_columns
-from schemas.oracle import NEVER, from_gaps, number_by_appearance, union
+from schemas.oracle import NEVER, number_by_appearance, union
 from schemas.order import Order
 from schemas.reuse import StepReuse, bounds_up_to, next_bound, peak_cache_rows
 from schemas.storage import Location
@@ -512,8 +513,8 @@ def next_steps(
 ) -> NDArray[np.int64]:
     """Return for each number the first step in [first_step, end_step) that uses it, -1 for none.
 
-    The access lists of the segment of `first_step` are read; for later segments and the next epoch
-    the first uses suffice.
+    The access lists of the segment of `first_step` from that step on are read; for later segments
+    and the next epoch the first uses suffice.
     """
     order, num_segments = index.order, len(index.parts)
     steps = np.full(len(numbering.rows), end_step)
@@ -547,14 +548,24 @@ def _keep_first_steps(
 ) -> None:
     """Lower `steps`, by number, to the least step of a block that uses it.
 
-    Files without a step below the largest of `steps` are not read.
+    Row groups without a step below the largest of `steps` are not read.
     """
     of_files = np.split(step_of_block, rows_before(files)[1:-1])
-    end_step = steps.max(initial=0)
-    needed = [(f, of) for f, of in zip(files, of_files, strict=True) if (of < end_step).any()]
-    for file, (_, of_lists) in zip(in_turn([file for file, _ in needed]), needed, strict=True):
-        lists = from_gaps(jagged_of(file.read(["gaps"])["gaps"]))
-        np.minimum.at(steps, lists.values, np.repeat(of_lists, lists.lengths))
+    end_step, lock = steps.max(initial=0), Lock()
+
+    def read(file: CheckedFile, of_file: NDArray[np.int32]) -> None:
+        of_row_groups = np.split(of_file, np.cumsum(file.rows_per_row_group)[:-1])
+        needed = [(r, of) for r, of in enumerate(of_row_groups) if (of < end_step).any()]
+        if len(needed) == len(of_row_groups):
+            file.prefetch()
+        for row_group, of_lists in needed:
+            gaps = jagged_of(file.read_row_group(row_group, ["gaps"])["gaps"])
+            with lock:
+                kernels.lower_steps(gaps.values, gaps.offsets, of_lists, steps)
+        file.close()
+
+    with ThreadPoolExecutor(READ_THREADS) as pool:
+        list(pool.map(read, files, of_files))
 
 
 def allocate(count: int) -> NDArray[np.int32]:

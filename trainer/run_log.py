@@ -15,6 +15,7 @@ import numpy as np
 
 from schemas.arrays import Array
 from schemas.errors import SchemaError
+from schemas.files import replace_bytes
 from schemas.run_log import LEDGER, METRICS, LedgerEntry, StepMetric, to_line
 
 _BLOCK = 1 << 12
@@ -104,16 +105,20 @@ def _truncate(number: int, max_step: int | None) -> int:
         number: file descriptor.
         max_step: the last step to keep; None: all.
     """
-    keep, last = 0, -1
-    for start, line in _lines_from_end(number):
-        step = step_of_line(line)
-        if step < math.inf and (max_step is None or step <= max_step):
-            keep, last = start + len(line), int(step)
-            break
+    keep, last = _end_of_lines(number, max_step)
     if keep != os.fstat(number).st_size:
         os.ftruncate(number, keep)
     os.lseek(number, keep, os.SEEK_SET)
     return last
+
+
+def _end_of_lines(number: int, max_step: int | None) -> tuple[int, int]:
+    """Return the offset behind the last line of at most a step, and its step; 0 and -1 for none."""
+    for start, line in _lines_from_end(number):
+        step = step_of_line(line)
+        if step < math.inf and (max_step is None or step <= max_step):
+            return start + len(line), int(step)
+    return 0, -1
 
 
 def _lines_from_end(number: int) -> Iterator[tuple[int, bytes]]:
@@ -132,10 +137,17 @@ def _lines_from_end(number: int) -> Iterator[tuple[int, bytes]]:
 
 
 def truncate_logs(run: Path, train_step: int) -> None:
-    """Remove the lines of steps from `train_step` on, which will be trained again."""
+    """Remove the lines of steps from `train_step` on, which will be trained again.
+
+    A log that loses lines is another file: that tells an upload to compare the committed ones.
+    """
     for name in (METRICS, LEDGER):
         with (run / name).open("a+b") as file:
-            _truncate(file.fileno(), train_step - 1)
+            end, _ = _end_of_lines(file.fileno(), train_step - 1)
+            file.seek(0)
+            kept = file.read(end) if end < os.fstat(file.fileno()).st_size else None
+        if kept is not None:
+            replace_bytes(run / name, kept)
 
 
 def step_of_line(line: bytes) -> float:

@@ -96,6 +96,20 @@ Made<i64> sorted_gaps(Flat<const i32> numbers, Flat<const i64> offsets, i64 size
   return gaps;
 }
 
+// Lowers the step of each number to the least one of the lists of gaps that have it.
+void lower_steps(Flat<const i64> gaps, Flat<const i64> offsets, Flat<const i32> step_of_list, Flat<i32> steps) {
+  require_offsets(offsets, gaps.size);
+  require(step_of_list.size == offsets.size - 1, "lists must have a step each");
+  for (i64 l = 0; l + 1 < offsets.size; l++) {
+    i64 number = 0;
+    for (i64 i = offsets[l]; i < offsets[l + 1]; i++) {
+      number += gaps[i];
+      require(0 <= number && number < steps.size, "numbers must be in range");
+      steps[number] = std::min(steps[number], step_of_list[l]);
+    }
+  }
+}
+
 // Links the numbers in [low, low + size) of steps to their next uses, from the last step to the first. A step is some
 // consecutive lists of gaps. `later` is the step of the next use of each number, or 0, and `last` that of its last one.
 // Returns the distances of all steps, and how many each has.
@@ -142,6 +156,8 @@ NB_MODULE(oracle, m) {
       .def("number", &FirstUseNumbering::number, nb::arg("rows"), nb::arg("offsets"), Unlocked())
       .def_prop_ro("count", &FirstUseNumbering::count);
   m.def("sorted_gaps", sorted_gaps, nb::arg("numbers"), nb::arg("offsets"), nb::arg("size"), Unlocked());
+  m.def("lower_steps", lower_steps, nb::arg("gaps"), nb::arg("offsets"), nb::arg("step_of_list"), nb::arg("steps"),
+        Unlocked());
   m.def("link_steps", link_steps, nb::arg("gaps"), nb::arg("offsets"), nb::arg("lists_of_steps"), nb::arg("first_step"),
         nb::arg("low"), nb::arg("first"), nb::arg("last"), Unlocked());
 }

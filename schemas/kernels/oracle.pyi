@@ -40,6 +40,14 @@ def sorted_gaps(
 ) -> NDArray[np.int64]:
     """Return the gaps of lists of distinct numbers in [0, size), in any order."""
 
+def lower_steps(
+    gaps: NDArray[np.int64],
+    offsets: NDArray[np.int64],
+    step_of_list: NDArray[np.int32],
+    steps: NDArray[np.int32],
+) -> None:
+    """Lower the step of each number to the least one of the lists of gaps that have it."""
+
 def link_steps(
     gaps: NDArray[np.int32],
     offsets: NDArray[np.int64],
