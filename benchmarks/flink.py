@@ -9,7 +9,7 @@ is the largest peak of the memory of one process that runs our code besides the 
 time of all of these. `shuffle_mb` are the bytes
 that the stages of both pipelines sent each other on Flink, repetitions included, and what the tasks
 of the local runner wrote for later ones. `ours` are the seconds of `flink`, `peer` those of
-`local`. The run fails if a dataset differs from the first one in a byte.
+`local`. The run fails if a dataset differs from the first one in a byte, or nothing was killed.
 """
 
 from __future__ import annotations
@@ -116,8 +116,9 @@ def measure(side: str, options: argparse.Namespace, scratch: Path) -> dict[str, 
         start = time.perf_counter()
         with (scratch / f"{side}.log").open("wb") as errors:
             build = subprocess.Popen(command, cwd=REPOSITORY, stdout=errors, stderr=errors)
+        killer = threading.Thread(target=_kill_in_stage, args=(about,), daemon=True)
         if side == "killed":
-            threading.Thread(target=_kill_in_stage, args=(about,), daemon=True).start()
+            killer.start()
         peaks = Peaks(build.pid, about, dataset)
         while build.poll() is None:
             peaks.look()
@@ -125,6 +126,10 @@ def measure(side: str, options: argparse.Namespace, scratch: Path) -> dict[str, 
         seconds = time.perf_counter() - start
         if build.returncode:
             raise RuntimeError(f"{side} failed: {(scratch / f'{side}.log').read_text()[-3000:]}")
+        if killer.is_alive():
+            raise RuntimeError(
+                f"{VICTIM} must be killed, but no {KILLED_STAGE} ran; use a larger log"
+            )
         sent = shuffle_bytes(about["rest"]) if about else sum(peaks.written.values())
     cpu = round(sum(peaks.cpu_sec.values()))
     return {"sec": round(seconds), "cpu_sec": cpu, "shuffle_mb": sent // 1_000_000, **peaks.mib}

@@ -58,7 +58,7 @@ RESTARTS = {
     "restart-strategy.fixed-delay.delay": "8 s",
     "heartbeat.interval": 2000,  # ms; two lost ones end a task manager, before the next attempt
 }
-"""What lets a job go on without one of several task managers. Flink's default ends it."""
+"""What lets a job continue without one of several task managers. Flink's default ends it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +187,7 @@ def running(
         flink_jar: the jar that names all others.
         directory: for logs and temporary files.
         slots: of each task manager, and parallelism of a job.
-        task_managers: of a session; a job goes on if one of several is lost.
+        task_managers: of a session; a job continues if one of several is lost.
     """
     with ExitStack() as stack:
         starter = Starter(flink_jar, directory)

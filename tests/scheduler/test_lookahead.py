@@ -45,10 +45,10 @@ def test_lookahead_equals_a_walk_over_the_rows(tmp_path: Path, shuffle: str) -> 
     next_uses = NextUses(dataset, index, "items")
     for lookahead in (2, 4, 5, 12):  # 5 is no bound of the counts
         cache = CacheConfig(lookahead=lookahead, prefetch_steps=2)
-        found, bound = compute_lookahead([next_uses, next_uses], cache), next_bound(lookahead)
-        assert found.fetched_rows == 2 * slow_fetched(trace, bound)
-        assert found.window_rows == 2 * required_rows(distances, replace(cache, lookahead=bound))
-        assert found.touched_rows.tolist() == [2 * count for count in slow_touched(trace)]
+        ahead, bound = compute_lookahead([next_uses, next_uses], cache), next_bound(lookahead)
+        assert ahead.fetched_rows == 2 * slow_fetched(trace, bound)
+        assert ahead.window_rows == 2 * required_rows(distances, replace(cache, lookahead=bound))
+        assert ahead.touched_rows.tolist() == [2 * count for count in slow_touched(trace)]
 
 
 def test_lookahead_of_no_table_says_so() -> None:

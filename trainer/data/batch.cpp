@@ -73,10 +73,7 @@ struct Chosen {
 };
 
 inline uint8_t* copy_bytes(uint8_t* to, const uint8_t* from, i64 size) {
-  if (size == 8)  // one id, most often
-    std::memcpy(to, from, 8);
-  else if (size)
-    std::memcpy(to, from, size);
+  if (size) std::memcpy(to, from, size);
   return to + size;
 }
 
