@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise, zip_longest
+from itertools import accumulate, pairwise, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -402,7 +402,8 @@ def column_ranges(
     """Return the byte ranges of some columns of row groups; those at most a gap apart as one."""
     groups = map(metadata.row_group, row_groups)
     chunks = [group.column(i) for group in groups for i in range(group.num_columns)]
-    ranges = [_chunk_range(c) for c in chunks if _is_of(c.path_in_schema, columns)]
+    names = set(columns)
+    ranges = [_chunk_range(c) for c in chunks if not names.isdisjoint(_prefixes(c.path_in_schema))]
     joined: list[tuple[int, int]] = []
     for start, end in sorted(ranges):
         if joined and start - joined[-1][1] <= gap_bytes:
@@ -420,9 +421,9 @@ def _chunk_range(chunk: pq.ColumnChunkMetaData) -> tuple[int, int]:
     return start, start + chunk.total_compressed_size
 
 
-def _is_of(path: str, columns: Sequence[str]) -> bool:
-    """Return whether a column of the file, such as `ids.list.element`, is part of some columns."""
-    return any(path == name or path.startswith(f"{name}.") for name in columns)
+def _prefixes(path: str) -> Iterable[str]:
+    """Return the columns that a column of the file, such as `ids.list.element`, can be part of."""
+    return accumulate(path.split("."), "{}.{}".format)
 
 
 def rows_before(files: Sequence[CheckedFile]) -> NDArray[np.int64]:

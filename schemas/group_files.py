@@ -291,14 +291,15 @@ def group_schema(
 def _names(schema: pa.Schema) -> list[str]:
     """Return the logical columns of a table: a list feature instead of its window columns."""
     names: list[str] = []
+    stored = dict.fromkeys(schema.names)
     buffer, start, length = WINDOW_SUFFIXES
-    for name in schema.names:
+    for name in stored:
         feature = name.removesuffix(buffer)
-        if name.endswith(buffer) and {feature + start, feature + length} <= set(schema.names):
+        if name.endswith(buffer) and feature + start in stored and feature + length in stored:
             names.append(feature)
         elif name != TUPLE_INDEX:
             names.append(name)
-    hidden = {c for n in names if n not in schema.names for c in window_columns(n)}
+    hidden = {c for n in names if n not in stored for c in window_columns(n)}
     return [n for n in names if n not in hidden]
 
 
@@ -313,7 +314,7 @@ def _with_lists(
     as_views: bool,
 ) -> pa.Table:
     """Read columns of a table, lists from their buffers; all rows if `positions` is None."""
-    stored = file.schema.names
+    stored = set(file.schema.names)
     names = _names(file.schema) if columns is None else list(columns)
     windowed = [c for c in names if c not in stored and window_columns(c)[0] in stored]
     plain = [c for c in names if c not in windowed]

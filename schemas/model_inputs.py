@@ -158,7 +158,8 @@ def build_inputs(
     Raises:
         SchemaError: a column is missing or does not fit its role.
     """
-    missing = [c for c in spec.columns if c not in samples.schema.names]
+    present = set(samples.schema.names)
+    missing = [c for c in spec.columns if c not in present]
     if missing:
         raise SchemaError(
             f"samples lack column {missing[0]!r}; "

@@ -91,7 +91,8 @@ def read_avro(
     with folder.open(split.path) as file:
         header = read_header(file)
         file_columns = avro_columns(header.schema)
-        missing = [c for c in columns if c not in file_columns.schema.names]
+        present = set(file_columns.schema.names)
+        missing = [c for c in columns if c not in present]
         if missing:
             yield without_column(split, missing[0], file_columns.schema)
             return
