@@ -55,6 +55,7 @@ TRAINED_STEPS = 4
 NUM_ERASED = 1000
 """Sessions whose samples are erased."""
 _POLL_SEC = 0.05
+"""At least; 20 times as long as the last poll took, which locks the mappings of the processes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,11 +164,12 @@ def run(command: Sequence[str], errors: Path, ends: Callable[[], bool]) -> dict[
             pid, status, usage = os.wait4(process.pid, os.WNOHANG)
             if pid:
                 break
+            polled = time.perf_counter()
             peak = max(peak, tree_bytes(process.pid))
             if not seconds and ends():
                 seconds = time.perf_counter() - start
                 os.killpg(process.pid, signal.SIGKILL)
-            time.sleep(_POLL_SEC)
+            time.sleep(max(_POLL_SEC, 20 * (time.perf_counter() - polled)))
     if not seconds:
         seconds = time.perf_counter() - start
         process.returncode = os.waitstatus_to_exitcode(status)

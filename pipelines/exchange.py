@@ -99,16 +99,20 @@ class Exchange:
         `stage` is unique in the build; `function` is called with worker, task and `arguments`, and
         defined in a module.
         """
+        return list(self.values(stage, function, tasks, *arguments))
+
+    def values(
+        self, stage: str, function: Callable[..., TaskResult], tasks: Iterable[Any], *arguments: Any
+    ) -> Iterator[Any]:
+        """Yield the values of `run`, each when it and those before it are there."""
         run = partial(_run_task, self._scratch, stage, function, arguments)
-        values: list[Any] = []
         for result in self._workers.map(run, enumerate(tasks)):
-            values.append(result.value)
+            yield result.value
             for stream, partitions in result.sent.items():
                 for partition, sent in partitions.items():
                     self._streams[stream][partition] += sent
             if self.progress.add(result.counts):
                 break
-        return values
 
     def take(self, stream: str) -> dict[int, list[Sent]]:
         """Remove a stream; return what was sent to each of its partitions, ascending."""

@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from pipelines.clustering.part import PartResult, build_part
+from pipelines.clustering.part import PartResult, build_part, sum_statistics
 from pipelines.clustering.writer import SegmentLayout, choose_segment_layout
 from pipelines.context import BuildContext, LocalOptions
 from pipelines.exchange import Exchange, Received, Sent, TaskResult
@@ -381,7 +381,7 @@ def write_parts(
         )
         del first
         ready = layout if exchange.in_memory else layout.result()  # processes receive no future
-        return exchange.run("part", write_part, tasks, ready, files)
+        return list(sum_statistics(exchange.values("part", write_part, tasks, ready, files)))
 
 
 def write_part(

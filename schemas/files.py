@@ -516,17 +516,17 @@ class DecodedListCache:
     def __init__(self, max_bytes: int) -> None:
         """Create an empty cache of at most `max_bytes` bytes of decoded values."""
         self._max_bytes = max_bytes
-        self._lists: OrderedDict[tuple[ListFiles, int], Jagged] = OrderedDict()
+        self._lists: OrderedDict[tuple[object, int], Jagged] = OrderedDict()
         self._bytes = 0
 
-    def get(self, owner: ListFiles, row_group: int) -> Jagged | None:
+    def get(self, owner: object, row_group: int) -> Jagged | None:
         """Return a row group, counted over all files of its owner, if it is cached."""
         lists = self._lists.get((owner, row_group))
         if lists is not None:
             self._lists.move_to_end((owner, row_group))
         return lists
 
-    def put(self, owner: ListFiles, row_group: int, lists: Jagged) -> None:
+    def put(self, owner: object, row_group: int, lists: Jagged) -> None:
         """Add a row group and evict the least recently used ones."""
         self._lists[owner, row_group] = lists
         self._bytes += lists.values.nbytes
@@ -557,6 +557,7 @@ class ListFiles:
         self._files = files
         self._decode = decode
         self._cache = DecodedListCache(0) if cache is None else cache
+        self._owner = object()  # of row groups in the cache: a cycle would keep files mapped
         for file in files:
             file.prefetch_footer()
         rows = [file.rows_per_row_group for file in files]
@@ -585,13 +586,13 @@ class ListFiles:
 
     def _row_group(self, number: int) -> Jagged:
         if self._open[0] != number:
-            lists = self._cache.get(self, number)
+            lists = self._cache.get(self._owner, number)
             if lists is None:
                 if number + 1 < len(self._row_groups):
                     file_index, row_group = self._row_groups[number + 1]
                     self._files[file_index].prefetch(row_group)
                 file_index, row_group = self._row_groups[number]
                 lists = self._decode(self._files[file_index], row_group)
-                self._cache.put(self, number, lists)
+                self._cache.put(self._owner, number, lists)
             self._open = number, lists
         return self._open[1]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import apache_beam as beam
@@ -19,10 +19,9 @@ from apache_beam.transforms.window import GlobalWindows
 from apache_beam.utils.shared import Shared
 
 from pipelines.beam.shuffle import SendSamples
-from pipelines.clustering.part import PartResult, build_part
+from pipelines.clustering.part import PARTS_PER_SUM, PartResult, build_part, sum_statistics
 from pipelines.clustering.writer import SegmentLayout, choose_segment_layout
 from pipelines.context import BuildContext
-from pipelines.quality.segment_statistics import PARTS_PER_SUM, SliceStatistics, sum_by_split
 from pipelines.samples.tuples import Tuples
 from pipelines.shuffle import (
     ReceivedSamples,
@@ -618,15 +617,8 @@ class BuildParts(beam.PTransform):
 
 
 def _sum_statistics(_: int, results: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield results, the first with the sum of all statistics, the others without any.
-
-    They are those of a group of parts, see `segment_statistics.PARTS_PER_SUM`, in any order.
-    """
-    parts = deserialize_results(results)
-    total: Mapping[str, SliceStatistics] = sum_by_split([part.slices for part in parts])
-    for part in parts:
-        yield serialize_result(replace(part, slices=total))
-        total = {}
+    """Return the results of the parts of a sum, in any order, with the sum in the first."""
+    return map(serialize_result, sum_statistics(deserialize_results(results)))
 
 
 def _identity(pair: tuple[int, Any]) -> tuple[int, Any]:

@@ -5,10 +5,11 @@ A part is built in chunks that fit in memory, whatever the size of its sessions 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial, reduce
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,21 @@ def _merge_results(left: PartResult, right: PartResult) -> PartResult:
         lookups,
         sum_by_split([left.slices, right.slices]),
     )
+
+
+PARTS_PER_SUM = 16
+"""Parts whose statistics are added at once; those of a part take 2 MB of memory."""
+
+
+def sum_statistics(parts: Iterable[PartResult]) -> Iterator[PartResult]:
+    """Add the statistics of consecutive parts; the first has the sum, the others have none then.
+
+    Sums of sums keep other frequent values than one sum, so every runner adds the same parts.
+    """
+    for _, group in groupby(parts, key=lambda part: part.file_index // PARTS_PER_SUM):
+        first, *others = group
+        yield replace(first, slices=sum_by_split([first.slices, *(p.slices for p in others)]))
+        yield from (replace(part, slices={}) for part in others)
 
 
 def num_rows(samples: Tuples) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, islice
+from itertools import islice
 from pathlib import Path
 
 import pyarrow as pa
@@ -255,21 +255,9 @@ def sum_by_split(partitions: Sequence[Mapping[str, SliceStatistics]]) -> dict[st
     }
 
 
-PARTS_PER_SUM = 256
-"""Parts whose statistics are added at once. Sums of sums keep other frequent values than one sum,
-so every runner adds the same groups of consecutive parts: here, or before (1 MB a part) they reach
-the launcher."""
-
-
 def segment_slices(
-    parts: Mapping[int, Mapping[str, SliceStatistics]],
+    partitions: Sequence[Mapping[str, SliceStatistics]],
 ) -> dict[str, SliceStatistics]:
-    """Return the slices of a segment's statistics: `segment`, and its splits if it has both.
-
-    `parts` are by number, ascending. Those of a group of `PARTS_PER_SUM` may be added up in one of
-    it, the others are empty then.
-    """
-    groups = groupby(parts, key=lambda number: number // PARTS_PER_SUM)
-    sums = [sum_by_split([parts[number] for number in numbers]) for _, numbers in groups]
-    splits = sum_by_split(sums)
+    """Return the slices of a segment's statistics: `segment`, and its splits if it has both."""
+    splits = sum_by_split(partitions)
     return {"segment": sum_slices(list(splits.values())), **(splits if len(splits) > 1 else {})}

@@ -22,7 +22,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from pipelines.clustering.part import build_part
+from pipelines.clustering.part import build_part, sum_statistics
 from pipelines.clustering.writer import SegmentLayout, choose_segment_layout
 from pipelines.context import beam_build, local_options
 from pipelines.oracle.numbering import number_table, training_blocks
@@ -415,11 +415,10 @@ def _rewrite_parts(
         run = beam_build().rewrite_parts
         return run(building, parts, layout, features, data.tables, request.beam_args)
     with ThreadPoolExecutor(options.num_workers or num_cores()) as pool:
-        results = list(
-            pool.map(
-                lambda p: build_part(building, p.file_index, p, p.data, layout, features), parts
-            )
+        written = pool.map(
+            lambda p: build_part(building, p.file_index, p, p.data, layout, features), parts
         )
+        results = list(sum_statistics(written))
         blocks = training_blocks(result.blocks for result in results)
         numbers = pool.map(
             lambda table: (table, number_table(building, table, blocks)), sorted(data.tables)

@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 import pyarrow as pa
 
 from pipelines.clustering.layout import DICTIONARY, open_writer
-from pipelines.clustering.part import PartResult
+from pipelines.clustering.part import PartResult, sum_statistics
 from pipelines.clustering.writer import LOOKUPS, merge_blocks
 from pipelines.oracle.numbering import NumberedTable
 from pipelines.quality.segment_statistics import segment_slices, statistics_text, write_statistics
@@ -189,9 +189,9 @@ def finish_segment(
         with open_writer(partial, blocks.schema, encodings) as writer:
             writer.write_table(blocks)
         blocks_sha256 = describe_file(partial, BLOCKS).sha256
-    slices = {result.file_index: result.slices for result in results}
+    slices = segment_slices([result.slices for result in sum_statistics(results)])
     label_times = features.with_role("label_time")
-    write_statistics(root, statistics_text(segment_slices(slices), data.session.key, label_times))
+    write_statistics(root, statistics_text(slices, data.session.key, label_times))
     groups = list(results[0].groups)
     written = (each.files for each in (*results, *tables.values()))
     entries = describe_files(root, chain.from_iterable(written))

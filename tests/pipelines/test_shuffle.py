@@ -108,7 +108,7 @@ def test_builds_on_beam_with_any_workers_and_levels_give_the_same_bytes(
     log: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pipelines.prepare.PART_INPUT_BYTES", 4_000)
-    for module in ("quality.segment_statistics", "beam.transforms"):
+    for module in ("clustering.part", "beam.transforms"):
         monkeypatch.setattr(f"pipelines.{module}.PARTS_PER_SUM", 3)
     default = dataset_of(log, "default", [])
     beam_local = "--runner=FnApiRunner"

@@ -1,5 +1,6 @@
 """Next uses over any selection of segments equal those of the concatenated steps."""
 
+import gc
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -155,6 +156,20 @@ def test_accesses_and_next_uses_keep_one_decoded_row_group_each(
     for _ in steps:
         assert sum(each() is not None for each in decoded) <= 2
     assert len(decoded) >= 2 * 2 * 3
+
+
+def test_files_are_unmapped_with_what_reads_them(tmp_path: Path) -> None:
+    dataset = write_lists(tmp_path / "dataset", [[np.arange(3)] * 4] * 2, (32, 2, "none", 0))
+    index, maps = dataset.open_index(dataset.manifest.indexes[0]), Path("/proc/self/maps")
+    gc.disable()
+    try:
+        steps = indexed_steps(dataset, index, "items")
+        assert len(next(steps)[0]) == 3
+        assert str(dataset.directory) in maps.read_text()
+        del steps
+        assert str(dataset.directory) not in maps.read_text()
+    finally:
+        gc.enable()
 
 
 def test_run_of_one_segment_and_epoch_has_the_stored_distances(tmp_path: Path) -> None:

@@ -96,6 +96,25 @@ def test_microbatches_of_any_size_have_the_samples_of_their_step(
         assert sum(work) == pytest.approx(sum(whole.microbatch_work(batch.step)))
 
 
+def test_few_files_stay_mapped_whatever_is_read(
+    job: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = [samples_of(reader_of(job, dataset).read(step)) for step in range(32)]
+    monkeypatch.setattr("trainer.data.reader.OPEN_FILES", 3)
+    reader = reader_of(job, dataset)
+    for step in range(32):
+        assert samples_of(reader.read(step)) == expected[step]
+        assert len(mapped_files(dataset)) <= 3
+    assert sum(batch.num_samples for batch in reader.evaluation_batches())
+    assert 0 < len(mapped_files(dataset)) <= 3
+
+
+def mapped_files(directory: Path) -> set[str]:
+    """Files of a directory that this process maps; what holds them must not be garbage."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return {line.split()[-1] for line in lines if f"{directory}/" in line}
+
+
 def sample_of(row: dict, tables: Mapping[str, TableConfig]) -> tuple[object, ...]:
     table_of = {f: name for name, table in tables.items() for f in table.features}
     sparse: list[tuple[int, ...]] = []
