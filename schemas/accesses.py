@@ -513,8 +513,8 @@ def next_steps(
 ) -> NDArray[np.int64]:
     """Return for each number the first step in [first_step, end_step) that uses it, -1 for none.
 
-    The access lists of the segment of `first_step` from that step on are read; for later segments
-    and the next epoch the first uses suffice.
+    First and last uses suffice except for rows that the segment of `first_step` uses both before
+    and after that step: its access lists are read from there until all of these have occurred.
     """
     order, num_segments = index.order, len(index.parts)
     steps = np.full(len(numbering.rows), end_step)
@@ -527,19 +527,22 @@ def next_steps(
         if start >= end_step or not numbering.is_used[other]:
             continue
         numbers = numbering.of_segment(other)
-        if distance:
-            stored = min(epoch + epochs, order.distinct_epochs - 1)
-            steps[numbers] = start + index.parts[other].uses(table, stored)[0]
-        else:
+        stored = min(epoch + epochs, order.distinct_epochs - 1)
+        first, last = index.parts[other].uses(table, stored)
+        if not distance:
             num_steps = order.steps_per_segment[segment]
             blocks = order.blocks_of(epoch, segment)
             later = np.arange(len(blocks), dtype=np.int32) // order.blocks_per_batch
             later[: step_of_segment * order.blocks_per_batch] = num_steps
             step_of_block = np.empty_like(later)
             step_of_block[blocks] = later
-            first = np.full(numbering.counts[segment], num_steps, np.int32)
-            _keep_first_steps(dataset.segments[segment].access_files(table), step_of_block, first)
-            steps[numbers] = np.where(first < num_steps, start + first, steps[numbers])
+            is_between = (first < step_of_segment) & (step_of_segment <= last)
+            later = np.where(is_between, np.int32(num_steps), np.int32(-1))
+            _keep_first_steps(dataset.segments[segment].access_files(table), step_of_block, later)
+            first = np.where(is_between, later, first)
+            numbers = np.arange(len(steps))[numbers][last >= step_of_segment]
+            first = first[last >= step_of_segment]
+        steps[numbers] = start + first
     return np.where(steps < end_step, steps, -1)
 
 
@@ -548,24 +551,29 @@ def _keep_first_steps(
 ) -> None:
     """Lower `steps`, by number, to the least step of a block that uses it.
 
-    Row groups without a step below the largest of `steps` are not read.
+    Row groups without a step below the largest of `steps` are not read; those of early steps are
+    read first.
     """
     of_files = np.split(step_of_block, rows_before(files)[1:-1])
-    end_step, lock = steps.max(initial=0), Lock()
+    lock = Lock()
 
     def read(file: CheckedFile, of_file: NDArray[np.int32]) -> None:
         of_row_groups = np.split(of_file, np.cumsum(file.rows_per_row_group)[:-1])
-        needed = [(r, of) for r, of in enumerate(of_row_groups) if (of < end_step).any()]
-        if len(needed) == len(of_row_groups):
+        by_step = sorted(enumerate(of_row_groups), key=lambda pair: int(pair[1].min()))
+        if of_file.max(initial=-1) < steps.max(initial=-1):
             file.prefetch()
-        for row_group, of_lists in needed:
+        for row_group, of_lists in by_step:
+            if of_lists.min() >= steps.max(initial=-1):
+                break
             gaps = jagged_of(file.read_row_group(row_group, ["gaps"])["gaps"])
             with lock:
                 kernels.lower_steps(gaps.values, gaps.offsets, of_lists, steps)
         file.close()
 
+    pairs = zip(files, of_files, strict=True)
+    by_step = sorted(pairs, key=lambda pair: int(pair[1].min(initial=np.iinfo(np.int32).max)))
     with ThreadPoolExecutor(READ_THREADS) as pool:
-        list(pool.map(read, files, of_files))
+        list(pool.map(lambda pair: read(*pair), by_step))
 
 
 def allocate(count: int) -> NDArray[np.int32]:
