@@ -104,14 +104,15 @@ class Exchange:
     def values(
         self, stage: str, function: Callable[..., TaskResult], tasks: Iterable[Any], *arguments: Any
     ) -> Iterator[Any]:
-        """Yield the values of `run`, each when it and those before it are there."""
+        """Yield the values of `run`, each as soon as its task and all before it have run."""
         run = partial(_run_task, self._scratch, stage, function, arguments)
         for result in self._workers.map(run, enumerate(tasks)):
-            yield result.value
             for stream, partitions in result.sent.items():
                 for partition, sent in partitions.items():
                     self._streams[stream][partition] += sent
-            if self.progress.add(result.counts):
+            is_stopped = self.progress.add(result.counts)
+            yield result.value
+            if is_stopped:
                 break
 
     def take(self, stream: str) -> dict[int, list[Sent]]:

@@ -570,10 +570,10 @@ def _keep_first_steps(
                 kernels.lower_steps(gaps.values, gaps.offsets, of_lists, steps)
         file.close()
 
-    pairs = zip(files, of_files, strict=True)
-    by_step = sorted(pairs, key=lambda pair: int(pair[1].min(initial=np.iinfo(np.int32).max)))
+    firsts = [int(of_file.min(initial=np.iinfo(np.int32).max)) for of_file in of_files]
+    by_first = np.argsort(firsts, kind="stable").tolist()
     with ThreadPoolExecutor(READ_THREADS) as pool:
-        list(pool.map(lambda pair: read(*pair), by_step))
+        list(pool.map(lambda number: read(files[number], of_files[number]), by_first))
 
 
 def allocate(count: int) -> NDArray[np.int32]:

@@ -282,8 +282,9 @@ def group_schema(
     if TUPLE_INDEX in stored.names:
         stored = schema_of(part_path(file_index, "tuples", group))
     names = [n for n in _names(stored) if n not in (BLOCK, UNIQUE_INDEX)]
+    own = set(stored.names)
     return [
-        (stored if n in stored.names else schema_of(part_path(file_index, "buffers", n))).field(n)
+        (stored if n in own else schema_of(part_path(file_index, "buffers", n))).field(n)
         for n in names
     ]
 

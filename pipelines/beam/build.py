@@ -27,7 +27,7 @@ from pipelines.beam.transforms import (
     encode_blocks,
     serialize_result,
 )
-from pipelines.clustering.part import build_part
+from pipelines.clustering.part import build_part, sum_statistics
 from pipelines.clustering.writer import SegmentLayout
 from pipelines.context import BuildContext
 from pipelines.oracle.index import TableTotals, index_table
@@ -216,7 +216,7 @@ def rewrite_parts(
         return {"parts": written[SAMPLES], "tables": written[BLOCKS] | "NumberAccesses" >> number}
 
     values = run_pipeline(add_transforms, beam_args, building, len(parts))
-    return {**values, "parts": deserialize_results(values["parts"])}
+    return {**values, "parts": list(sum_statistics(deserialize_results(values["parts"])))}
 
 
 # Flat rewrite.

@@ -18,7 +18,7 @@ from tempfile import TemporaryDirectory
 import pyarrow as pa
 
 from pipelines.clustering.layout import DICTIONARY, open_writer
-from pipelines.clustering.part import PartResult, sum_statistics
+from pipelines.clustering.part import PartResult
 from pipelines.clustering.writer import LOOKUPS, merge_blocks
 from pipelines.oracle.numbering import NumberedTable
 from pipelines.quality.segment_statistics import segment_slices, statistics_text, write_statistics
@@ -173,8 +173,8 @@ def finish_segment(
 ) -> None:
     """Complete a segment whose parts are written; its manifest is written last.
 
-    `results` are of all parts in order, at least one; `hashes` are the sha256 of the job's data
-    section and of the schema; `fitted` is path to sha256.
+    `results` are of all parts in order, at least one, after `sum_statistics`; `hashes` are the
+    sha256 of the job's data section and of the schema; `fitted` is path to sha256.
     """
     num_samples, num_rows = sum(r.num_samples for r in results), sum(r.num_rows for r in results)
     for scratch in (LOOKUPS, SHUFFLE):
@@ -189,7 +189,7 @@ def finish_segment(
         with open_writer(partial, blocks.schema, encodings) as writer:
             writer.write_table(blocks)
         blocks_sha256 = describe_file(partial, BLOCKS).sha256
-    slices = segment_slices([result.slices for result in sum_statistics(results)])
+    slices = segment_slices([result.slices for result in results])
     label_times = features.with_role("label_time")
     write_statistics(root, statistics_text(slices, data.session.key, label_times))
     groups = list(results[0].groups)
