@@ -94,17 +94,20 @@ class ConflictError(StorageError):
 def call(url: str, action: Callable[[Any], T], *, conditional: bool = False) -> T:
     """Call functions of obstore, which repeats failed requests; raise its errors as ours.
 
-    `conditional` requests have a condition that may not be met.
+    It does not repeat a deletion of several objects, a copy or a conditional put whose connection
+    broke, since it cannot know that here they may be carried out twice. `conditional` requests
+    have a condition that may not be met.
 
     Raises:
         FileNotFoundError: there is no such file.
         StorageError: the store failed, or refuses the request.
     """
+    ends = time.monotonic() + RETRY_SEC
     for attempt in range(ATTEMPTS):
         try:
             return action(obstore)
         except BaseException as error:
-            found, again = _translate(error, url)
+            found, again = _translate(error, url, in_time=time.monotonic() < ends)
             again = again and not (conditional and isinstance(found, ConflictError))
             if found is error:
                 raise
@@ -114,8 +117,10 @@ def call(url: str, action: Callable[[Any], T], *, conditional: bool = False) -> 
     raise AssertionError("the last attempt returns or raises")
 
 
-def _translate(error: BaseException, url: str) -> tuple[BaseException, bool]:
+def _translate(error: BaseException, url: str, *, in_time: bool) -> tuple[BaseException, bool]:
     """Return an error of obstore as one of ours, and whether another attempt may succeed.
+
+    One whose request failed to be sent before the time for all attempts was not repeated.
 
     obstore maps the status of some replies to classes of errors, but not that of a listing.
     """
@@ -139,7 +144,7 @@ def _translate(error: BaseException, url: str) -> tuple[BaseException, bool]:
     if isinstance(error, e.BaseError):
         advice = "try again when it is reachable"
         failed = StorageError(f"store failed: {cause(error)}; {advice}", file=url)
-        return failed, "response body" in text
+        return failed, "response body" in text or ("error sending request" in text and in_time)
     return error, False
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import http.client
+import os
 import random
+import socket
+import struct
 import threading
 import time
 from collections import Counter
@@ -46,7 +49,7 @@ def send(
 
 FAULTS = ("drop_reply", "error_after", "error_before", "conflict_before", "cut_body", "reset")
 """What a proxy can do to a request: drop the reply after the store acted; answer 503 after it has
-acted, or without asking it; answer 409 without asking it; cut the reply's body; close at once."""
+acted, or without asking it; answer 409 without asking it; cut the reply's body; reset the connection."""
 
 
 @dataclass
@@ -152,6 +155,8 @@ class _Handler(BaseHTTPRequestHandler):
         time.sleep(self.decide.latency_sec)
         if fault == "reset":
             self.close_connection = True
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            os.close(self.connection.detach())
         elif fault == "error_before":
             self._reply(503, {}, b"")
         elif fault == "conflict_before":

@@ -74,7 +74,8 @@ def store(request: pytest.FixtureRequest) -> Store:
 def impatient(monkeypatch: pytest.MonkeyPatch) -> Generator[None]:
     """Clients that give up soon; tests of errors need not wait for all attempts."""
     monkeypatch.setattr(store_client, "MAX_RETRIES", 2)
-    monkeypatch.setattr("schemas.storage.RETRY_SEC", 0)
+    for module in ("schemas.storage", "schemas.store_client"):
+        monkeypatch.setattr(f"{module}.RETRY_SEC", 0)
     store_client.open_store.cache_clear()
     yield
     store_client.open_store.cache_clear()
