@@ -334,6 +334,8 @@ def _count_requests(
     for name in commands:
         if name in ("build", "diff"):
             continue
+        if name == "erase":
+            write_ids(place)  # others than before
         faults.requests.clear()
         seconds = measure(name, there)["sec"]
         figures[name] |= {"requests": faults.requests.total(), "store_sec": seconds}

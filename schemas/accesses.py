@@ -514,7 +514,7 @@ def next_steps(
     """Return for each number the first step in [first_step, end_step) that uses it, -1 for none.
 
     First and last uses suffice except for rows that the segment of `first_step` uses both before
-    and after that step: its access lists are read from there until all of these have occurred.
+    and after that step: its access lists are read until all of these have occurred.
     """
     order, num_segments = index.order, len(index.parts)
     steps = np.full(len(numbering.rows), end_step)
@@ -530,20 +530,60 @@ def next_steps(
         stored = min(epoch + epochs, order.distinct_epochs - 1)
         first, last = index.parts[other].uses(table, stored)
         if not distance:
-            num_steps = order.steps_per_segment[segment]
-            blocks = order.blocks_of(epoch, segment)
-            later = np.arange(len(blocks), dtype=np.int32) // order.blocks_per_batch
-            later[: step_of_segment * order.blocks_per_batch] = num_steps
-            step_of_block = np.empty_like(later)
-            step_of_block[blocks] = later
             is_between = (first < step_of_segment) & (step_of_segment <= last)
-            later = np.where(is_between, np.int32(num_steps), np.int32(-1))
-            _keep_first_steps(dataset.segments[segment].access_files(table), step_of_block, later)
-            first = np.where(is_between, later, first)
+            blocks = order.blocks_of(epoch, segment)
+            step_of_block = np.empty(len(blocks), np.int32)
+            step_of_block[blocks] = np.arange(len(blocks)) // order.blocks_per_batch
+            first[is_between] = _next_steps_within(
+                dataset.segments[segment].access_files(table),
+                index.parts[segment].steps(table),
+                stored * order.steps_per_segment[segment],
+                step_of_block,
+                is_between,
+                step_of_segment,
+            )
             numbers = np.arange(len(steps))[numbers][last >= step_of_segment]
             first = first[last >= step_of_segment]
         steps[numbers] = start + first
     return np.where(steps < end_step, steps, -1)
+
+
+def _next_steps_within(
+    files: Sequence[CheckedFile],
+    distances: ListFiles,
+    first_list: int,
+    step_of_block: NDArray[np.int32],
+    is_between: NDArray[np.bool_],
+    step: int,
+) -> NDArray[np.int64]:
+    """Return the first use from a step on of rows that a segment uses before it and afterwards.
+
+    Either from the access lists that follow, or from those before and their distances, about twice
+    as much to read for each step.
+
+    Args:
+        files: access lists of the segment.
+        distances: of its steps.
+        first_list: that of its first step.
+        step_of_block: of the segment.
+        is_between: for each number whether to return its use.
+        step: of the segment.
+    """
+    num_steps = np.int32(step_of_block.max(initial=-1) + 1)
+    found = np.where(is_between, num_steps, np.int32(-1))
+    if 3 * step > num_steps:
+        _keep_first_steps(files, np.where(step_of_block < step, num_steps, step_of_block), found)
+        return found[is_between].astype(np.int64)
+    steps_ago = np.int32(step - 1) - step_of_block
+    _keep_first_steps(files, np.where(steps_ago < 0, num_steps, steps_ago), found)
+    later, first = [np.empty(0, np.int64)], 0  # in the order of last uses, then of numbers
+    for lists in distances.between(first_list, first_list + step):
+        again = np.repeat(np.arange(first, first + lists.num_rows), lists.lengths) + lists.values
+        later.append(again[again >= step])
+        first += lists.num_rows
+    result = np.empty(np.count_nonzero(is_between), np.int64)
+    result[stable_order(np.int32(step - 1) - found[is_between])] = np.concatenate(later)
+    return result
 
 
 def _keep_first_steps(

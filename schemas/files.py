@@ -584,6 +584,16 @@ class ListFiles:
         row = index - int(self._first[number])
         return lists.values[lists.offsets[row] : lists.offsets[row + 1]]
 
+    def between(self, start: int, end: int) -> Iterator[Jagged]:
+        """Yield the lists from one up to another, those of a row group at a time."""
+        for number in range(len(self._row_groups)):
+            first = int(self._first[number])
+            lower, upper = max(start - first, 0), min(end, int(self._first[number + 1])) - first
+            if lower < upper:
+                lists = self._row_group(number)
+                offsets = lists.offsets[lower : upper + 1]
+                yield Jagged(lists.values[offsets[0] : offsets[-1]], offsets - offsets[0])
+
     def _row_group(self, number: int) -> Jagged:
         if self._open[0] != number:
             lists = self._cache.get(self._owner, number)

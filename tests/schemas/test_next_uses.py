@@ -71,7 +71,7 @@ def check(dataset: Dataset, segments: list[list[np.ndarray] | None]) -> None:
         known = [[d if s + d < end else 0 for d in x] for s, x in enumerate(expected[:end])]
         check_reuse(next_uses, known)
     check_last_uses(next_uses, expected)
-    for first in (0, len(steps) // 3, len(steps) - 1, len(steps)):
+    for first in (0, *range(1, len(steps), 2), len(steps)):
         for end in ends:
             later = enumerate(steps[first:end], start=first)
             first_of = {row: step for step, rows in reversed(list(later)) for row in rows}
