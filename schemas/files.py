@@ -147,6 +147,8 @@ def parse_files(data: bytes, path: Location | Path) -> dict[str, FileEntry]:
 _PREFETCH_THREADS = 4
 _REQUEST_BYTES = 8 << 20
 """Regions that are fetched ahead are requested together up to this size."""
+_WHOLE_BYTES = 64 << 10
+"""A file that is no larger is requested with its footer."""
 _MAGIC = b"PAR1"
 _KEPT_REGIONS = 2
 """Regions of a remote file in memory, besides its footer and those that are being fetched."""
@@ -211,6 +213,8 @@ class CheckedFile:
             return
         regions = [r for r in row_groups if r not in self._verified and r not in self._fetching]
         if self._footer_bytes is None and self._footer not in self._fetching:
+            if self._entry.num_bytes <= _WHOLE_BYTES:  # one request in place of several
+                regions = [r for r in range(self._footer) if r not in self._fetching]
             regions.append(self._footer)
         offsets = self._entry.region_offsets
         while regions:
@@ -279,8 +283,9 @@ class CheckedFile:
     def _fetched(self, region: int) -> memoryview:
         if region == self._footer and self._footer_bytes is not None:
             return self._footer_bytes
-        future = self._fetching.pop(region, None)
-        data = (self._fetch([region]) if future is None else future.result())[region]
+        if region not in self._fetching:
+            self._fetch_ahead([region] if region != self._footer else [])
+        data = self._fetching.pop(region).result()[region]
         if region == self._footer:
             self._footer_bytes = data
         return data
@@ -457,14 +462,15 @@ def _dictionary_paths(metadata: pq.FileMetaData) -> list[str]:
 def find_damaged_files(root: Location | Path, entries: Mapping[str, FileEntry]) -> list[str]:
     """Return one line per file that is missing, truncated or changed."""
     root = Location.parse(root)
+    sizes = {found.path: found.num_bytes for found in root.entries()}
     problems: list[str] = []
     for entry in entries.values():
-        num_bytes = (root / entry.path).num_bytes()
+        num_bytes = sizes.get(entry.path)
         if num_bytes is None:
             problems.append(f"{entry.path}: missing")
         elif num_bytes != entry.num_bytes:
             problems.append(f"{entry.path}: {num_bytes} bytes instead of {entry.num_bytes}")
-        elif sha256_of(root / entry.path) != entry.sha256:
+        elif sha256_of(root / entry.path, num_bytes) != entry.sha256:
             problems.append(f"{entry.path}: content has changed")
     return problems
 
@@ -491,13 +497,16 @@ def read_verified(path: Location | Path, sha256: str) -> bytes:
     return data
 
 
-def sha256_of(path: Location | Path) -> str:
-    """Return the sha256 of a file, hex; raise FileNotFoundError if it does not exist."""
+def sha256_of(path: Location | Path, num_bytes: int | None = None) -> str:
+    """Return the sha256 of a file, hex; raise FileNotFoundError if it does not exist.
+
+    Without its size, that is requested first.
+    """
     location = Location.parse(path)
     if location.local is not None:
         with location.local.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
-    digest, num_bytes = hashlib.sha256(), location.num_bytes()
+    digest, num_bytes = hashlib.sha256(), num_bytes or location.num_bytes()
     if num_bytes is None:
         raise FileNotFoundError(errno.ENOENT, "no such object", str(location))
     for data in location.chunks(num_bytes):

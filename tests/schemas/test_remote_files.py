@@ -72,11 +72,12 @@ class Requests(Faults):
         return None
 
 
-@pytest.mark.parametrize("epochs", [1, 2])
+@pytest.mark.parametrize(("epochs", "whole_bytes"), [(1, 0), (2, 0), (1, 1 << 16)])
 def test_files_of_accesses_are_requested_once_for_each_use(
-    epochs: int, tmp_path: Path, s3_store: Store, monkeypatch: pytest.MonkeyPatch
+    epochs: int, whole_bytes: int, tmp_path: Path, s3_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of several files the footers are requested first, to count their rows."""
+    """Of several files the footers are requested first, to count their rows; small ones whole."""
+    monkeypatch.setattr("schemas.files._WHOLE_BYTES", whole_bytes)
     here = Location.parse(tmp_path / "tiny")
     write_dataset(tmp_path / "tiny")
     requests = Requests()
@@ -95,7 +96,9 @@ def test_files_of_accesses_are_requested_once_for_each_use(
             accesses.entries(step, next_uses[step])
     assert {len(segment.edge_files("items")) for segment in dataset.segments} == {2}
     for path, count in requests.requests.items():
-        if "/edges/" in path or "/uses-" in path:
+        if whole_bytes:
+            assert count == 1
+        elif "/edges/" in path or "/uses-" in path:
             assert count == (2 if path.endswith("00001.parquet") else 1)
         elif "/access/" in path:
             assert count == 2  # decoded row groups are kept
