@@ -49,7 +49,8 @@ def send(
 
 FAULTS = ("drop_reply", "error_after", "error_before", "conflict_before", "cut_body", "reset")
 """What a proxy can do to a request: drop the reply after the store acted; answer 503 after it has
-acted, or without asking it; answer 409 without asking it; cut the reply's body; reset the connection."""
+acted, or without asking it; answer 409 without asking it; cut the reply's body; reset the
+connection."""
 
 
 @dataclass
