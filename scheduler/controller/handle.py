@@ -133,34 +133,45 @@ def _submit(state: State, event: Submitted) -> State:
         return state
     declared = job_of_document(event.document, event.job, event.schedule)
     snapshot = Snapshot(job=declared, facts=event.facts, history=event.history)
-    config = declared.schedule
-    job = old or JobState(
-        name=event.job,
-        submitted_sec=event.time_sec,
-        document=event.document,
-        snapshot=snapshot,
-        num_segments=event.num_segments,
-        worker_memory=config.preprocessing.worker.memory,
-        replica_memory=config.training.replica.memory,
-        store_memory=config.training.store.memory,
-        replica_cpus=config.training.replica.cpus,
-        store_cpus=config.training.store.cpus,
-    )
+    training, memory = declared.schedule.training, _memory_of_file(declared.schedule)
+    if old is None:
+        job = JobState(
+            name=event.job,
+            submitted_sec=event.time_sec,
+            document=event.document,
+            schedule=event.schedule,
+            snapshot=snapshot,
+            num_segments=event.num_segments,
+            replica_cpus=training.replica.cpus,
+            store_cpus=training.store.cpus,
+            **memory,
+        )
+        return state.with_job(job)
+    before = _memory_of_file(old.snapshot.job.schedule)  # what was learned since stays
     job = replace(
-        job,
+        old,
         document=event.document,
         schedule=event.schedule,
         snapshot=snapshot,
         phase="submitted",
         sizes=None,
         backoffs={},
-        replica_cpus=config.training.replica.cpus,
-        store_cpus=config.training.store.cpus,
+        replica_cpus=training.replica.cpus,
+        store_cpus=training.store.cpus,
         usage=UsageWindow(),
         cores=CoreReadings(),
         steps_suspect=False,
+        **{name: value for name, value in memory.items() if value != before[name]},
     )
     return state.with_job(job)
+
+
+def _memory_of_file(config: ScheduleConfig) -> dict[str, int]:
+    return {
+        "worker_memory": config.preprocessing.worker.memory,
+        "replica_memory": config.training.replica.memory,
+        "store_memory": config.training.store.memory,
+    }
 
 
 def _on_drained(job: JobState, _event: Drained, _state: State) -> Result:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler.controller.events import BudgetSet, Ended, Read, Tick
+from scheduler.controller.events import BudgetSet, Drained, Ended, Read, Tick
 from scheduler.controller.state import JobState
 from scheduler.controller.tick import forecast_memory
 from scheduler.planner.correction import MEMORY_HEADROOM, OOM_GROWTH, memory_after_oom
@@ -147,3 +147,23 @@ def test_handle_of_a_coordinator_that_computes_nothing_grows_no_replica() -> Non
     had = bench.job.replica_memory
     bench.at(Ended, coordinator.name, outcome="oom")
     assert bench.job.replica_memory == had
+
+
+RESUMED = {
+    "the same file": (ALONE, 3.0),
+    "a file with more": (ALONE.replace("training: {", "training: {replica: {memory: 6GiB}, "), 6.0),
+    "a file with less": (ALONE.replace("training: {", "training: {replica: {memory: 1GiB}, "), 1.0),
+}
+
+
+@pytest.mark.parametrize(("schedule", "gib"), RESUMED.values(), ids=RESUMED)
+def test_handle_of_a_job_that_is_run_again_takes_the_memory_of_a_new_file_else_the_learned(
+    schedule: str, gib: float
+) -> None:
+    bench = Bench(BUDGET, submitted("first", 1, ALONE))
+    bench.built(0)
+    killed(bench, "coordinator-0.1")
+    bench.at(Drained)
+    bench.at(Ended, "coordinator-0.2", outcome="left")
+    bench.tell(submitted("first", 1, schedule, bench.now))
+    assert bench.job.processes["coordinator-0.3"].memory_bytes == gib * GIB
