@@ -1,7 +1,8 @@
 """The budget of all jobs: the work that each has left, what is booked, and who gets how much.
 
-The budget is divided when it changes, when a job comes or goes, and when a job outgrew or returned
-a part of its share. In between each job is corrected within its own share (`tick.py`).
+The budget is divided when it changes, when a job comes or goes, when jobs outgrew it, and when one
+gave up a part of its share while others wait. In between each job is corrected within its own share
+(`tick.py`).
 """
 
 from __future__ import annotations
@@ -70,9 +71,7 @@ def remaining_work(
         snapshot=snapshot,
         config=config,
         models=replace(
-            models,
-            num_segments=max(1, job.remaining_segments),
-            is_training=job.num_trained > 0,
+            models, num_segments=job.remaining_segments, is_training=job.num_trained > 0
         ),
         largest_job=largest_job,
     )
@@ -87,14 +86,6 @@ def current_config(job: JobState, now_sec: float, budget: BudgetConfig) -> Sched
         exponent = own.time_cost_exponent
     cpus, memory = min(own.cpus, budget.cpus), min(own.memory, budget.memory)
     budget = replace(own, cpus=cpus, memory=memory, time_cost_exponent=exponent)
-    if not job.remaining_segments:
-        # Everything is built, so training may use what the smallest preprocessing pool takes.
-        workers = max(1, first.min_workers)
-        budget = replace(
-            budget,
-            cpus=budget.cpus + workers * first.worker.cpus,
-            memory=budget.memory + workers * job.worker_memory,
-        )
     stores = job.num_stores
     if stores is None or job.stores:
         stores = second.max_stores
@@ -138,12 +129,11 @@ def booked_resources(job: JobState, sizes: Sizes | None) -> tuple[float, int]:
     """Return the cores and bytes of the pools at these sizes; none while the job waits."""
     if sizes is None:
         return 0.0, 0
-    cpus = sizes.num_replicas * job.replica_cpus + sizes.num_stores * job.store_cpus
-    memory = sizes.num_replicas * job.replica_memory + sizes.num_stores * job.store_memory
-    if job.remaining_segments:
-        workers = sizes.segment_jobs * sizes.workers_per_job
-        cpus += workers * job.snapshot.job.schedule.preprocessing.worker.cpus
-        memory += workers * job.worker_memory
+    workers = sizes.segment_jobs * sizes.workers_per_job
+    cpus = workers * job.snapshot.job.schedule.preprocessing.worker.cpus
+    cpus += sizes.num_replicas * job.replica_cpus + sizes.num_stores * job.store_cpus
+    memory = workers * job.worker_memory
+    memory += sizes.num_replicas * job.replica_memory + sizes.num_stores * job.store_memory
     return cpus, memory
 
 
@@ -181,13 +171,14 @@ def restore_cores(job: JobState, cpus: float) -> JobState:
 def available_budget(
     state: State, job: JobState, shares: Mapping[str, tuple[float, int]] | None = None
 ) -> BudgetConfig:
-    """Return the budget without the shares of the other jobs."""
+    """Return the budget of a job with sizes: what the others leave, and at least its own share."""
     shares = shares_of(state) if shares is None else shares
     others = [share for name, share in shares.items() if name != job.name]
+    cpus, memory = booked_resources(job, job.sizes)
     return replace(
         state.budget,
-        cpus=state.budget.cpus - sum(cpus for cpus, _ in others),
-        memory=state.budget.memory - sum(memory for _, memory in others),
+        cpus=max(cpus, state.budget.cpus - sum(cpus for cpus, _ in others)),
+        memory=max(memory, state.budget.memory - sum(memory for _, memory in others)),
     )
 
 
@@ -197,6 +188,34 @@ def sizes_as_values(sizes: Sizes) -> dict[str, float]:
 
 
 # Shares.
+
+ROUNDING = 1e-6
+"""Share of the budget by which sums may differ."""
+
+
+def must_divide(before: State, state: State) -> bool:
+    """Return whether the budget is to be divided anew after an event.
+
+    So it is if it or its jobs changed, if their shares exceed it, and if there is more room than
+    before while a job waits.
+    """
+    old, new = (
+        (one.budget, [job.name for job in one.by_priority if job.phase != "draining"])
+        for one in (before, state)
+    )
+    if old != new:
+        return True
+    waits = any(job.phase == "waiting" for job in state.by_priority)
+    limits = state.budget.cpus, state.budget.memory
+    for was, booked, limit in zip(_booked(before), _booked(state), limits, strict=True):
+        if booked > (1.0 + ROUNDING) * limit or (waits and booked < was - ROUNDING * limit):
+            return True
+    return False
+
+
+def _booked(state: State) -> tuple[float, float]:
+    shares = shares_of(state).values()
+    return sum(cpus for cpus, _ in shares), sum(memory for _, memory in shares)
 
 
 def allocate(state: State) -> tuple[State, list[Action]]:

@@ -1,7 +1,7 @@
 """`handle(event) -> actions`: the controller as a pure state machine.
 
-    apply the event -> on a tick, check each job (`tick.py`) -> divide the budget anew if jobs came
-    or went (`budget.py`) -> start and stop processes (`reconcile.py`)
+    apply the event -> on a tick, check each job (`tick.py`) -> divide the budget anew if jobs or
+    their needs changed (`budget.py`) -> start and stop processes (`reconcile.py`)
 
 Nothing here reads a clock or a file: the same events give the same actions.
 """
@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from scheduler.controller.budget import allocate, available_budget, booked_resources, remaining_work
+from scheduler.controller.budget import allocate, must_divide, remaining_work
 from scheduler.controller.events import (
     BudgetSet,
     Drained,
@@ -55,7 +55,7 @@ from scheduler.model.grid import Grid, Sizes
 from scheduler.model.predict import fit_models, segment_setting, training_setting
 from scheduler.model.snapshot import Snapshot
 from scheduler.planner.correction import memory_after_oom
-from schemas.config.schedule import BudgetConfig, ScheduleConfig
+from schemas.config.schedule import ScheduleConfig
 
 Result = tuple[JobState, list[Action]]
 Handler = Callable[[JobState, Any, State], Result]
@@ -72,21 +72,16 @@ def handle(state: State, event: Event) -> tuple[State, list[Action]]:
     """
     # A clock that is set back must not undo waiting times.
     event = replace(event, time_sec=max(event.time_sec, state.now_sec))
-    before = _division_inputs(state)
+    before = state
     state, actions = _apply(replace(state, now_sec=event.time_sec), event)
     if isinstance(event, Tick):
         state, changes = run_tick(_measure(state, event))
         actions += changes
-    if _division_inputs(state) != before:
+    if must_divide(before, state):
         state, changes = allocate(state)
         actions += changes
     state, changes = reconcile(state)
     return state, [*actions, *changes]
-
-
-def _division_inputs(state: State) -> tuple[BudgetConfig, list[tuple[str, int]]]:
-    jobs = [job for job in state.by_priority if job.phase != "draining"]
-    return state.budget, [(job.name, job.num_share_changes) for job in jobs]
 
 
 def _apply(state: State, event: Event) -> tuple[State, list[Action]]:
@@ -318,7 +313,10 @@ def _add_built(job: JobState, process: Process, event: Ended, segment_jobs: int)
         setting = replace(expected, rows=event.num_samples)
         builds = observe(builds, setting, [event.work_sec], event.time_sec - job.submitted_sec)
     backoffs = {k: v for k, v in job.backoffs.items() if k != process.task_id}
-    return replace(job, built=job.built | {process.number}, builds=builds, backoffs=backoffs)
+    job = replace(job, built=job.built | {process.number}, builds=builds, backoffs=backoffs)
+    if job.sizes is not None and not job.remaining_segments:  # the pool's share is free
+        job = replace(job, sizes=replace(job.sizes, segment_jobs=0, workers_per_job=0))
+    return job
 
 
 def _finish(job: JobState, event: Ended) -> Result:
@@ -374,8 +372,6 @@ def _raise_memory(job: JobState, process: Process, state: State) -> tuple[JobSta
         most = _most_memory(job, process.pool, state)
         given = int(memory_after_oom(had, _forecast_need(job, process, state), most))
         job = job.with_memory(process.pool, given)
-        outgrown = booked_resources(job, job.sizes)[1] > available_budget(state, job).memory
-        job = replace(job, num_share_changes=job.num_share_changes + outgrown)
     given = job.memory_of(process.pool)
     each = "with workers of" if process.pool == "segment" else "with"
     problem = f"was killed for memory {each} {had:,} bytes"

@@ -143,9 +143,6 @@ class JobState:
     cores: CoreReadings = field(default_factory=CoreReadings)
     steps_suspect: bool = False
     """Whether its steps may be slow for lack of cores; such steps are not fitted."""
-    num_share_changes: int = 0
-    """Times that it outgrew its share, or gave up a part while others waited; each divides the
-    budget anew."""
     spare_ticks: Mapping[str, int] = field(default_factory=dict[str, int])
     """By pool, consecutive ticks at which it had memory to spare."""
     processes: Mapping[str, Process] = field(default_factory=dict[str, Process])

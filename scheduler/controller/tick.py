@@ -141,17 +141,11 @@ def _check_job(
     job = replace(job, correction=verdict.state, verdict=verdict.reason)
     job, changes = _apply_verdict(job, verdict, comparison, budget)
     actions += changes
-    others_wait = any(other.phase == "waiting" for other in state.jobs.values())
     if job.correction.in_flight is None:
         job, returns = reclaim_memory(job, sizes, work, watches)
-        count = job.num_share_changes + (others_wait and bool(returns))
-        job = replace(job, num_share_changes=count)
         actions += returns
     if job.correction.in_flight is None:
-        before = job
         job, fits = fit_cores_to_need(job, budget, limits=state.resizes)
-        fewer = job.replica_cpus < before.replica_cpus or job.store_cpus < before.store_cpus
-        job = replace(job, num_share_changes=job.num_share_changes + (others_wait and fewer))
         actions += fits
     return job, actions
 
@@ -555,14 +549,14 @@ def _book_cores(
     cores: Sequence[float],
     grant: CoreGrant,
 ) -> tuple[JobState, list[Action]]:
-    """Change the booked cores; if they exceed the budget, have it divided anew."""
-    replica, *stores = cores
+    """Change the booked cores; those that are needed may exceed the budget, a trial may not."""
+    before, (replica, *stores) = job, cores
     job = replace(job, replica_cpus=replica, store_cpus=stores[0] if stores else job.store_cpus)
     more = any(cpus > reading.cpus for cpus, reading in zip(cores, latest, strict=True))
     fewer = any(cpus < reading.cpus for cpus, reading in zip(cores, latest, strict=True))
     job = replace(job, steps_suspect=job.steps_suspect or fewer)
-    if more and grant.limited and booked_resources(job, job.sizes)[0] > budget.cpus:
-        job = replace(job, num_share_changes=job.num_share_changes + 1)
+    if more and not grant.limited and booked_resources(job, job.sizes)[0] > budget.cpus + 1e-9:
+        return before, []
     pools = [
         f"{one.busy:.2f} of {one.cpus:.2f} cores of a {name} are busy, it gets {cpus:.2f}"
         for name, one, cpus in zip(("trainer", "store"), latest, cores, strict=False)

@@ -158,10 +158,14 @@ def mib(num_bytes: float) -> str:
 def preprocessing_sizes(facts: DataFacts, config: ScheduleConfig, segments: int) -> Ints:
     """Return (n, 2) jobs and workers of each within the pool's limits, fewest workers first.
 
+    Only (0, 0) without a segment.
+
     Raises:
         PlanError: no size is possible; the message names the limit to raise.
     """
     pool = config.preprocessing
+    if not segments:
+        return np.zeros((1, 2), np.int64)
     sizes = [
         (jobs, workers)
         for jobs in range(1, min(segments, pool.max_workers) + 1)

@@ -251,6 +251,7 @@ class Models:
     base_bytes: int
     """Bytes of a trainer before it holds anything of the job."""
     num_segments: int
+    """Segments to be built; 0 if only training is left."""
     similar_jobs: tuple[tuple[str, float], ...] = ()
     """Past jobs behind the warm start, with their weights."""
     num_parts: float
@@ -406,16 +407,17 @@ def training_start_sec(models: Models, config: ScheduleConfig, grid: Grid) -> Fl
 def segment_setting(
     models: Models, snapshot: Snapshot, config: ScheduleConfig, grid: Grid
 ) -> SegmentSetting:
-    """Return the settings of segment jobs of the candidates.
+    """Return the settings of segment jobs of the candidates; of one worker where none is left.
 
     Workers that have no part leave their cores to the others of their job.
     """
-    workers = np.minimum(grid.workers_per_job, models.num_parts)
-    left = (grid.workers_per_job / workers) ** WORKERS_EXPONENT
+    own = np.maximum(grid.workers_per_job, 1)
+    workers = np.minimum(own, models.num_parts)
+    left = (own / workers) ** WORKERS_EXPONENT
     cpus = config.preprocessing.worker.cpus
     return SegmentSetting(
-        rows=snapshot.facts.num_samples / models.num_segments,
+        rows=snapshot.facts.num_samples / max(1, models.num_segments),
         workers=workers,
         worker_cpus=np.minimum(cpus * left, max(cpus, 1.0)),
-        segment_jobs=grid.segment_jobs,
+        segment_jobs=np.maximum(grid.segment_jobs, 1),
     )

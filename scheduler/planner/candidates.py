@@ -120,21 +120,23 @@ def build_timeline(
 
     Segments are committed in W = ceil(K / j) waves, and the first epoch trains each as it is
     committed. It ends at t + a + K u if training waits only for the first wave, and at
-    W t + (K - (W - 1) j) u if it waits for the last one, whichever is later.
+    W t + (K - (W - 1) j) u if it waits for the last one, whichever is later. Where all are built,
+    it ends at a + u.
 
     Args:
         segment: (...) t, seconds of one segment job.
-        num_segments: K.
-        segment_jobs: (...) j, at least 1.
-        train_segment_sec: (...) u.
+        num_segments: K, 0 where all are built.
+        segment_jobs: (...) j.
+        train_segment_sec: (...) u; of all samples where all are built.
         epochs: passes over the data; only the first waits for segments.
         start_sec: (...) a, from the first segment to the first step.
     """
-    jobs = np.asarray(segment_jobs, float)
+    jobs = np.maximum(segment_jobs, 1.0)
     waves = np.ceil(num_segments / jobs)
+    segment = np.where(waves > 0, segment, 0.0)
     built = waves * segment
     unit = np.asarray(train_segment_sec, float)
-    work = num_segments * unit
+    work = max(1, num_segments) * unit
     last_wave = (num_segments - (waves - 1.0) * jobs) * unit
     alone = segment + np.asarray(start_sec, float) + work
     followed = np.maximum(alone, built + last_wave)
@@ -168,7 +170,7 @@ def predict_candidates(
     segment = segment + NOTICE_SEC
     step = models.training.seconds(training_setting(snapshot, config, grid))
     speed = snapshot.job.train.batch_samples / step
-    train_segment = facts.num_train_samples / segments / speed
+    train_segment = facts.num_train_samples / max(1, segments) / speed
     times = build_timeline(
         segment,
         segments,
@@ -185,7 +187,7 @@ def predict_candidates(
         preprocessing_memory_bytes=first.memory_bytes,
         training_cpus=second.cpus,
         training_memory_bytes=second.memory_bytes,
-        rows_per_sec=facts.num_samples / times.built_sec,
+        rows_per_sec=facts.num_samples / np.maximum(times.built_sec, NOTICE_SEC),
         samples_per_sec=speed,
         waiting_sec=times.waiting_sec,
         predicted_sec=times.end_sec,

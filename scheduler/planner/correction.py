@@ -173,7 +173,7 @@ def _is_trusted(
 ) -> np.ndarray:
     steps = predict_seconds(models.training, training_setting(snapshot, config, grid))
     segments = predict_seconds(models.segments, segment_setting(models, snapshot, config, grid))
-    return steps.confident & segments.confident
+    return steps.confident & (segments.confident | (grid.segment_jobs == 0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -78,8 +78,9 @@ def counted(number: int, noun: str) -> str:
 
 
 def describe_sizes(sizes: Sizes) -> str:
-    """Return the sizes of both pools as text."""
-    return f"{describe_preprocessing(sizes)}, {describe_training(sizes)}"
+    """Return the sizes of both pools as text, or of training if only that is left."""
+    training = describe_training(sizes)
+    return f"{describe_preprocessing(sizes)}, {training}" if sizes.segment_jobs else training
 
 
 def describe_preprocessing(sizes: Sizes) -> str:

@@ -30,9 +30,9 @@ from scheduler.controller.state import (
 )
 from scheduler.controller.tick import lookahead_steps, predict_step
 from scheduler.model.fit import predict_seconds
-from scheduler.model.grid import GIB, MIB, training_resources
+from scheduler.model.grid import GIB, MIB
 from scheduler.model.predict import training_setting
-from scheduler.planner.candidates import SEC_PER_HOUR, predict_candidates
+from scheduler.planner.candidates import predict_candidates
 from schemas.run_log import Decision
 
 POOLS: tuple[PoolName, ...] = ("segment", "coordinator", "replica", "store")
@@ -291,15 +291,9 @@ def _forecast(job: JobState, remaining: RemainingWork | None) -> Forecast | None
     snapshot, config, grid = remaining.snapshot, remaining.config, job.sizes.grid
     steps = predict_seconds(remaining.models.training, training_setting(snapshot, config, grid))
     predictions = predict_candidates(grid, snapshot, config, remaining.models)
-    seconds, cost = float(predictions.predicted_sec[0]), float(predictions.cost[0])
-    if not job.remaining_segments:
-        total = job.snapshot.facts.num_train_samples * job.snapshot.job.train.epochs
-        seconds = max(0, total - job.num_trained) / float(predictions.samples_per_sec[0])
-        price = training_resources(grid, config).hour_price(config.budget)
-        cost = seconds * float(price[0]) / SEC_PER_HOUR
     return Forecast(
-        left_sec=seconds,
-        left_cost=cost,
+        left_sec=float(predictions.predicted_sec[0]),
+        left_cost=float(predictions.cost[0]),
         samples_per_sec=float(predictions.samples_per_sec[0]),
         rows_per_sec=float(predictions.rows_per_sec[0]) if job.remaining_segments else None,
         low=float(steps.low[0] / steps.seconds[0]),

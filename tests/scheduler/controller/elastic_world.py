@@ -122,6 +122,8 @@ class ElasticWorld:
         for action in actions:
             self.trace.append(f"  {action.verb} {action.job} {action.process}: {action.reason}")
             self._carry_out(action)
+        watched = {(job.name, name) for job in self.state.jobs.values() for name in job.processes}
+        assert self.children.keys() == watched, "each process is watched until it has ended"
 
     def wants(self, name: str, num_stores: int) -> None:
         """Let a job want so many stores."""

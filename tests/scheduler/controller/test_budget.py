@@ -7,7 +7,7 @@ import pytest
 
 from scheduler.controller.events import BudgetSet
 from tests.scheduler.controller.bench import Bench
-from tests.scheduler.controller.world import GIB, submitted
+from tests.scheduler.controller.world import GIB, check_waiting, submitted
 from tests.scheduler.made import FACTS
 
 ONE = BudgetSet(time_sec=0.0, cpus=2.0, memory_bytes=8 * GIB)
@@ -61,6 +61,24 @@ def test_handle_resizes_no_job_for_another_that_ends_before_it_would_pay(
     bench.tell(submitted("second", 2, time_sec=bench.now))
     assert (bench.state.jobs["first"].sizes != sizes) == changes
     assert (bench.state.jobs["second"].sizes is not None) == changes
+
+
+LEAN = "  preprocessing: {max_workers: 1}\n  training: {max_replicas: 1, max_stores: 0}"
+
+
+def test_handle_of_a_build_that_ended_gives_its_cores_to_a_job_that_waits() -> None:
+    bench = Bench(replace(ONE, cpus=3.0), submitted("first", 1, LEAN))
+    waits = bench.tell(submitted("second", 1, LEAN, bench.now))
+    assert [(a.job, a.verb) for a in waits] == [("second", "wait")]
+    found = bench.built(0)
+    assert [(a.job, a.verb, a.process) for a in found] == [
+        ("second", "admit", ""),
+        ("first", "start", "coordinator-0.1"),
+        ("second", "start", "segment-0.1"),
+    ]
+    check_waiting(bench.state)
+    (action,) = [a for a in bench.tell(submitted("third", 1, LEAN, bench.now)) if a.verb == "wait"]
+    assert action.job == "third", "no cores are left"
 
 
 LARGE = BudgetSet(time_sec=0.0, cpus=16.0, memory_bytes=64 * GIB)

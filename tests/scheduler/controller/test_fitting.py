@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from scheduler.controller.budget import allocate, remaining_work
+from scheduler.controller.budget import allocate, booked_resources, remaining_work
 from scheduler.controller.events import (
     BudgetSet,
     Drained,
@@ -18,7 +18,7 @@ from scheduler.controller.tick import CORE_TICKS, CORES_REDUCED, MAX_READINGS, M
 from scheduler.elasticity import GROWTH, HEADROOM, NEED_MARGIN, CoreReadings
 from scheduler.model.predict import training_setting
 from tests.scheduler.controller.bench import Bench
-from tests.scheduler.controller.world import BUDGET, GIB, check_laws, submitted
+from tests.scheduler.controller.world import BUDGET, GIB, check_laws, check_waiting, submitted
 
 LARGE = """\
   training: {replica: {cpus: 4}, max_replicas: 1, max_stores: 0}
@@ -59,6 +59,7 @@ class Trainer:
                                    resident_bytes=GIB, busy_cores=busy)  # fmt: skip
             found += self.bench.ticks(1, 5.0)
             check_laws(self.bench.state)
+            check_waiting(self.bench.state)
         return found
 
 
@@ -257,6 +258,20 @@ def test_processes_at_new_sizes_get_more_before_they_get_fewer() -> None:
     (first, *_) = fits(trainer.trains(3 * CORE_TICKS))
     assert first.values["replica_cpus"] == pytest.approx(GROWTH * HEADROOM, rel=0.01)
     assert cpus_of(bench) == pytest.approx(HEADROOM * 0.5, rel=0.01)
+
+
+def test_trial_of_more_cores_takes_only_what_is_free() -> None:
+    """The first of two jobs got fewer cores than those of its file, and the second has the rest."""
+    bench = begun()
+    bench.tell(submitted("second", 800, SMALL.replace("cpus: 4", "cpus: 0.5"), bench.now))
+    (coordinator,) = bench.job.of_pool("coordinator")
+    job = bench.job.with_process(replace(coordinator, cpus=2.9))
+    jobs = {**bench.state.jobs, "first": replace(job, replica_cpus=2.9)}
+    cpus = sum(booked_resources(job, job.sizes)[0] for job in jobs.values())
+    budget = replace(bench.state.budget, cpus=cpus)
+    bench.state = replace(bench.state, jobs=jobs, budget=budget)
+    assert fits(Trainer(bench, work_sec=2.0, need=2.1).trains(CORE_TICKS + 3)) == []
+    assert cpus_of(bench) == 2.9
 
 
 FITTED = {

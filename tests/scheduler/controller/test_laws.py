@@ -19,6 +19,10 @@ JOBS = {
         submitted("second", 2, "  priority: 2\n  training: {min_replicas: 2}", 10.0),
         submitted("third", 3, "  preprocessing: {min_workers: 4}\n  priority: 1", 20.0),
     ],
+    "two jobs of which the second fits once the first is built": [
+        submitted("first", 1, "  training: {replica: {cpus: 4}, max_replicas: 1}", 0.0),
+        submitted("second", 1, "  training: {replica: {cpus: 3}, max_replicas: 1}", 10.0),
+    ],
 }
 
 

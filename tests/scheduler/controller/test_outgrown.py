@@ -9,7 +9,7 @@ from scheduler.controller.state import JobState
 from scheduler.controller.tick import forecast_memory
 from scheduler.planner.correction import MEMORY_HEADROOM, OOM_GROWTH, memory_after_oom
 from tests.scheduler.controller.bench import GROWS, Bench, said
-from tests.scheduler.controller.world import BUDGET, GIB, MIB, check_laws, submitted
+from tests.scheduler.controller.world import BUDGET, GIB, MIB, check_laws, check_waiting, submitted
 
 ALONE = "  training: {max_replicas: 1}\n  preprocessing: {max_workers: 2}"
 STORES = """\
@@ -117,12 +117,12 @@ def test_handle_shares_anew_where_more_memory_than_the_share_of_a_job_is_needed(
     for name in ("first", "second"):
         bench.tell(submitted(name, 6, ALONE, bench.now))
     bench.built(0)
-    before = bench.job.num_share_changes
     for _ in range(3):
         leads = bench.job.of_pool("coordinator")
         if leads:
             killed(bench, leads[0].name)
-    assert bench.job.num_share_changes > before
+            check_waiting(bench.state)
+    assert [a.job for a in bench.done if a.verb in ("scale", "wait")], "it is divided anew"
     jobs: list[JobState] = list(bench.state.jobs.values())
     assert "failed" not in [job.phase for job in jobs]
     # Whoever waits does so for memory, and goes on when the other one ends.

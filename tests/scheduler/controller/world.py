@@ -3,10 +3,12 @@
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from scheduler.controller.budget import ROUNDING, candidate_sizes, shares_of
 from scheduler.controller.codec import decode, encode
 from scheduler.controller.events import (
     BudgetSet,
@@ -21,6 +23,7 @@ from scheduler.controller.events import (
 )
 from scheduler.controller.state import ENDED_PHASES, Action, State
 from scheduler.model.history import History
+from schemas.errors import PlanError
 from tests.scheduler.made import FACTS, JOB
 
 GIB = 1 << 30
@@ -28,6 +31,7 @@ MIB = 1 << 20
 BUDGET = BudgetSet(time_sec=0.0, cpus=8.0, memory_bytes=32 * GIB)
 BATCH = 256
 STEPS_PER_SEGMENT = 4
+BUSY_CORES = (0.0, 0.2, 0.7, 1.0)
 
 
 def submitted(
@@ -51,6 +55,7 @@ class Child:
 
     pool: str
     number: int
+    memory_bytes: int = 0
     runs: bool = False
     leaving: bool = False
     has_replicas: bool = False
@@ -83,7 +88,10 @@ class World:
             assert (pool, number) not in places, "one process per task"
             self.known.add(key)
             self.children[key] = Child(
-                pool, number, has_replicas=bool(action.values.get("has_replicas"))
+                pool,
+                number,
+                memory_bytes=int(action.values["memory_bytes"]),
+                has_replicas=bool(action.values.get("has_replicas")),
             )
         elif key in self.children:
             self.children[key].leaving = True
@@ -111,7 +119,8 @@ class World:
             return Preempted(**who, grace_sec=10.0)
         if chance < 0.3:
             position = int(self.now)
-            return Read(**who, position=position, resident_bytes=GIB // 2)
+            busy = round(float(rng.choice(BUSY_CORES)), 4)
+            return Read(**who, position=position, resident_bytes=GIB // 2, busy_cores=busy)
         return self._works(job, name, child, who)
 
     def _works(self, job: str, name: str, child: Child, who: dict) -> Event:
@@ -140,6 +149,21 @@ class World:
                 seconds=(0.5,),
             )
         return Tick(time_sec=self.now)
+
+
+def check_waiting(state: State) -> None:
+    """Check that shares fit the budget, and that no job waits that fits beside the others."""
+    used_cpus, used_memory = map(sum, zip((0.0, 0), *shares_of(state).values(), strict=True))
+    assert used_cpus <= (1 + ROUNDING) * state.budget.cpus
+    assert used_memory <= (1 + ROUNDING) * state.budget.memory
+    for job in state.by_priority:
+        if job.phase == "waiting":
+            with suppress(PlanError):  # it does not even fit alone
+                options = candidate_sizes(job, state)[2]
+                fits = (options.cpus <= state.budget.cpus - used_cpus) & (
+                    options.memory_bytes <= state.budget.memory - used_memory
+                )
+                assert not fits.any(), f"{job.name} fits, got {shares_of(state)}"
 
 
 def check_logged(state: State) -> None:
@@ -188,7 +212,12 @@ def run(
             event = world.next_event(rng, calm=number > num_wild)
         state, actions = tell(state, event)
         check_laws(state)
+        check_waiting(state)
         for action in actions:
             assert action.reason
             world.carry_out(action)
+        watched = {(job.name, name) for job in state.jobs.values() for name in job.processes}
+        assert world.children.keys() == watched, "each process is watched until it has ended"
+        held = sum(child.memory_bytes for child in world.children.values())
+        assert held <= state.budget.memory
     raise AssertionError(f"jobs must end, got {state.jobs}")
