@@ -2,8 +2,8 @@
 
 A root may be at an object store, where nothing can be appended to a file: each record is a new
 version of a numbered manifest (`schemas.versions`). Like the log of the scheduler, it is a snapshot
-and the records since. An owner begins with a snapshot, and writes another one after
-SNAPSHOT_RECORDS records; versions before the last but one are emptied.
+and the records since. There is a new one after SNAPSHOT_RECORDS versions; those before the last but
+one are emptied. An owner begins with a version without a record.
 
 One process at a time owns the log. It holds a lease, and each version names the lease of its owner:
 another process takes over once that lease has ended, and the earlier owner, if it was only
@@ -41,7 +41,7 @@ EXPIRY_SEC = 60
 READ_SEC = 20
 """Time between two checks for a rollback while a stage runs."""
 SNAPSHOT_RECORDS = 64
-"""Records after which the state is written again."""
+"""Versions after which the state is written again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class LogManifest:
     state: Mapping[str, Any] | None = None
     """State of all days, as JSON; versions before it are not needed."""
     record: Mapping[str, Any] | None = None
-    """What happened since the version before, as JSON; None if there is a state."""
+    """What happened since the version before, as JSON; None if there is a state, or a new owner."""
     snapshot: int
     """Number of the newest earlier version with a state; 0 without one."""
     parent_sha256: str | None = None
@@ -176,10 +176,10 @@ def _has_ended(holder: str) -> bool:
 def _commit(
     versions: Versions, at: _Position, owner: str, record: Record | None
 ) -> _Position | None:
-    """Write the next version, a record or a snapshot; None if another writer was faster."""
+    """Write the next version, None as the record of a new owner; None if another was faster."""
     number = 1 if at.version is None else at.version.number + 1
     state = at.state if record is None else apply_record(at.state, record)
-    is_snapshot = record is None or number > at.snapshots[1] + SNAPSHOT_RECORDS
+    is_snapshot = at.version is None or number > at.snapshots[1] + SNAPSHOT_RECORDS
     manifest = LogManifest(
         owner=owner,
         writer=writer_id(),
@@ -248,7 +248,8 @@ def _read(versions: Versions) -> _Position:
                 f"log is of another version: {error!r}; use the release that wrote it",
                 file=str(versions.directory),
             ) from error
-        records.append(manifest.record or {})
+        if manifest.record is not None:
+            records.append(manifest.record)
         version = versions.read(version.number - 1)
     if newest is None:
         return _Position()
