@@ -34,6 +34,7 @@ from scheduler.drivers.kubernetes.api import (
 )
 from scheduler.drivers.kubernetes.manifest import (
     INSTANCE,
+    JOB,
     PROCESS,
     ClusterConfig,
     Task,
@@ -77,11 +78,12 @@ class Cluster:
         self._reported = set[str]()
         self._unreachable = set[Literal["calls", "watch"]]()
         self._pods: dict[str, TrackedPod] = {}
+        self._pods_of: dict[str, dict[str, TrackedPod]] = {}
+        """By job and process."""
         self._unconfirmed = set[str]()
         self._quiet_until = self._confirm_at = 0.0
         self._usage_at = -USAGE_SEC
         self._usage: dict[str, Usage] = {}
-        self._has_metrics = True
 
     def __enter__(self) -> Cluster:
         """List the Pods and start the watch.
@@ -154,27 +156,36 @@ class Cluster:
         return self._pods.get(pod_name(self._instance, job, process))
 
     def pods_of(self, job: str) -> dict[str, TrackedPod]:
-        """Return the Pods of a job by process name."""
-        pods: dict[str, TrackedPod] = {}
-        for pod in self._pods.values():
-            body = pod.observed or pod.manifest
-            annotations = {} if body is None else body["metadata"].get("annotations", {})
-            process = annotations.get(PROCESS)
-            if process and pod.name == pod_name(self._instance, job, process):
-                pods[process] = pod
-        return pods
+        """Return the Pods of a job by process name, those that were requested or observed."""
+        pods = self._pods_of.get(job, {})
+        return {
+            process: pod for process, pod in pods.items() if pod.observed or pod.manifest is not None
+        }
+
+    def _track(self, body: Mapping[str, Any]) -> TrackedPod:
+        """Return the tracked Pod of a manifest or an object, a new one under its job's name."""
+        name = body["metadata"]["name"]
+        pod = self._pods.setdefault(name, TrackedPod(name))
+        names = body["metadata"].get("annotations", {})
+        job, process = names.get(JOB), names.get(PROCESS)
+        if job and process and name == pod_name(self._instance, job, process):
+            self._pods_of.setdefault(job, {})[process] = pod
+        return pod
 
     def create(self, task: Task) -> None:
         """Create a Pod for a process."""
         manifest = pod_of(self._config, self._instance, task)
-        name = manifest["metadata"]["name"]
-        secret_job = task.job if task.needs_secret else None
-        self._pods.setdefault(name, TrackedPod(name, manifest=manifest, secret_job=secret_job))
-        self.sync(self._pods[name])
+        is_new = manifest["metadata"]["name"] not in self._pods
+        pod = self._track(manifest)
+        if is_new:
+            pod.manifest, pod.secret_job = manifest, task.job if task.needs_secret else None
+        self.sync(pod)
 
-    def remove(self, pod: TrackedPod) -> None:
+    def remove(self, job: str, process: str) -> None:
         """Delete the object of an ended Pod, then stop tracking it."""
+        pod = self._pods_of[job][process]
         if pod.is_gone or pod.observed is None:
+            del self._pods_of[job][process]
             self._pods.pop(pod.name, None)
         else:
             pod.delete(0 if has_ended(pod.observed) else STOP_SEC)
@@ -223,17 +234,15 @@ class Cluster:
         return self._send(f"Pod {pod.name} cannot be resized", request_limits) is not False
 
     def usage(self, pod: TrackedPod) -> Usage | None:
-        """Return the resources that a Pod uses, None without a metrics server."""
+        """Return the resources that a Pod uses, None while no metrics server answers."""
         now = time.monotonic()
-        if self._has_metrics and now - self._usage_at >= USAGE_SEC and now > self._quiet_until:
+        if now - self._usage_at >= USAGE_SEC and now > self._quiet_until:
             try:
                 self._usage = self._api.usage(self._selector)
                 self._set_reachable("calls")
-            except RefusedError as error:
-                self._has_metrics = False
-                self._report(f"memory cannot be read from metrics.k8s.io: {error.message.strip()}")
-            except UnreachableError as error:
-                self._report(f"memory cannot be read from metrics.k8s.io: {error}")
+            except (RefusedError, UnreachableError) as error:
+                self._usage = {}
+                self._report(f"memory cannot be read from metrics.k8s.io: {str(error).strip()}")
             self._usage_at = time.monotonic()  # the answer may take longer than `USAGE_SEC`
         return self._usage.get(pod.name)
 
@@ -308,8 +317,7 @@ class Cluster:
             self._unconfirmed.add(pod.name)
 
     def _on_observed(self, body: dict[str, Any]) -> None:
-        name = body["metadata"]["name"]
-        pod = self._pods.setdefault(name, TrackedPod(name))
+        pod = self._track(body)
         if pod.uid in ("", body["metadata"]["uid"]):
             pod.observed, pod.manifest = body, None
         else:  # ours was deleted meanwhile
@@ -469,7 +477,7 @@ class Pods:
                 continue
             if not pod.is_alive:
                 self._record_output(name)
-                self._cluster.remove(pod)
+                self._cluster.remove(self._job, name)
             elif not name.startswith("move-"):
                 self.kill(name)
         if self._may_have_secret and not names and not any(p.is_alive for p in pods.values()):

@@ -201,6 +201,48 @@ def test_a_reading_of_usage_that_took_long_is_not_begun_again_at_once(
     assert server.calls.count("usage") == 2
 
 
+def test_usage_that_was_refused_once_is_read_again(
+    followed: Followed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rights of the scheduler, or the metrics server, may come after the first Pod."""
+    server, name = followed.server, followed.name("coordinator-0.1")
+    followed.pods.start("coordinator-0.1", [])
+    server.pods[name]["status"] = {
+        "phase": "Running",
+        "containerStatuses": [{"state": {"running": {}}}],
+    }
+    server.tell(name, "MODIFIED")
+    followed.until(lambda: followed.pods.is_running("coordinator-0.1"))
+    monkeypatch.setattr(asked, "USAGE_SEC", 0.0)
+    server.fails["usage"] = FORBIDDEN
+    for _ in range(3):
+        assert followed.pods.resident_bytes("coordinator-0.1") == 0
+    assert followed.said == ["memory cannot be read from metrics.k8s.io: 403: no right"]
+    server.fails.clear()
+    monkeypatch.setattr(server, "usage", lambda _: {name: Usage(memory_bytes=7, cores=0.5)})
+    assert followed.pods.resident_bytes("coordinator-0.1") == 7
+
+
+def test_pods_of_a_job_are_found_without_going_through_those_of_others(
+    followed: Followed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    others = Pods(followed.cluster, "other", followed.pods.work)
+    names = [f"replica-{number}.1" for number in range(4)]
+    for name in names:
+        followed.pods.start(name, [])
+        followed.server.tell(followed.name(name), "MODIFIED")
+    followed.until(lambda: all(followed.pods.is_alive(name) for name in names))
+    with monkeypatch.context() as patch:
+        patch.setattr(asked, "pod_name", None)  # nothing is computed for each Pod
+        assert list(followed.cluster.pods_of("job")) == names
+        assert followed.cluster.pods_of("other") == {}
+        assert others.preemption_notices() == {}
+    followed.pods.kill(names[0])
+    followed.until(lambda: not followed.pods.is_alive(names[0]))
+    followed.pods.remove_ended(names[1:])
+    assert list(followed.cluster.pods_of("job")) == names[1:]
+
+
 UNSCHEDULABLE = {
     "phase": "Pending",
     "conditions": [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable"}],
