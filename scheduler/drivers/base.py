@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 import signal
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
@@ -9,7 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Protocol
+from typing import Any, Protocol
 
 from schemas.files import replace_bytes
 
@@ -194,6 +195,25 @@ def last_line(text: str) -> str:
     """Return the last line near the end of a text that is not empty."""
     lines = text[-LAST_BYTES:].strip().splitlines()
     return lines[-1].strip() if lines else ""
+
+
+def parse_result(output: str) -> dict[str, Any] | None:
+    """Return the JSON object that a command printed; None if it did not complete.
+
+    NaN, such as the NE of a diverged model, becomes None.
+
+    Example:
+        >>> parse_result('{"ne": NaN}'), parse_result('{"stopped": "SIGTERM"}')
+        ({'ne': None}, None)
+        >>> parse_result('{"ne"') is None
+        True
+    """
+    lines = output.strip().splitlines()
+    try:
+        body = json.loads(lines[-1], parse_constant=lambda _: None) if lines else None
+    except ValueError:
+        return None
+    return body if isinstance(body, dict) and "stopped" not in body else None
 
 
 def instance_of(output: Path) -> str:

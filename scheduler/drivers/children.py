@@ -149,9 +149,14 @@ class Children:
         return ExitStatus(status=self._statuses.get(name), lost=OOM_DETAIL if oom else "", oom=oom)
 
     def pid(self, name: str) -> int | None:
-        """Return the pid of a living child; None briefly after its start, or if it has ended."""
+        """Return the pid of a living child; None if it has ended.
+
+        None as well until the child of an earlier scheduler has written it.
+        """
         if not self.is_alive(name):
             return None
+        if name in self._own:
+            return self._own[name].pid
         try:
             return int(self._path(name, "pid").read_text())
         except (FileNotFoundError, ValueError):

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import ParamSpec, TypeVar
 
 from scheduler.controller.events import (
     BudgetSet,
@@ -37,7 +37,7 @@ from scheduler.controller.events import (
 from scheduler.controller.log import Log
 from scheduler.controller.state import ENDED_PHASES, JobState, Process, State
 from scheduler.controller.tick import num_turns
-from scheduler.drivers.base import Platform, Processes, ResourceRequest
+from scheduler.drivers.base import Platform, Processes, ResourceRequest, parse_result
 from scheduler.drivers.beam_runners import SegmentRunner
 from scheduler.drivers.job_files import (
     JobPaths,
@@ -74,6 +74,7 @@ from schemas.run_log import (
 from schemas.run_manifest import RunLogTail, read_run_file
 from schemas.storage import Location
 
+P = ParamSpec("P")
 T = TypeVar("T")
 MAX_TICK_SEC = 30.0
 """Longest time between two reconcile ticks."""
@@ -83,6 +84,8 @@ URL_POLL_SEC = 2.0
 """Time between two polls of a job whose files are at an object store."""
 SILENT_POLL_SEC = 10.0
 """The same while the store does not answer."""
+KILL_SEC = 60.0
+"""Time after `train.limits.drain` at which a process that was asked to leave is killed."""
 MAX_STEPS = 32
 """Latest steps whose times one event reports."""
 CLUSTER_FAILED = re.compile(r"error: pipeline must finish, got Pipeline \S+ failed in state (.*)")
@@ -126,22 +129,19 @@ class Driver:
         self._noticed = set[tuple[str, str]]()
         self._last_tick_sec = 0.0
         self._measured_sec = dict.fromkeys(paths, 0.0)
+        self._stop_sec: dict[tuple[str, str], float] = {}
+        self._started_sec = max(time.time(), log.state.now_sec) - time.monotonic()
         for decision in log.reader.decisions:
             self._execute(decision)
-        self._resend_stop_requests()
 
     @property
     def state(self) -> State:
         """The state after the last event."""
         return self._log.state
 
-    def _resend_stop_requests(self) -> None:
-        """Stop leaving processes: the previous scheduler may have died before it did."""
-        for name, processes in self._processes.items():
-            job = self.state.jobs.get(name)
-            for process in () if job is None else job.processes.values():
-                if process.status == "leaving":
-                    processes.request_stop(process.name)
+    def _now(self) -> float:
+        """Return the seconds since the epoch; a clock that is set changes it at the next start."""
+        return self._started_sec + time.monotonic()
 
     def begin(
         self,
@@ -184,7 +184,7 @@ class Driver:
         if current != (cpus, memory_bytes, time_cost_exponent, resizes, largest_job):
             self._handle(
                 BudgetSet(
-                    time_sec=time.time(),
+                    time_sec=self._now(),
                     cpus=cpus,
                     memory_bytes=memory_bytes,
                     resizes=resizes,
@@ -200,7 +200,7 @@ class Driver:
     def drain(self) -> None:
         """Stop all jobs without losing work."""
         for job in self.state.by_priority:
-            self._handle(Drained(time_sec=time.time(), job=job.name))
+            self._handle(Drained(time_sec=self._now(), job=job.name))
 
     def end(self) -> None:
         """Cancel what remains where segment jobs ran; remove copies of files at a store."""
@@ -220,9 +220,9 @@ class Driver:
         """Observe all processes once, and run a reconcile tick if one is due."""
         self._platform.poll()
         for name in list(self.state.jobs):
-            if name in self._paths and time.time() >= self._next_poll_sec[name]:
+            if name in self._paths and self._now() >= self._next_poll_sec[name]:
                 self._read_storage(name, self._poll_job)
-        now = time.time()
+        now = self._now()
         self._options.runner.cancel_ended(self.state, now, self._options.progress)
         if now - self._last_tick_sec >= self._tick_interval(now) or self._restart_is_due(now):
             self._last_tick_sec = now
@@ -251,16 +251,16 @@ class Driver:
     def _read_storage(self, name: str, read: Callable[[str], T]) -> T | None:
         """Call a function with a job whose files it reads; nothing ends if they cannot be read.
 
-        What was not observed is observed by the next call.
+        What was not observed is observed by the next call, so that other jobs go on.
         """
         interval, result = URL_POLL_SEC if self._paths[name].is_remote else 0.0, None
         try:
             result = read(name)
             self._report_storage_health(name, "")
-        except StorageError as error:
+        except SchemaError as error:
             interval = SILENT_POLL_SEC
             self._report_storage_health(name, str(error))
-        self._next_poll_sec[name] = time.time() + interval
+        self._next_poll_sec[name] = self._now() + interval
         return result
 
     def _report_storage_health(self, name: str, problem: str) -> None:
@@ -292,28 +292,45 @@ class Driver:
         observed, paths = self._processes[name], self._paths[name]
         processes = list(self.state.jobs[name].processes.values())
         gone = [p for p in processes if not observed.is_alive(p.name)]
+        self._stop_leaving(name, [p for p in processes if p not in gone])
         if gone and (stepped := self._read_steps(name)) is not None:
             self._handle(stepped)
         coordinated = any(p.pool == "coordinator" and p not in gone for p in processes)
         for process in gone:
-            if process.pool == "replica" and coordinated and is_trained(paths):
+            if process.pool == "replica" and coordinated and undamaged(is_trained, paths):
                 continue  # the run is complete; the coordinator is about to exit
-            self._handle(ended_event(paths, observed, name, process, time.time()))
+            process = self.state.jobs[name].processes[process.name]
+            self._handle(ended_event(paths, observed, name, process, self._now()))
             if process.pool in ("store", "coordinator") and process.status != "leaving":
                 self._end_move(self.state.jobs[name], observed)
             if process.pool == "store":
-                self._discard_stores(self.state.jobs[name])
+                read_files(self._discard_stores, self.state.jobs[name])
         self._poll_load(name)
         self._poll_move(name)
         for process in processes:
-            if process.status == "starting" and process not in gone and self._is_up(name, process):
-                self._handle(Started(time_sec=time.time(), job=name, process=process.name))
+            starts = process.status == "starting" and process not in gone
+            if starts and read_files(self._is_up, name, process):
+                self._handle(Started(time_sec=self._now(), job=name, process=process.name))
         self._poll_preemptions(name)
         self._poll_resizes(name)
         observed.remove_ended(self.state.jobs[name].processes)
 
+    def _stop_leaving(self, name: str, processes: Sequence[Process]) -> None:
+        """Request the stop of leaving processes until they end; kill those that take too long.
+
+        An earlier request may have been lost with its scheduler, or have come too early.
+        """
+        limit_sec = self.state.jobs[name].snapshot.job.train.limits.drain.total_seconds()
+        for process in processes:
+            if process.status != "leaving":
+                continue
+            self._processes[name].request_stop(process.name)
+            since = self._stop_sec.setdefault((name, process.name), self._now())
+            if self._now() > since + limit_sec + KILL_SEC:
+                self._processes[name].kill(process.name)
+
     def _read_steps(self, name: str) -> Stepped | None:
-        return self._tails[name].read(name, time.time())
+        return undamaged(self._tails[name].read, name, self._now())
 
     def _end_move(self, job: JobState, processes: Processes) -> None:
         """Kill a slot move, which could wait an hour for the process that has ended."""
@@ -326,7 +343,7 @@ class Driver:
         job = self.state.jobs[name]
         if job.num_stores and self._loaded_segments[name] < len(job.built):
             train = job.snapshot.job.train
-            load = read_load(self._paths[name], name, train, time.time())
+            load = undamaged(read_load, self._paths[name], name, train, self._now())
             self._loaded_segments[name] = len(job.built)
             if load is not None:
                 self._handle(load)
@@ -337,8 +354,8 @@ class Driver:
             return
         move = _newest_move(job, processes)
         if move is None or not processes.is_alive(move):
-            moved = move is not None and bool(processes.output(move))
-            self._handle(Moved(time_sec=time.time(), job=name, moved=moved))
+            moved = move is not None and parse_result(processes.output(move)) is not None
+            self._handle(Moved(time_sec=self._now(), job=name, moved=moved))
 
     def _is_up(self, name: str, process: Process) -> bool:
         if not self._processes[name].is_running(process.name):
@@ -359,7 +376,7 @@ class Driver:
                 continue
             self._noticed.add((name, process))
             self._handle(
-                Preempted(time_sec=time.time(), job=name, process=process, grace_sec=grace_sec)
+                Preempted(time_sec=self._now(), job=name, process=process, grace_sec=grace_sec)
             )
 
     def _poll_resizes(self, name: str) -> None:
@@ -372,7 +389,7 @@ class Driver:
             if resized is None:
                 continue
             self._handle(
-                Resized(time_sec=time.time(), job=name, process=process.name, resized=resized)
+                Resized(time_sec=self._now(), job=name, process=process.name, resized=resized)
             )
             current = self.state.jobs[name].processes.get(process.name)
             if not resized and current is not None:  # withdraw the request
@@ -418,7 +435,8 @@ class Driver:
             if process is not None:
                 try:
                     self._start(job, process, decision, processes)
-                except StorageError as error:  # it is found not to be alive, and started later
+                # It is found not to be alive, and started later.
+                except (SchemaError, OSError) as error:
                     self._report_storage_health(job.name, str(error))
         elif action == "drain":
             processes.request_stop(decision.process)
@@ -511,14 +529,22 @@ def ended_event(
     name, exit_status = process.name, processes.exit_status(process.name)
     status = exit_status.status
     detail = processes.last_stderr_line(name)
-    num_samples, work_sec = 0, 0.0
-    if process.pool == "segment" and is_built(paths, process.number):
+    num_samples, work_sec, damage = 0, 0.0, ""
+    try:
+        is_complete = read_files(_is_complete, paths, process)
+    except StorageError:
+        raise
+    except SchemaError as error:
+        is_complete, damage = False, str(error)
+    if is_complete:
         outcome: Outcome = "done"
-        num_samples, work_sec = _build_figures(processes.output(name))
-    elif process.pool == "coordinator" and is_trained(paths):
-        outcome = "done"
+        if process.pool == "segment":
+            num_samples, work_sec = _build_figures(processes.output(name))
+    elif damage:
+        outcome, detail = "failed", damage
     elif status == 0 and process.pool != "segment":
-        outcome = "left"
+        outcome = "left" if process.status == "leaving" else "lost"
+        detail = detail if outcome == "left" else "exited with status 0 before it was done"
     elif exit_status.oom:
         outcome, detail = "oom", exit_status.lost
     elif exit_status.lost:
@@ -563,6 +589,39 @@ def is_cluster_failure(line: str) -> bool:
     return match is not None and "[while running '" not in match[1]
 
 
+def _is_complete(paths: JobPaths, process: Process) -> bool:
+    if process.pool == "segment":
+        return is_built(paths, process.number)
+    return process.pool == "coordinator" and is_trained(paths)
+
+
+def read_files(read: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Call a function that reads files of a job.
+
+    Raises:
+        SchemaError: one is damaged.
+        StorageError: one cannot be read now.
+    """
+    try:
+        return read(*args, **kwargs)
+    except OSError as error:
+        raise StorageError(str(error)) from error
+
+
+def undamaged(read: Callable[P, T | None], *args: P.args, **kwargs: P.kwargs) -> T | None:
+    """Return what a function reads; None if it is damaged, which the process that needs it reports.
+
+    Raises:
+        StorageError: a file cannot be read now.
+    """
+    try:
+        return read_files(read, *args, **kwargs)
+    except StorageError:
+        raise
+    except SchemaError:
+        return None
+
+
 def is_built(paths: JobPaths, number: int) -> bool:
     """Return whether a segment is committed; for the last one, whether the dataset is sealed."""
     root = find_root(paths.dataset)
@@ -579,8 +638,8 @@ def is_trained(paths: JobPaths) -> bool:
 
 def _build_figures(output: str) -> tuple[int, float]:
     """Return samples and seconds from the output of `build --json`; zeros if nothing was built."""
+    body = parse_result(output) or {}
     try:
-        body: Any = json.loads(output)
         if body["built"] is False:
             return 0, 0.0
         return int(body["num_samples"]), float(body["startup_sec"]) + float(body["wall_sec"])

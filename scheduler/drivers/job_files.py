@@ -23,7 +23,6 @@ from schemas.accesses import NextUses, open_table, slot_accesses
 from schemas.config.job import parse_job
 from schemas.config.train import TrainConfig
 from schemas.dataset import open_dataset
-from schemas.errors import SchemaError, StorageError
 from schemas.hashing import NUM_SLOTS
 from schemas.paths import import_variables, is_below, schema_path
 from schemas.run_log import STORE_ADDRESS
@@ -183,14 +182,9 @@ def read_load(paths: JobPaths, job: str, train: TrainConfig, time_sec: float) ->
     """Return the load of the indexed steps, None if there are none of the job's batch size.
 
     Raises:
-        StorageError: the store failed.
+        SchemaError: the dataset is damaged, or the store failed.
     """
-    try:
-        dataset = open_dataset(paths.dataset)
-    except StorageError:
-        raise
-    except SchemaError:
-        return None  # damaged: the trainer reports it in full
+    dataset = open_dataset(paths.dataset)
     complete = dataset.complete_indexes()
     entry = next((i for i in complete if i.batch_samples == train.batch_samples), None)
     if entry is None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from scheduler.drivers.base import Processes
+from scheduler.drivers.base import Processes, parse_result
 from scheduler.drivers.job_files import local_runner_options, module_command
 from scheduler.model.history import BUILD
 from scheduler.model.snapshot import Snapshot, take_snapshot
@@ -175,25 +175,6 @@ def _until_ended(context: RetrainContext, name: str, stop: Callable[[], bool]) -
         if stop():
             context.processes.request_stop(name)
         time.sleep(context.poll_sec)
-
-
-def parse_result(output: str) -> dict[str, Any] | None:
-    """Return the JSON object that a command printed; None if it did not complete.
-
-    NaN, such as the NE of a diverged model, becomes None.
-
-    Example:
-        >>> parse_result('{"ne": NaN}'), parse_result('{"stopped": "SIGTERM"}')
-        ({'ne': None}, None)
-        >>> parse_result('{"ne"') is None
-        True
-    """
-    lines = output.strip().splitlines()
-    try:
-        body = json.loads(lines[-1], parse_constant=lambda _: None) if lines else None
-    except ValueError:
-        return None
-    return body if isinstance(body, dict) and "stopped" not in body else None
 
 
 def _done(

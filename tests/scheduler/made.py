@@ -15,6 +15,7 @@ from schemas.config.job import load_job
 from schemas.config.schedule import ScheduleConfig
 from schemas.run_log import METRICS, SUMMARY, RunSummary, StepMetric, to_line
 from schemas.storage import Location
+from schemas.versions import Versions
 
 GIB = 1 << 30
 
@@ -71,6 +72,11 @@ def paths_of(
         input=Location.parse(folder / "log"),
         segments=tuple((f"{number}.parquet",) for number in range(num_segments)),
     )
+
+
+def damage(paths: JobPaths) -> None:
+    """Let a job have a dataset whose newest root is not JSON."""
+    Versions(paths.dataset).commit(None, b"{")
 
 
 FACTS = DataFacts(

@@ -105,6 +105,16 @@ def test_what_a_child_has_started_ends_with_it(children: Children, killed: bool)
     until(lambda: is_gone(grandchild))
 
 
+def test_stop_right_after_a_start_is_not_lost(children: Children) -> None:
+    for name in ("a", "b", "c"):
+        children.start(name, SLEEP)
+        children.request_stop(name)
+    children.start("d", SLEEP)
+    children.kill("d")
+    for name in ("a", "b", "c", "d"):
+        until(lambda: not children.is_alive(name))  # noqa: B023 (called at once)
+
+
 def test_ask_signals_once(children: Children, tmp_path: Path) -> None:
     counts = (
         "import signal, time\n"

@@ -3,10 +3,11 @@
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from scheduler.controller.events import Ended, Tick
+from scheduler.controller.events import Drained, Ended, Tick
 from scheduler.controller.journal import Journal
 from scheduler.controller.log import LOG, Log, read_log, snapshot_lines
 from scheduler.controller.state import State
@@ -18,7 +19,8 @@ from schemas.errors import SchemaError, StorageError
 from schemas.storage import Location
 from tests.scheduler.controller.bench import Bench
 from tests.scheduler.controller.world import BUDGET, submitted
-from tests.scheduler.made import paths_of
+from tests.scheduler.drivers.test_children import until
+from tests.scheduler.made import damage, paths_of
 
 WIDE = "  preprocessing: {min_workers: 4, max_workers: 4}"
 
@@ -84,6 +86,96 @@ def test_nothing_is_decided_about_processes_while_the_store_does_not_answer(
     assert said[-1] == "first: files can be reached again"
     (ended,) = [e.event for e in read_log(tmp_path / LOG) if isinstance(e.event, Ended)]
     assert (ended.process, ended.outcome) == ("segment-0.1", "lost")
+
+
+def driver_of(
+    folder: Path, log: Log, said: list[str] | None = None
+) -> tuple[Driver, dict[str, Children]]:
+    """Return a driver of the jobs of a log, and their processes of this machine."""
+    paths = {name: paths_of(folder / name, None, 4) for name in log.state.jobs}
+    progress = (said if said is not None else []).append
+    options = DriverOptions(output=folder, progress=progress, poll_sec=0.0)
+    children = {name: Children(one.processes, os.environ) for name, one in paths.items()}
+    return Driver(options, ThisMachine(), log, paths), children
+
+
+def test_damaged_dataset_fails_its_job_and_no_other(tmp_path: Path) -> None:
+    bench = Bench(BUDGET, submitted("first", 4), submitted("second", 4))
+    (tmp_path / LOG).write_bytes(snapshot_lines(bench.state, Journal(), 0))
+    damage(paths_of(tmp_path / "first"))
+    with Log(tmp_path / LOG) as log:
+        driver, _ = driver_of(tmp_path, log)
+        driver.poll()
+    ended = {e.event.job: e.event for e in read_log(tmp_path / LOG) if isinstance(e.event, Ended)}
+    assert {job: event.outcome for job, event in ended.items()} == {
+        "first": "failed",
+        "second": "lost",
+    }
+    assert ended["first"].detail.startswith("manifest must be JSON with a checksum in ")
+
+
+def test_run_that_cannot_be_read_fails_no_other_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, said = Bench(BUDGET, submitted("first", 4), submitted("second", 4)), list[str]()
+    (tmp_path / LOG).write_bytes(snapshot_lines(bench.state, Journal(), 0))
+
+    def fail(directory: Location) -> None:
+        if "first" in str(directory):
+            raise PermissionError(13, "denied")
+
+    monkeypatch.setattr("scheduler.drivers.driver.find_root", fail)
+    with Log(tmp_path / LOG) as log:
+        driver, _ = driver_of(tmp_path, log, said)
+        driver.poll()
+    ended = [e.event.job for e in read_log(tmp_path / LOG) if isinstance(e.event, Ended)]
+    assert ended == ["second"]
+    assert "first: files cannot be reached: [Errno 13] denied" in said
+
+
+STUBBORN = ["/bin/sh", "-c", "trap '' TERM; echo up; while :; do sleep 0.05; done"]
+
+
+@pytest.mark.parametrize("ignores", [False, True], ids=["leaves", "ignores the request"])
+def test_leaving_process_ends_though_its_first_stop_request_was_lost(
+    ignores: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(BUDGET, submitted("first", 4))
+    bench.at(Drained)
+    (tmp_path / LOG).write_bytes(snapshot_lines(bench.state, Journal(), 0))
+    with Log(tmp_path / LOG) as log:
+        driver, children = driver_of(tmp_path, log)
+        children["first"].start("segment-0.1", STUBBORN if ignores else ["sleep", "600"])
+        if ignores:
+            monkeypatch.setattr("scheduler.drivers.driver.KILL_SEC", -1e9)
+            until(lambda: children["first"].output("segment-0.1"))
+
+        def is_done() -> bool:
+            driver.poll()
+            children["first"].is_alive("segment-0.1")  # reaps it
+            return driver.is_done
+
+        until(is_done)
+        assert driver.state.jobs["first"].phase == "drained"
+
+
+def test_clock_that_is_set_back_stops_neither_polls_nor_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, polled = SimpleNamespace(wall=1000.0, since=0.0), list[str]()
+    times = SimpleNamespace(time=lambda: clock.wall, monotonic=lambda: clock.since)
+    monkeypatch.setattr("scheduler.drivers.driver.time", times)
+    state = replace(Bench(BUDGET, submitted("first", 4)).state, now_sec=1200.0)
+    (tmp_path / LOG).write_bytes(snapshot_lines(state, Journal(), 0))
+    with Log(tmp_path / LOG) as log:
+        driver, _ = driver_of(tmp_path, log)
+        monkeypatch.setattr(driver, "_poll_job", polled.append)
+        for _ in range(3):
+            driver.poll()
+            clock.wall, clock.since = clock.wall - 60.0, clock.since + 100.0
+    assert len(polled) == 3
+    ticks = [e.event.time_sec for e in read_log(tmp_path / LOG) if isinstance(e.event, Tick)]
+    assert ticks == [1200.0, 1300.0, 1400.0]
 
 
 def measure(

@@ -17,7 +17,7 @@ from schemas.storage import Location
 from tests.scheduler.controller.bench import Bench
 from tests.scheduler.controller.world import BUDGET, submitted
 from tests.scheduler.drivers.test_children import until
-from tests.scheduler.made import paths_of
+from tests.scheduler.made import damage, paths_of
 
 
 def process(pool: PoolName, name: str) -> Process:
@@ -69,7 +69,13 @@ ENDINGS: dict[str, tuple[PoolName, str, bool, str, str]] = {
     "a process that is killed": ("replica", "kill -9 $$", False, "lost", "signal 9"),
     "a trainer that hung": ("coordinator", "echo hung >&2; exit 4", False, "lost", "hung"),
     "a replica that is too far behind": ("replica", "exit 75", False, "lost", ""),
-    "a trainer that left as it was asked": ("coordinator", "exit 0", False, "left", ""),
+    "a trainer that left unasked": (
+        "coordinator",
+        "exit 0",
+        False,
+        "lost",
+        "exited with status 0 before it was done",
+    ),
     "a trainer that fails after its run is finished": ("coordinator", "exit 1", True, "done", ""),
 }
 
@@ -91,6 +97,24 @@ def test_ended_tells_by_what_is_left_then_by_what_was_said(name: str, tmp_path: 
     )
     same = outcome in ("done", "lost") or detail[:5] == "error"
     assert again.outcome == (outcome if same else "lost")
+
+
+def test_a_trainer_that_left_as_it_was_asked_is_not_lost(tmp_path: Path) -> None:
+    paths = paths_of(tmp_path, num_segments=2)
+    children = Children(paths.processes, os.environ)
+    children.start("a", ["/bin/sh", "-c", "exit 0"])
+    until(lambda: not children.is_alive("a"))
+    leaving = replace(process("coordinator", "a"), status="leaving")
+    assert ended_event(paths, children, "job", leaving, 5.0).outcome == "left"
+
+
+def test_a_process_of_a_damaged_dataset_failed_with_the_damage(tmp_path: Path) -> None:
+    paths = paths_of(tmp_path, num_segments=2)
+    damage(paths)
+    children = Children(paths.processes, os.environ)
+    found = ended_event(paths, children, "job", process("segment", "a"), 5.0)
+    assert found.outcome == "failed"
+    assert str(paths.dataset) in found.detail
 
 
 def test_a_process_whose_others_are_away_is_lost_with_them_where_each_has_a_network(
