@@ -158,9 +158,7 @@ class Cluster:
     def pods_of(self, job: str) -> dict[str, TrackedPod]:
         """Return the Pods of a job by process name, those that were requested or observed."""
         pods = self._pods_of.get(job, {})
-        return {
-            process: pod for process, pod in pods.items() if pod.observed or pod.manifest is not None
-        }
+        return {process: pod for process, pod in pods.items() if pod.observed or pod.manifest}
 
     def _track(self, body: Mapping[str, Any]) -> TrackedPod:
         """Return the tracked Pod of a manifest or an object, a new one under its job's name."""

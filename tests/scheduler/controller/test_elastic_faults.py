@@ -6,6 +6,7 @@ from dataclasses import replace
 from scheduler.controller.events import Ended, LoadKnown, Moved
 from scheduler.controller.handle import handle
 from scheduler.controller.slots import RETRY_SEC, max_ranges, plan_levelling
+from scheduler.controller.state import State
 from scheduler.planner.correction import Change, Correction
 from tests.scheduler.controller.bench import Bench, said
 from tests.scheduler.controller.test_elastic import (
@@ -18,6 +19,16 @@ from tests.scheduler.controller.test_elastic import (
     wants,
 )
 from tests.scheduler.controller.world import submitted
+
+
+def with_drained(state: State, cpus: float) -> State:
+    """Return a state with another job, of which a process that leaves holds cores."""
+    job = next(iter(state.jobs.values()))
+    holds = replace(next(iter(job.processes.values())), status="leaving", cpus=cpus)
+    processes = {holds.name: holds}
+    return state.with_job(
+        replace(job, name="other", phase="draining", sizes=None, processes=processes)
+    )
 
 
 def test_stores_cut_before_training_serve_every_slot() -> None:
@@ -39,11 +50,10 @@ def test_stores_cut_before_any_began_let_the_coordinator_begin() -> None:
     """There is room for no store at first, and fewer are wanted by the time that there is."""
     job = submitted("first", 40, STORES)
     bench = Bench(AMPLE, replace(job, facts=replace(job.facts, window_rows=1000)))
-    bench.state = replace(bench.state, budget=replace(bench.state.budget, cpus=0.1))
+    bench.state = with_drained(bench.state, AMPLE.cpus)
     bench.built(0)
     assert not bench.job.of_pool("store")
-    bench.state = replace(bench.state, budget=replace(bench.state.budget, cpus=16.0))
-    wants(bench, 1)
+    wants(bench, 1)  # the other job is gone
     bench.ticks(5, 2.0)
     assert bench.job.of_pool("coordinator")
 
@@ -132,10 +142,10 @@ def test_a_change_to_more_stores_is_on_its_way_until_there_is_room_for_them() ->
     assert job.sizes is not None
     sizes = replace(job.sizes, num_stores=4)
     flying = replace(job, sizes=sizes, correction=Correction(in_flight=Change(sizes=sizes)))
-    full = replace(bench.state.budget, cpus=bench.state.used[0])
-    bench.state = replace(bench.state, budget=full, jobs={job.name: flying})
+    state = with_drained(bench.state, AMPLE.cpus - bench.state.used[0])
+    bench.state = replace(state, jobs={**state.jobs, job.name: flying})
     bench.ticks(2)
     assert bench.job.correction.in_flight is not None
-    bench.state = replace(bench.state, budget=replace(full, cpus=16.0))
+    bench.state = replace(bench.state, jobs={job.name: bench.job})
     settle(bench)
     assert bench.job.correction.in_flight is None
