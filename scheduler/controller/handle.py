@@ -55,7 +55,7 @@ from scheduler.model.grid import Grid, Sizes
 from scheduler.model.predict import fit_models, segment_setting, training_setting
 from scheduler.model.snapshot import Snapshot
 from scheduler.planner.correction import memory_after_oom
-from schemas.config.schedule import ScheduleConfig
+from schemas.config.schedule import ScheduleConfig, WorkerConfig
 
 Result = tuple[JobState, list[Action]]
 Handler = Callable[[JobState, Any, State], Result]
@@ -128,45 +128,44 @@ def _submit(state: State, event: Submitted) -> State:
         return state
     declared = job_of_document(event.document, event.job, event.schedule)
     snapshot = Snapshot(job=declared, facts=event.facts, history=event.history)
-    training, memory = declared.schedule.training, _memory_of_file(declared.schedule)
-    if old is None:
-        job = JobState(
-            name=event.job,
-            submitted_sec=event.time_sec,
-            document=event.document,
-            schedule=event.schedule,
-            snapshot=snapshot,
-            num_segments=event.num_segments,
-            replica_cpus=training.replica.cpus,
-            store_cpus=training.store.cpus,
-            **memory,
-        )
-        return state.with_job(job)
-    before = _memory_of_file(old.snapshot.job.schedule)  # what was learned since stays
+    config = declared.schedule
+    job = old or JobState(
+        name=event.job,
+        submitted_sec=event.time_sec,
+        document=event.document,
+        snapshot=snapshot,
+        num_segments=event.num_segments,
+        worker_memory=config.preprocessing.worker.memory,
+        replica_memory=config.training.replica.memory,
+        store_memory=config.training.store.memory,
+        replica_cpus=config.training.replica.cpus,
+        store_cpus=config.training.store.cpus,
+    )
+    before, training = job.snapshot.job.schedule, config.training
+    workers = before.preprocessing.worker, config.preprocessing.worker
     job = replace(
-        old,
+        job,
         document=event.document,
         schedule=event.schedule,
         snapshot=snapshot,
         phase="submitted",
         sizes=None,
         backoffs={},
+        worker_memory=_memory_of(job.worker_memory, *workers),
+        replica_memory=_memory_of(job.replica_memory, before.training.replica, training.replica),
+        store_memory=_memory_of(job.store_memory, before.training.store, training.store),
         replica_cpus=training.replica.cpus,
         store_cpus=training.store.cpus,
         usage=UsageWindow(),
         cores=CoreReadings(),
         steps_suspect=False,
-        **{name: value for name, value in memory.items() if value != before[name]},
     )
     return state.with_job(job)
 
 
-def _memory_of_file(config: ScheduleConfig) -> dict[str, int]:
-    return {
-        "worker_memory": config.preprocessing.worker.memory,
-        "replica_memory": config.training.replica.memory,
-        "store_memory": config.training.store.memory,
-    }
+def _memory_of(learned: int, before: WorkerConfig, now: WorkerConfig) -> int:
+    """Return the memory of a changed file, else what was learned since."""
+    return learned if now.memory == before.memory else now.memory
 
 
 def _on_drained(job: JobState, _event: Drained, _state: State) -> Result:

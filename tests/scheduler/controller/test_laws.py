@@ -1,6 +1,7 @@
 """Whatever happens in whatever order: jobs end, nothing is built twice, the budget holds."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from scheduler.controller.events import Drained, Event
 from scheduler.controller.handle import handle
 from scheduler.controller.state import Action, State
-from tests.scheduler.controller.world import BUDGET, STEPS_PER_SEGMENT, World, run, submitted
+from tests.scheduler.controller.world import BUDGET, GIB, STEPS_PER_SEGMENT, World, run, submitted
 
 JOBS = {
     "one job": [submitted("first")],
@@ -18,10 +19,6 @@ JOBS = {
         submitted("first", 4, "  priority: 0"),
         submitted("second", 2, "  priority: 2\n  training: {min_replicas: 2}", 10.0),
         submitted("third", 3, "  preprocessing: {min_workers: 4}\n  priority: 1", 20.0),
-    ],
-    "two jobs of which the second fits once the first is built": [
-        submitted("first", 1, "  training: {replica: {cpus: 4}, max_replicas: 1}", 0.0),
-        submitted("second", 1, "  training: {replica: {cpus: 3}, max_replicas: 1}", 10.0),
     ],
 }
 
@@ -39,6 +36,36 @@ def test_handle_ends_every_job_with_each_segment_built_once(name: str, seed: int
         assert world.finished[job.job] == 1
         assert [world.built[job.job, n] for n in range(job.num_segments)] == [1] * job.num_segments
         assert world.steps[job.job] == job.num_segments * STEPS_PER_SEGMENT
+
+
+SCHEDULES = (
+    "  priority: 0",
+    "  priority: 1\n  training: {min_replicas: 2}",
+    "  preprocessing: {min_workers: 3}",
+    "  training: {replica: {cpus: 4}, max_replicas: 1}",
+    "  training: {replica: {memory: 6GiB}, max_replicas: 1}",
+)
+
+
+@pytest.mark.slow
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    schedules=st.lists(st.sampled_from(SCHEDULES), min_size=2, max_size=4),
+    cpus=st.sampled_from((5.0, 6.5)),
+    gib=st.sampled_from((12, 32)),
+    resizes=st.booleans(),
+)
+@settings(max_examples=10)
+def test_handle_ends_all_jobs_of_a_small_budget(
+    seed: int, schedules: list[str], cpus: float, gib: int, resizes: bool
+) -> None:
+    jobs = [
+        submitted(f"job{number}", 2, schedule, 5.0 * number)
+        for number, schedule in enumerate(schedules)
+    ]
+    budget = replace(BUDGET, cpus=cpus, memory_bytes=gib * GIB, resizes=resizes)
+    state = run(World(jobs), State(), handle, np.random.default_rng(seed), [budget, *jobs])
+    assert {job.phase for job in state.jobs.values()} == {"finished"}
 
 
 @given(seed=st.integers(0, 2**32 - 1), after=st.integers(2, 80))

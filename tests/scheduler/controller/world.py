@@ -16,6 +16,7 @@ from scheduler.controller.events import (
     Event,
     Preempted,
     Read,
+    Resized,
     Started,
     Stepped,
     Submitted,
@@ -56,6 +57,8 @@ class Child:
     pool: str
     number: int
     memory_bytes: int = 0
+    resized_bytes: int | None = None
+    """Its memory after a resize that is in flight."""
     runs: bool = False
     leaving: bool = False
     has_replicas: bool = False
@@ -75,9 +78,14 @@ class World:
 
     def carry_out(self, action: Action) -> None:
         """Carry out an action, unless it was carried out before."""
-        if action.verb not in ("start", "drain", "stop"):
+        if action.verb not in ("start", "drain", "stop", "resize"):
             return
         key = (action.job, action.process)
+        if action.verb == "resize":
+            child = self.children[key]
+            memory = action.values.get("memory_bytes", child.resized_bytes or child.memory_bytes)
+            child.resized_bytes = int(memory)
+            return
         if action.verb == "start":
             if key in self.known:
                 return
@@ -115,6 +123,11 @@ class World:
         if not child.runs:
             child.runs = True
             return Started(**who)
+        if child.resized_bytes is not None:
+            resized = chance < 0.7
+            child.memory_bytes = child.resized_bytes if resized else child.memory_bytes
+            child.resized_bytes = None
+            return Resized(**who, resized=resized)
         if not calm and chance < 0.15:
             return Preempted(**who, grace_sec=10.0)
         if chance < 0.3:
@@ -218,6 +231,6 @@ def run(
             world.carry_out(action)
         watched = {(job.name, name) for job in state.jobs.values() for name in job.processes}
         assert world.children.keys() == watched, "each process is watched until it has ended"
-        held = sum(child.memory_bytes for child in world.children.values())
+        held = sum(max(c.memory_bytes, c.resized_bytes or 0) for c in world.children.values())
         assert held <= state.budget.memory
     raise AssertionError(f"jobs must end, got {state.jobs}")
