@@ -240,6 +240,17 @@ def allocate(state: State) -> tuple[State, list[Action]]:
                 )
             jobs[job.name] = replace(job, phase="failed" if new else "waiting", sizes=None)
     choices = share_budget(_with_urgency(contenders), state.budget)
+    # A job that would keep its sizes to its end, and cannot, rather gets others than none.
+    fixed = [
+        n
+        for n, ((job, sizes, *_), choice) in enumerate(zip(contenders, choices, strict=True))
+        if choice == WAITING and sizes == [job.sizes]
+    ]
+    if fixed:
+        for n in fixed:
+            job = contenders[n][0]
+            contenders[n] = (job, *candidate_sizes(job, state, may_keep=False))
+        choices = share_budget(_with_urgency(contenders), state.budget)
     for (job, sizes, times, _), choice in zip(contenders, choices, strict=True):
         chosen = None if choice == WAITING else sizes[choice]
         predicted = 0.0 if choice == WAITING else times[choice]
@@ -258,15 +269,22 @@ def allocate(state: State) -> tuple[State, list[Action]]:
     return state, actions
 
 
-def candidate_sizes(job: JobState, state: State) -> tuple[list[Sizes], list[float], Options]:
+def candidate_sizes(
+    job: JobState, state: State, *, may_keep: bool = True
+) -> tuple[list[Sizes], list[float], Options]:
     """Return the possible sizes of a job, their predicted seconds, and what they take and gain.
+
+    Args:
+        job: the job.
+        state: the budget, and the time.
+        may_keep: whether a job that ends soon has no sizes but its own.
 
     Raises:
         PlanError: even its smallest pools do not fit into the whole budget.
     """
     work = remaining_work(job, state.now_sec, state.budget, state.largest_job)
     grid = find_candidates(work.snapshot, work.config, work.models, work.largest_job)
-    if _ends_soon(job, work):
+    if may_keep and _ends_soon(job, work):
         assert job.sizes is not None, "it runs"
         grid = job.sizes.grid
     if job.num_stores is not None:

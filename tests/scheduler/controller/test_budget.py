@@ -63,6 +63,14 @@ def test_handle_resizes_no_job_for_another_that_ends_before_it_would_pay(
     assert (bench.state.jobs["second"].sizes is not None) == changes
 
 
+def test_handle_of_a_job_that_ends_soon_rather_shrinks_it_than_queues_it() -> None:
+    bench = Bench(replace(ONE, cpus=5.0, memory_bytes=16 * GIB), submitted("first", 3))
+    more = submitted("second", 2, "  priority: 1\n  training: {min_replicas: 2}", bench.now)
+    found = [(a.job, a.verb) for a in bench.tell(more) if not a.process]
+    assert found == [("second", "admit"), ("first", "scale")]
+    check_waiting(bench.state)
+
+
 LEAN = "  preprocessing: {max_workers: 1}\n  training: {max_replicas: 1, max_stores: 0}"
 
 
