@@ -260,6 +260,7 @@ def test_processes_at_new_sizes_get_more_before_they_get_fewer() -> None:
     assert cpus_of(bench) == pytest.approx(HEADROOM * 0.5, rel=0.01)
 
 
+@pytest.mark.slow
 def test_trial_of_more_cores_takes_only_what_is_free() -> None:
     """The first of two jobs got fewer cores than those of its file, and the second has the rest."""
     bench = begun()
