@@ -45,7 +45,8 @@ from pipelines.sources.listing import (
     undeclared_partitions,
 )
 from pipelines.sources.rejects import RejectCounts, count_rejects, python_rows, sorted_rejects
-from pipelines.sources.rows import ORIGIN, type_text
+from pipelines.sources.rows import ORIGIN
+from pipelines.sources.types import type_text
 from pipelines.stages import REJECTS, SAMPLES, Outputs, read_rows, split_file
 from pipelines.table.segment import group_counts
 from pipelines.transforms.apply import apply_transforms

@@ -43,6 +43,7 @@ from pipelines.samples.tuples import (
     partition_tuples,
     sample_negatives,
     separate_tuples,
+    with_one_zero,
 )
 from pipelines.samples.validate import usable_samples
 from pipelines.shuffle import SHUFFLE, group_rows, partition_of_key
@@ -228,6 +229,9 @@ class SampleStage:
     def finish(self, outputs: Outputs, samples: pa.Table) -> Iterator[Tuples]:
         """Check and sample rows after all look-ups; yield them, if any is left."""
         data, features = self.context.data, self.context.features
+        key = data.session.key
+        keys = with_one_zero(samples[key])
+        samples = samples.set_column(samples.column_names.index(key), key, keys)
         separated = separate_tuples(samples, data.groups)
         good, unusable = usable_samples(separated, features, data)
         good = sample_negatives(good, features, data)

@@ -308,6 +308,8 @@ def comparable(column: pa.Array | pa.ChunkedArray) -> list[Column]:
     array = one_chunk(column)
     if pa.types.is_dictionary(array.type):
         array = array.dictionary_decode()
+    if pa.types.is_decimal(array.type):
+        array = array.view(pa.binary(array.type.bit_width // 8))
     parts: list[Column] = []
     if array.null_count:
         parts.append(cast(Array, array.is_valid().to_numpy(zero_copy_only=False).astype(np.uint8)))

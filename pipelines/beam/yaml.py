@@ -14,7 +14,7 @@ from apache_beam.utils.timestamp import Timestamp
 
 from pipelines.beam.io import SEGMENT, BuildDataset, ReadDataset, ReadSource, WriteDataset
 from pipelines.sources.rejects import Reject, isolate_bad
-from pipelines.sources.rows import arrow_type
+from pipelines.sources.types import arrow_type
 from pipelines.stages import REJECTS
 from schemas.config.job import load_job
 

@@ -28,8 +28,9 @@ from pipelines.samples.sql import quoted_name
 from pipelines.sources.formats import empty_rows, format_of, input_splits, read_split
 from pipelines.sources.listing import Folder, folder_of
 from pipelines.sources.rejects import Reject
-from pipelines.sources.rows import InputSplit, arrow_type, sql_type
+from pipelines.sources.rows import InputSplit
 from pipelines.sources.text_records import codec_of, decompressed
+from pipelines.sources.types import arrow_type, sql_type
 from schemas.arrays import is_text, one_chunk
 from schemas.config.sources import SourceConfig
 from schemas.errors import SchemaError, pluralize

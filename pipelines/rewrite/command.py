@@ -55,7 +55,8 @@ from pipelines.samples.tuples import Tuples
 from pipelines.shuffle import SHUFFLE
 from pipelines.sources.listing import Folder, folder_of
 from pipelines.sources.rejects import rejects_from_table, sorted_rejects
-from pipelines.sources.rows import ORIGIN, InputSplit, arrow_type
+from pipelines.sources.rows import ORIGIN, InputSplit
+from pipelines.sources.types import arrow_type
 from pipelines.stages import REJECTS, SAMPLES, read_rows
 from pipelines.table.rows import ContentHash, content_hash, hash_of_values, value_hashes
 from pipelines.table.segment import directory_reference, publish_files, remove_partial

@@ -22,7 +22,8 @@ from pipelines.sources.listing import (
     with_partitions,
 )
 from pipelines.sources.parquet import open_row_groups
-from pipelines.sources.rows import InputSplit, RawRows, type_name
+from pipelines.sources.rows import InputSplit, RawRows
+from pipelines.sources.types import type_name
 from schemas.arrays import is_list, one_chunk
 from schemas.config.sources import SourceConfig
 from schemas.errors import SchemaError, suggest_name

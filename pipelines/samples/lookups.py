@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from pipelines.samples.sql import tables_in_sql, to_stored_types
-from pipelines.samples.tuples import hash_session_keys
+from pipelines.samples.tuples import hash_session_keys, with_one_zero
 from pipelines.sources.rows import ORIGIN, file_and_row
 from schemas.arrays import is_text, one_chunk
 from schemas.config.job import DataConfig
@@ -67,6 +67,8 @@ def common_type(kinds: Mapping[str, pa.DataType], key: str) -> pa.DataType:
         return pa.int64()
     if all(pa.types.is_string(kind) or pa.types.is_large_string(kind) for kind in types):
         return pa.string()
+    if all(pa.types.is_decimal(kind) and kind.scale == types[0].scale for kind in types):
+        return max(types, key=lambda kind: kind.precision)
     (first, kind), *rest = kinds.items()
     other, other_kind = next(item for item in rest if item[1] != kind)
     raise SchemaError(
@@ -92,7 +94,7 @@ def key_type(tables: Mapping[str, pa.Table], key: str) -> pa.DataType:
 
 def key_column(table: pa.Table, name: str, kind: pa.DataType) -> pa.Array:
     """Return a key column in the common type."""
-    return one_chunk(table[name]).cast(kind)
+    return with_one_zero(one_chunk(table[name]).cast(kind))
 
 
 def key_hashes(keys: pa.Array) -> NDArray[np.uint64]:

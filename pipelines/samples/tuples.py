@@ -13,6 +13,7 @@ from typing import Literal, TypeVar
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from pipelines.samples.sql import LIST_INDEX
@@ -42,6 +43,11 @@ Item = TypeVar("Item")
 def hash_session_keys(keys: pa.Array | pa.ChunkedArray) -> NDArray[np.uint64]:
     """Return the hash that partitions session keys; it never changes between releases."""
     return hash_keys(comparable(keys))
+
+
+def with_one_zero(keys: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
+    """Return keys in which equal numbers have equal bits: 0.0 for -0.0."""
+    return pc.add(keys, pa.scalar(0, keys.type)) if pa.types.is_floating(keys.type) else keys
 
 
 @dataclass(frozen=True, slots=True)

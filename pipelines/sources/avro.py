@@ -30,11 +30,11 @@ from pipelines.sources.rows import (
     InputSplit,
     RawRows,
     SplitsAndRejects,
-    type_name,
+    missing_column,
     typed_chunks,
     with_origins,
-    without_column,
 )
+from pipelines.sources.types import type_name
 from schemas.config.sources import SourceConfig
 
 Converter = Callable[[Any], Any]
@@ -91,10 +91,9 @@ def read_avro(
     with folder.open(split.path) as file:
         header = read_header(file)
         file_columns = avro_columns(header.schema)
-        present = set(file_columns.schema.names)
-        missing = [c for c in columns if c not in present]
-        if missing:
-            yield without_column(split, missing[0], file_columns.schema)
+        missing = missing_column(split, columns, file_columns.schema)
+        if missing is not None:
+            yield missing
             return
         type_names = config.columns or {n: str(schema.field(n).type) for n in columns}
         readers = [_field_reader(file_columns, schema.field(c)) for c in columns]

@@ -24,7 +24,7 @@ import pyarrow.csv as pc_csv
 from pipelines.sources import text_records
 from pipelines.sources.listing import Folder
 from pipelines.sources.rejects import Reject, file_reject, rest_of_file_reject, sort_key
-from pipelines.sources.rows import InputSplit, RawRows, arrow_type, sql_type, with_origins
+from pipelines.sources.rows import InputSplit, RawRows, with_origins
 from pipelines.sources.text_records import (
     SHOWN_BYTES,
     Dialect,
@@ -42,6 +42,7 @@ from pipelines.sources.text_records import (
     scan_well_formed,
     utf16_reason,
 )
+from pipelines.sources.types import arrow_type, sql_type
 from schemas.config.sources import SourceConfig
 
 # Reading.

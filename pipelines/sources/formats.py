@@ -45,9 +45,9 @@ from pipelines.sources.rows import (
     InputSplit,
     RawRows,
     SplitsAndRejects,
-    arrow_type,
 )
 from pipelines.sources.text_records import copy_first_lines
+from pipelines.sources.types import arrow_type, check_names, plain_schema
 from schemas.config.sources import FormatName, SourceConfig
 from schemas.errors import SchemaError, suggest_name
 from schemas.manifest import InputFile
@@ -217,7 +217,8 @@ def empty_rows(folder: Folder, name: str, config: SourceConfig, paths: Sequence[
     it has in any file.
 
     Raises:
-        SchemaError: no file is readable, or a partition column is in the files, too.
+        SchemaError: no file is readable, SQL cannot hold a column, or a partition column is in the
+            files, too.
     """
     schema = _columns_of_files(folder, name, config, paths)
     for field in partition_fields(config.partitions):
@@ -227,6 +228,7 @@ def empty_rows(folder: Folder, name: str, config: SourceConfig, paths: Sequence[
                 "remove it from `partitions` to read the column of the files"
             )
         schema = schema.append(field)
+    check_names(schema.names, name)
     return schema.append(pa.field(ORIGIN, pa.int64())).empty_table()
 
 
@@ -247,6 +249,7 @@ def _columns_of_files(
                 raise
             problem = problem or f"{path}: {first_line(error)}"
             continue
+        schema = plain_schema(schema, name, path)
         columns = schema if columns is None else _widened(columns, schema)
     if columns is None:
         raise SchemaError(f"no file of source {name!r} can be read: {problem}; replace it")

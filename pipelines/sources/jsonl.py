@@ -29,14 +29,7 @@ from pipelines.sources.rejects import (
     rest_of_file_reject,
     sort_key,
 )
-from pipelines.sources.rows import (
-    InputSplit,
-    RawRows,
-    SplitsAndRejects,
-    in_chunks,
-    type_text,
-    with_origins,
-)
+from pipelines.sources.rows import InputSplit, RawRows, SplitsAndRejects, in_chunks, with_origins
 from pipelines.sources.text_records import (
     LINE_END,
     SHOWN_BYTES,
@@ -48,6 +41,7 @@ from pipelines.sources.text_records import (
     num_line_ends,
     utf16_reason,
 )
+from pipelines.sources.types import type_text
 from schemas.arrays import is_list, is_text
 from schemas.config.sources import SourceConfig
 

@@ -16,7 +16,8 @@ from urllib.parse import unquote
 
 import pyarrow as pa
 
-from pipelines.sources.rows import RawRows, arrow_type
+from pipelines.sources.rows import RawRows
+from pipelines.sources.types import arrow_type
 from schemas.config.sources import SourceConfig
 from schemas.errors import SchemaError, suggest_name
 from schemas.files import sha256_of

@@ -19,14 +19,15 @@ from pipelines.sources.rows import (
     InputSplit,
     RawRows,
     SplitsAndRejects,
+    missing_column,
     typed_chunks,
     with_origins,
-    without_column,
 )
 from schemas.config.sources import SourceConfig
 from schemas.files import column_ranges
 
 _COPIED_BATCH_ROWS = 1000
+_MAGIC = b"PAR1"
 
 
 def split_parquet(folder: Folder, whole: InputSplit, split_bytes: int) -> SplitsAndRejects:
@@ -64,11 +65,10 @@ def read_parquet(
     type_names = config.columns or {n: str(schema.field(n).type) for n in columns}
     try:
         with open_row_groups(folder, split.path, row_groups, columns) as source:
-            file = pq.ParquetFile(source, page_checksum_verification=True)
-            present = set(file.schema_arrow.names)
-            missing = [c for c in columns if c not in present]
-            if missing:
-                yield without_column(split, missing[0], file.schema_arrow)
+            file = open_parquet(source)
+            missing = missing_column(split, columns, file.schema_arrow)
+            if missing is not None:
+                yield missing
                 return
             first_row = split.first_row
             for row_group in row_groups:
@@ -124,6 +124,41 @@ def _tables(file: pq.ParquetFile, row_group: int, columns: list[str]) -> Iterato
         yield pa.Table.from_batches([batch])
 
 
+def open_parquet(source: pa.NativeFile) -> pq.ParquetFile:
+    """Open a file whose pages are verified when they are read.
+
+    Its INT96 times are microseconds: in nanoseconds those after 2262 would wrap.
+    """
+    options = {"page_checksum_verification": True, "coerce_int96_timestamp_unit": "us"}
+    file = pq.ParquetFile(source, **options)
+    if any(map(_holds_fixed_lists, file.schema_arrow.types)):
+        metadata = _without_arrow_schema(source)
+        file = pq.ParquetFile(source, metadata=metadata, **options)
+    return file
+
+
+def _holds_fixed_lists(kind: pa.DataType) -> bool:
+    inner = (kind.field(i).type for i in range(kind.num_fields))
+    return pa.types.is_fixed_size_list(kind) or any(map(_holds_fixed_lists, inner))
+
+
+_ARROW_SCHEMA = b"ARROW:schema"
+"""Key of the footer under which Arrow keeps its own types."""
+
+
+def _without_arrow_schema(source: pa.NativeFile) -> pq.FileMetaData:
+    """Return the footer without Arrow's types: lists of fixed size have any size then.
+
+    Arrow fails on a null list of a fixed size.
+    """
+    size = source.size()
+    num_bytes = int.from_bytes(source.read_at(4, size - 8), "little")
+    footer = source.read_at(num_bytes, size - 8 - num_bytes)
+    unknown = footer.replace(_ARROW_SCHEMA, b"_" * len(_ARROW_SCHEMA), 1)
+    length = num_bytes.to_bytes(4, "little")
+    return pq.read_metadata(pa.BufferReader(b"".join((_MAGIC, unknown, length, _MAGIC))))
+
+
 # Files at an object store: the footer and the row groups of a split, in few requests.
 
 _FOOTER_BYTES = 1 << 20
@@ -171,8 +206,8 @@ def parquet_schema(folder: Folder, path: str) -> pa.Schema:
     Raises:
         OSError, pa.ArrowException: it is not a Parquet file.
     """
-    with folder.arrow_file(path) as file:
-        return pq.read_schema(file).remove_metadata()
+    with folder.arrow_file(path) as source:
+        return open_parquet(source).schema_arrow.remove_metadata()
 
 
 def num_parquet_rows(folder: Folder, path: str) -> int:
@@ -186,7 +221,7 @@ def copy_parquet_rows(
 ) -> tuple[int, bool]:
     """Copy the first rows of a file; see `Format.copy_rows`."""
     with folder.arrow_file(path) as source:
-        file = pq.ParquetFile(source)
+        file = open_parquet(source)
         batches: list[pa.RecordBatch] = []
         copied = 0
         for batch in file.iter_batches(min(rows, _COPIED_BATCH_ROWS), use_threads=False):

@@ -6,7 +6,8 @@ file. Origins break ties in the order of samples and locate the row of a reject.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
@@ -23,25 +24,10 @@ from pipelines.sources.rejects import (
     rejects_table,
     row_texts,
 )
+from pipelines.sources.types import plain_rows, type_text
 from schemas.arrays import is_list, one_chunk
 from schemas.errors import suggest_name
 from schemas.manifest import InputFile
-
-_TYPES: Mapping[str, tuple[pa.DataType, str]] = {
-    "int8": (pa.int8(), "TINYINT"), "int16": (pa.int16(), "SMALLINT"),
-    "int32": (pa.int32(), "INTEGER"), "int64": (pa.int64(), "BIGINT"),
-    "uint8": (pa.uint8(), "UTINYINT"), "uint16": (pa.uint16(), "USMALLINT"),
-    "uint32": (pa.uint32(), "UINTEGER"), "uint64": (pa.uint64(), "UBIGINT"),
-    "float32": (pa.float32(), "FLOAT"), "float64": (pa.float64(), "DOUBLE"),
-    "bool": (pa.bool_(), "BOOLEAN"), "string": (pa.string(), "VARCHAR"),
-    "binary": (pa.binary(), "BLOB"), "date": (pa.date32(), "DATE"),
-    "timestamp": (pa.timestamp("us"), "TIMESTAMP"),
-    "timestamp_s": (pa.timestamp("s"), "TIMESTAMP_S"),
-    "timestamp_ms": (pa.timestamp("ms"), "TIMESTAMP_MS"),
-    "timestamp_us": (pa.timestamp("us"), "TIMESTAMP"),
-    "timestamp_ns": (pa.timestamp("ns"), "TIMESTAMP_NS"),
-}  # fmt: skip
-"""Names of types in a job file, with Arrow's and DuckDB's type."""
 
 
 def microseconds(moment: datetime | timedelta) -> int:
@@ -49,77 +35,6 @@ def microseconds(moment: datetime | timedelta) -> int:
     if isinstance(moment, datetime):
         moment = moment.replace(tzinfo=UTC) - datetime(1970, 1, 1, tzinfo=UTC)
     return moment // timedelta(microseconds=1)
-
-
-def arrow_type(text: str) -> pa.DataType:
-    """Return the Arrow type of a name such as `int64` or `list<int64>`.
-
-    Raises:
-        ValueError: no type has that name.
-
-    Example:
-        >>> arrow_type("list<int64>")
-        LargeListType(large_list<item: int64>)
-        >>> arrow_type("struct<id: int64, tags: list<string>>")
-        StructType(struct<id: int64, tags: large_list<item: string>>)
-    """
-    name = text.strip()
-    if name.startswith("list<") and name.endswith(">"):
-        return pa.large_list(arrow_type(name[5:-1]))
-    if name.startswith("struct<") and name.endswith(">"):
-        fields = [field.partition(":") for field in _split_fields(name[7:-1])]
-        return pa.struct([pa.field(name.strip(), arrow_type(kind)) for name, _, kind in fields])
-    if name not in _TYPES:
-        raise ValueError(f"unknown type {text!r}; {suggest_name(name, _TYPES)}")
-    return _TYPES[name][0]
-
-
-def _split_fields(text: str) -> list[str]:
-    """Split at the commas outside of brackets."""
-    fields, depth = [""], 0
-    for character in text:
-        depth += (character == "<") - (character == ">")
-        if character == "," and not depth:
-            fields.append("")
-        else:
-            fields[-1] += character
-    return fields
-
-
-def type_name(kind: pa.DataType) -> str | None:
-    """Return the name of a type, None if it has none.
-
-    Example:
-        >>> type_name(arrow_type("struct<id: int64, tags: list<string>>"))
-        'struct<id: int64, tags: list<string>>'
-    """
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        inner = type_name(kind.value_type)
-        return inner and f"list<{inner}>"
-    if pa.types.is_struct(kind):
-        names = {field.name: type_name(field.type) for field in kind}
-        if not all(names.values()):
-            return None
-        return f"struct<{', '.join(f'{field}: {name}' for field, name in names.items())}>"
-    return next((name for name, (other, _) in _TYPES.items() if other == kind), None)
-
-
-def sql_type(kind: pa.DataType) -> str:
-    """Return the DuckDB type of a type that a job file or a manifest can name.
-
-    Example:
-        >>> sql_type(arrow_type("list<int64>")), sql_type(pa.timestamp("ms"))
-        ('BIGINT[]', 'TIMESTAMP_MS')
-    """
-    if is_list(kind):
-        return f"{sql_type(kind.value_type)}[]"
-    kind = pa.string() if pa.types.is_large_string(kind) else kind
-    return next(name for other, name in _TYPES.values() if other == kind)
-
-
-def type_text(kind: pa.DataType) -> str:
-    """Return the name of a type, Arrow's where a job file has none."""
-    return type_name(kind) or str(kind)
 
 
 # Input splits, and raw rows with their origins.
@@ -200,9 +115,15 @@ SplitsAndRejects = tuple[list[InputSplit], list[Reject]]
 """Parts of a file that can be read independently, and rejects of what cannot be read."""
 
 
-def without_column(split: InputSplit, name: str, schema: pa.Schema) -> RawRows:
-    """Return the reject of a file that lacks a column."""
-    reason = f"column {name!r} is missing; {suggest_name(name, schema.names)}"
+def missing_column(split: InputSplit, names: Iterable[str], schema: pa.Schema) -> RawRows | None:
+    """Return the reject of a file that lacks one of some columns, or has one twice."""
+    counts = Counter(schema.names)
+    name = next((name for name in names if counts[name] != 1), None)
+    if name is None:
+        return None
+    reason = f"column {name!r} occurs {counts[name]} times; rename all but one"
+    if not counts[name]:
+        reason = f"column {name!r} is missing; {suggest_name(name, schema.names)}"
     return RawRows(None, (file_reject(split.path, reason),))
 
 
@@ -237,7 +158,7 @@ def typed_chunks(
 
     The table has the types of the file; `type_names` are those of the job file, for messages.
     """
-    rejects: list[pa.Table] = []
+    table, rejects = plain_rows(table), list[pa.Table]()
     for name, text in type_names.items():
         target = schema.field(name).type
         if table.schema.field(name).type == target:

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from pipelines.samples.sql import quoted_name
-from pipelines.sources.rows import sql_type
+from pipelines.sources.types import sql_type
 from schemas.arrays import (
     Jagged,
     comparable,

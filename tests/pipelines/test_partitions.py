@@ -22,7 +22,8 @@ from pipelines.sources.listing import (
     typed_partitions,
     undeclared_partitions,
 )
-from pipelines.sources.rows import ORIGIN, InputSplit, arrow_type
+from pipelines.sources.rows import ORIGIN, InputSplit
+from pipelines.sources.types import arrow_type
 from pipelines.table.rows import expand
 from schemas.config.job import load_job
 from schemas.config.sources import SourceConfig
