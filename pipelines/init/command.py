@@ -29,7 +29,7 @@ from pipelines.sources.formats import empty_rows, format_of, input_splits, read_
 from pipelines.sources.listing import Folder, folder_of
 from pipelines.sources.rejects import Reject
 from pipelines.sources.rows import InputSplit
-from pipelines.sources.text_records import codec_of, decompressed
+from pipelines.sources.text_records import decompressed
 from pipelines.sources.types import arrow_type, sql_type
 from schemas.arrays import is_text, one_chunk
 from schemas.config.sources import SourceConfig
@@ -488,9 +488,9 @@ def _windows(
     folder: Folder, path: str, source: LogSource, scratch: Path, step: int
 ) -> Iterator[InputSplit]:
     """Copy whole lines of a text from windows at equal distances, each to its own file."""
-    is_plain = codec_of(path) is None
-    step = max(step, _WINDOW_BYTES) * (1 if is_plain else _COMPRESSION)
-    with folder.open(path) as stored, closing(decompressed(stored, path)) as file:
+    with folder.open(path) as stored, closing(decompressed(stored)) as file:
+        is_plain = file is stored
+        step = max(step, _WINDOW_BYTES) * (1 if is_plain else _COMPRESSION)
         for number in range(_WINDOWS * _COMPRESSION):
             if is_plain:
                 file.seek(number * step)

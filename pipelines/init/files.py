@@ -187,7 +187,7 @@ def _config(folder: Folder, path: str) -> SourceConfig | None:
 def _head(folder: Folder, path: str) -> str:
     """Return the first whole lines of a text."""
     with folder.open(path) as stored:
-        content = decompressed(stored, path).read(_HEAD_BYTES)
+        content = decompressed(stored).read(_HEAD_BYTES)
     if len(content) == _HEAD_BYTES:
         content = content[: content.rfind(b"\n") + 1]
     return content.decode("utf-8-sig", errors="replace")

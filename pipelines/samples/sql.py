@@ -359,12 +359,19 @@ def to_stored_types(table: pa.Table) -> pa.Table:
 
     Raises:
         SchemaError: a column has a type that format 1 does not support.
+        pa.ArrowInvalid: a value does not fit the type, such as a time finer than a microsecond.
     """
     columns: dict[str, pa.Array] = {}
     for name, chunks in zip(table.column_names, table.itercolumns(), strict=True):
         if name not in columns:
             column = one_chunk(chunks)
-            columns[name] = column.cast(_stored_type(name, column.type))
+            try:
+                columns[name] = column.cast(_stored_type(name, column.type))
+            except pa.ArrowInvalid as error:
+                shown = name if name.isidentifier() else quoted_name(name)
+                is_time = pa.types.is_timestamp(column.type)
+                advice = f"; CAST({shown} AS TIMESTAMP) truncates it" if is_time else ""
+                raise pa.ArrowInvalid(f"{error} in column {shown}{advice}") from error
     return pa.table(columns)
 
 

@@ -14,6 +14,8 @@ import zlib
 from bz2 import decompress as bz2_decompress
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from decimal import MAX_PREC, Context, Decimal
+from functools import partial
 from lzma import decompress as lzma_decompress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -280,6 +282,9 @@ def copy_avro_rows(
 _MARKER_BYTES = 16
 _SEARCH_BYTES = 1 << 20
 
+_MAX_DIGITS = 76
+"""Of a decimal of Arrow."""
+
 _MAX_BLOCK_ROWS = 1 << 24
 """A block with more rows in its header counts as damaged."""
 
@@ -457,6 +462,10 @@ class _TypeConversion:
             self._named[kind["name"]] = kind
         if kind.get("logicalType") in _LOGICAL:
             return _LOGICAL[kind["logicalType"]], None
+        if kind.get("logicalType") == "decimal" and name in ("bytes", "fixed"):
+            digits, scale = kind.get("precision"), kind.get("scale", 0)
+            if isinstance(digits, int) and isinstance(scale, int) and 0 < digits <= _MAX_DIGITS:
+                return pa.decimal256(digits, scale), partial(_decimal, scale)
         if name == "array":
             items, convert = self._type(kind["items"], path)
             return pa.large_list(items), convert and (lambda v: v and [convert(x) for x in v])
@@ -495,6 +504,13 @@ class _TypeConversion:
             if name == other or name.rpartition(".")[2] == other.rpartition(".")[2]:
                 return kind
         raise ValueError(f"unknown type {name!r}")
+
+
+def _decimal(scale: int, value: bytes | None) -> Decimal | None:
+    """Return a decimal, whose digits are a whole number in bytes."""
+    if value is None:
+        return None
+    return Decimal(int.from_bytes(value, "big", signed=True)).scaleb(-scale, Context(MAX_PREC))
 
 
 def _union_member_name(kind: Any) -> str:

@@ -13,7 +13,6 @@ import csv
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from typing import BinaryIO
 
 import duckdb
 import numpy as np
@@ -31,7 +30,6 @@ from pipelines.sources.text_records import (
     Fault,
     Records,
     TextStream,
-    codec_of,
     decompressed,
     last_line_end,
     lines_not_utf8,
@@ -75,17 +73,17 @@ def read_csv(
     folder: Folder, split: InputSplit, config: SourceConfig, _: pa.Schema
 ) -> Iterator[RawRows]:
     """Yield the rows of a file in chunks, with rejects."""
-    with folder.open(split.path) as stored, closing(decompressed(stored, split.path)) as file:
-        yield from _CsvReader(file, split, config).rows()
+    with folder.open(split.path) as stored, closing(decompressed(stored)) as file:
+        size = split.num_bytes if file is stored else None
+        yield from _CsvReader(TextStream(file, size), split, config).rows()
 
 
 class _CsvReader:
     """State while a file is read: data of an incomplete record, and its row and line."""
 
-    def __init__(self, file: BinaryIO, split: InputSplit, config: SourceConfig) -> None:
+    def __init__(self, stream: TextStream, split: InputSplit, config: SourceConfig) -> None:
         assert config.columns, "csv sources declare their columns"
-        size = split.num_bytes if codec_of(split.path) is None else None
-        self._stream = TextStream(file, size)
+        self._stream = stream
         self._split = split
         self._config = config
         self._names = list(config.columns)

@@ -108,13 +108,13 @@ FORMATS: Mapping[FormatName, Format] = {
         copy_rows=copy_avro_rows,
     ),
     "jsonl": Format(
-        file_names=re.compile(r"\.(jsonl|ndjson|json)(\.gz|\.zst)?$"),
+        file_names=re.compile(r"\.(jsonl|ndjson|json)(\.(gz|zst|bz2|xz))?$"),
         read=read_jsonl,
         split=split_jsonl,
         copy_rows=copy_first_lines,
     ),
     "csv": Format(
-        file_names=re.compile(r"\.(csv|tsv|tab|psv|txt|data)(\.gz|\.zst)?$"),
+        file_names=re.compile(r"\.(csv|tsv|tab|psv|txt|data)(\.(gz|zst|bz2|xz))?$"),
         read=read_csv,
         copy_rows=copy_first_lines,
     ),

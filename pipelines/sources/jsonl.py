@@ -34,7 +34,6 @@ from pipelines.sources.text_records import (
     LINE_END,
     SHOWN_BYTES,
     TextStream,
-    codec_of,
     decompressed,
     last_line_end,
     long_line_reason,
@@ -60,11 +59,11 @@ def split_jsonl(folder: Folder, whole: InputSplit, split_bytes: int) -> SplitsAn
 
     Lines are counted to get the position of each split's first line.
     """
-    if codec_of(whole.path) is not None:
-        return [InputSplit(whole.source, whole.path, whole.file_index)], []
     starts, first_rows = [0], [0]
     offset = num_ends = 0
     with folder.open(whole.path) as file:
+        if decompressed(file) is not file:
+            return [InputSplit(whole.source, whole.path, whole.file_index)], []
         while block := _read_block(file):
             if not offset and utf16_reason(block):
                 return [], [file_reject(whole.path, utf16_reason(block))]
@@ -102,8 +101,8 @@ def read_jsonl(
     """Yield the rows of a split, with rejects of bad lines; empty lines are skipped."""
     assert config.columns, "jsonl sources declare their columns"
     position, data = split.first_row, b""
-    with folder.open(split.path) as stored, closing(decompressed(stored, split.path)) as file:
-        if not codec_of(split.path):
+    with folder.open(split.path) as stored, closing(decompressed(stored)) as file:
+        if file is stored:
             file.seek(split.offset)
         stream = TextStream(file, split.num_bytes)
         while not (stream.final or stream.problem):

@@ -17,13 +17,17 @@ text may follow a closing quote. Line ends are `\n`, `\r\n` and `\r`; empty line
 
 from __future__ import annotations
 
+import bz2
 import codecs
 import gzip
+import lzma
 import re
+import zlib
 from bisect import bisect_left
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 import pyarrow as pa
@@ -45,20 +49,30 @@ LINE_END = re.compile(rb"\r\n?|\n")
 
 _READ_BYTES = 1 << 20
 
-_CODECS = {".gz": "gzip", ".zst": "zstd"}
+def _zstd(stored: BinaryIO) -> BinaryIO:
+    return cast(BinaryIO, pa.CompressedInputStream(pa.PythonFile(stored, mode="r"), "zstd"))
 
 
-def codec_of(path: str) -> str | None:
-    """Return the compression of a text file by its suffix, None if it has none."""
-    return next((codec for suffix, codec in _CODECS.items() if path.endswith(suffix)), None)
+_CODECS: Mapping[bytes, Callable[[BinaryIO], Any]] = {
+    rb"\x1f\x8b\x08": gzip.open,
+    rb"\x28\xb5\x2f\xfd": _zstd,
+    rb"BZh[1-9](1AY&SY|\x17rE8P\x90)": bz2.BZ2File,
+    rb"\xfd7zXZ\0": lzma.LZMAFile,
+}
+"""Readers of compressed texts by their first bytes, at most 10."""
+_CODEC_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError, pa.ArrowException)
 
 
-def decompressed(stored: BinaryIO, path: str) -> BinaryIO:
-    """Return a stream of the decompressed bytes of an open file."""
-    codec = codec_of(path)
-    if codec is None:
-        return stored
-    return cast(BinaryIO, pa.CompressedInputStream(pa.PythonFile(stored, mode="r"), codec))
+def decompressed(stored: BinaryIO) -> BinaryIO:
+    """Return a stream of the text of an open file: the file itself if it is not compressed.
+
+    Its first bytes decide, since many writers leave out the suffix, and some servers decompress
+    what they send.
+    """
+    start = stored.read(10)
+    stored.seek(0)
+    codec = next((codec for magic, codec in _CODECS.items() if re.match(magic, start)), None)
+    return stored if codec is None else cast(BinaryIO, codec(stored))
 
 
 class TextStream:
@@ -91,7 +105,7 @@ class TextStream:
             data = self._file.read(
                 size if self._bytes_left is None else min(size, self._bytes_left)
             )
-        except (OSError, pa.ArrowException) as error:
+        except _CODEC_ERRORS as error:
             if is_transient(error):
                 raise
             self.problem = first_line(error)
@@ -468,7 +482,7 @@ def copy_first_lines(
     lines = rows + (config.format == "csv" and config.header)
     blocks, num_lines, whole = list[bytes](), 0, False
     with folder.open(path) as stored:
-        file = decompressed(stored, path)
+        file = decompressed(stored)
         while num_lines <= lines and sum(map(len, blocks)) < MAX_COPIED_BYTES:
             block = file.read(_COPY_BLOCK_BYTES)
             if not block:
@@ -480,7 +494,7 @@ def copy_first_lines(
     if not whole:
         quote = config.quote if config.format == "csv" else None
         text = text[: _end_of_lines(text, lines, quote)]
-    copy.write_bytes(_compressed(text, path))
+    copy.write_bytes(text)
     return max(0, min(num_lines, lines) - (lines - rows)), whole
 
 
@@ -500,12 +514,3 @@ def _end_of_lines(text: bytes, lines: int, quote: str | None) -> int:
         outside = ends[-_TRIES:][inside == 0]
         ends = outside if len(outside) else ends
     return int(ends[-1]) + 1
-
-
-def _compressed(text: bytes, path: str) -> bytes:
-    codec = codec_of(path)
-    if codec is None:
-        return text
-    if codec == "gzip":
-        return gzip.compress(text, 1, mtime=0)
-    return pa.Codec(codec).compress(text, asbytes=True)
