@@ -89,8 +89,9 @@ def context_of(
             steps=job_steps(data),
             num_parts=count_parts(sum(f.num_bytes for f in listing if f.source in data.sources)),
             empty_rows={
-                name: empty_rows(
-                    folder, name, config, [f.path for f in listing if f.source == name]
+                name: _without_null_types(
+                    empty_rows(folder, name, config, [f.path for f in listing if f.source == name]),
+                    features,
                 )
                 for name, config in data.inputs.items()
             },
@@ -102,6 +103,18 @@ def context_of(
         if error.file is None:
             raise SchemaError(error.message, file=str(job_path)) from error
         raise
+
+
+def _without_null_types(empty: pa.Table, features: FeatureSet) -> pa.Table:
+    """Return columns that are null in all files with the type of the feature of their name."""
+    schema = empty.schema
+    for index, field in enumerate(schema):
+        if pa.types.is_null(field.type) and field.name in features.names:
+            feature = features[field.name]
+            kind = {"INT": pa.int64(), "FLOAT": pa.float32(), "BYTES": pa.string()}[feature.type]
+            kind = pa.large_list(kind) if feature.is_list else kind
+            schema = schema.set(index, field.with_type(kind))
+    return schema.empty_table()
 
 
 def _compile_sql(context: BuildContext) -> BuildContext:

@@ -65,8 +65,24 @@ def encode_parquet(table: pa.Table, **options: Any) -> bytes:
 
 
 def decode_parquet(data: bytes) -> pa.Table:
-    """Return the table of a small Parquet file, without the threads that `pq.read_table` starts."""
-    return pq.ParquetFile(pa.BufferReader(data)).read(use_threads=False)
+    """Return the table of a small Parquet file."""
+    return parquet_file(pa.BufferReader(data)).read(use_threads=False)
+
+
+def parquet_file(source: Any, **options: Any) -> pq.ParquetFile:
+    """Open a Parquet file that is read by the calling thread alone.
+
+    A thread of Arrow that reads ahead may be the last to release a buffer of Python, and aborts
+    the process if that ends meanwhile. So does `pq.read_table`.
+    """
+    return pq.ParquetFile(source, pre_buffer=False, **options)
+
+
+def owned_buffer(data: bytes) -> pa.Buffer:
+    """Return a copy that Arrow's threads can release, for its readers of texts, which have some."""
+    buffer = pa.allocate_buffer(len(data))
+    memoryview(buffer).cast("B")[:] = data
+    return buffer
 
 
 def sync_file(path: Path) -> None:
@@ -98,7 +114,7 @@ def _whole_file(location: Location) -> pa.Buffer:
 
 
 def _region_offsets(data: pa.Buffer) -> tuple[int, ...]:
-    metadata = pq.ParquetFile(pa.BufferReader(data)).metadata
+    metadata = pq.read_metadata(pa.BufferReader(data))
     ends: list[int] = []
     for group in range(metadata.num_row_groups):
         chunks = [metadata.row_group(group).column(c) for c in range(metadata.num_columns)]
@@ -232,11 +248,11 @@ class CheckedFile:
         if self._parquet is None:
             self._data = self._map() if self._path.local is not None else self._reserve()
             self._verify(self._footer)
-            self._parquet = pq.ParquetFile(
+            self._parquet = parquet_file(
                 pa.BufferReader(self._data), page_checksum_verification=self._by_column
             )
             if self._texts_as_codes and (paths := _dictionary_paths(self._parquet.metadata)):
-                self._parquet = pq.ParquetFile(
+                self._parquet = parquet_file(
                     pa.BufferReader(self._data),
                     metadata=self._parquet.metadata,
                     read_dictionary=paths,

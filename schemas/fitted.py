@@ -19,14 +19,13 @@ from typing import cast
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from schemas.arrays import hash_values, is_list, one_chunk
 from schemas.config.job import DataConfig
 from schemas.decode import from_json
 from schemas.errors import SchemaError
-from schemas.files import encode_parquet, read_verified
+from schemas.files import decode_parquet, encode_parquet, read_verified
 from schemas.hashing import as_bits, hash_rows
 from schemas.manifest import canonical_json
 from schemas.storage import Location
@@ -291,5 +290,4 @@ def load_vocabulary_versions(
 ) -> list[pa.Table]:
     """Read the versions of one vocabulary, in order; see `load_fitted`."""
     paths = sorted(p for p in files if p.startswith(f"{VOCABULARIES}/{name}/"))
-    buffers = [pa.py_buffer(read_verified(root / p, files[p])) for p in paths]
-    return [cast(pa.Table, pq.read_table(pa.BufferReader(b))) for b in buffers]
+    return [decode_parquet(read_verified(root / path, files[path])) for path in paths]

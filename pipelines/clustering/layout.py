@@ -87,7 +87,7 @@ def _candidates_of(kind: pa.DataType) -> dict[str, Sequence[str]]:
     """Return the candidates of each leaf of a type; the paths begin after the column's name."""
     sink = pa.BufferOutputStream()
     pq.write_table(pa.schema([pa.field("a", kind)]).empty_table(), sink)
-    leaves = pq.ParquetFile(pa.BufferReader(sink.getvalue())).schema
+    leaves = pq.read_metadata(pa.BufferReader(sink.getvalue())).schema
     columns = [leaves.column(i) for i in range(len(leaves))]
     if "dictionary<" in str(kind):  # Arrow reads no other encoding back as a dictionary
         return {c.path[1:]: (DICTIONARY, "PLAIN") for c in columns}

@@ -18,7 +18,6 @@ from itertools import pairwise
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from pipelines.clustering.writer import LOOKUPS, merge_blocks
@@ -36,7 +35,7 @@ from pipelines.oracle.files import (
 from schemas.arrays import Jagged, jagged_of, offsets_of
 from schemas.arrays import ranges as consecutive
 from schemas.errors import SchemaError
-from schemas.files import FileEntry
+from schemas.files import FileEntry, parquet_file
 from schemas.hashing import NUM_SLOTS, slot_of_row
 from schemas.kernels.oracle import FirstUseNumbering
 from schemas.layout import BLOCK, FILE_SHIFT, TRAIN, part_path
@@ -140,7 +139,7 @@ def read_lookups(root: Location, table: str, part: int) -> Iterator[Jagged]:
     """Yield the distinct rows of the blocks of a part, of several blocks at a time."""
     path = root / LOOKUPS / table / part_path(part)
     source = pa.BufferReader(path.read_bytes()) if path.local is None else path.local
-    with pq.ParquetFile(source, memory_map=True) as file:
+    with parquet_file(source, memory_map=True) as file:
         groups = [file.metadata.row_group(index) for index in range(file.num_row_groups)]
         entries = sum(group.column(group.num_columns - 1).num_values for group in groups)
         num_lists = max(1, file.metadata.num_rows * ENTRIES_PER_FILE // max(1, entries))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -21,7 +20,7 @@ from pipelines.sources.listing import (
     typed_partitions,
     with_partitions,
 )
-from pipelines.sources.parquet import open_row_groups
+from pipelines.sources.parquet import open_parquet, open_row_groups
 from pipelines.sources.rows import InputSplit, RawRows
 from pipelines.sources.types import type_name
 from schemas.arrays import is_list, one_chunk
@@ -32,8 +31,6 @@ from schemas.manifest import InputFile
 SOURCE = "rows"
 FILES = "**/*.parquet*"
 BATCH_ROWS = 1 << 16
-TABLE_FORMATS = ("_delta_log", ".hoodie")
-"""Folders of Delta Lake and Hudi; not all Parquet files beside them are part of the table."""
 
 SESSION_NAMES = (
     "session_id", "session", "sessionid", "user_session", "visit_id", "visitid", "session_key",
@@ -77,7 +74,7 @@ class Rows:
 
     def has_rows(self) -> bool:
         """Tell whether any file has a row."""
-        return any(open_parquet(self.folder, f.path).metadata.num_rows for f in self.listing)
+        return any(open_input(self.folder, f.path).metadata.num_rows for f in self.listing)
 
     def splits(self) -> Iterator[InputSplit]:
         """Yield splits of the files, which can be read independently.
@@ -103,7 +100,7 @@ class Rows:
         groups = split.row_groups
         try:
             with open_row_groups(self.folder, split.path, groups, columns) as source:
-                file = pq.ParquetFile(source, page_checksum_verification=True)
+                file = open_parquet(source)
                 for batch in file.iter_batches(BATCH_ROWS, row_groups=groups, use_threads=False):
                     rows = RawRows(pa.Table.from_batches([batch]))
                     table = with_partitions(rows, values, self.schema.names).table
@@ -113,9 +110,9 @@ class Rows:
             raise _unreadable(split.path, error) from error
 
 
-def open_parquet(folder: Folder, path: str) -> pq.ParquetFile:
-    """Open a file whose pages are verified when they are read."""
-    return pq.ParquetFile(folder.arrow_file(path), page_checksum_verification=True)
+def open_input(folder: Folder, path: str) -> pq.ParquetFile:
+    """Open a file of the input."""
+    return open_parquet(folder.arrow_file(path))
 
 
 def inspect_rows(folder: Folder, session: str | None, time: str | None) -> Rows:
@@ -148,26 +145,10 @@ def _ignored_files(folder: Folder) -> list[str]:
     """Return the files that are not read; none of them may contain rows.
 
     Raises:
-        SchemaError: one is Parquet under another name, or the folder belongs to a table format.
+        SchemaError: one is Parquet under another name.
     """
-    top = {path.partition("/")[0] for path in folder.all_files()}
-    marker = next((m for m in TABLE_FORMATS if m in top), None)
-    paths = list(folder.files())
-    if marker is not None or any(p.endswith(".metadata.json") for p in paths):
-        raise SchemaError(
-            f"folder belongs to a table format ({marker or 'Iceberg metadata'}), whose log "
-            "determines the files of the table; write the table to plain Parquet first",
-            file=folder.root,
-        )
-    unfinished = next((p for p in paths if re.search(r"(^|/)_[^/=]*/", p)), None)
-    if unfinished is not None:
-        raise SchemaError(
-            "files in a folder whose name begins with `_` belong to unfinished jobs; remove or "
-            "rename the folder",
-            file=unfinished,
-        )
     matches = glob_regex(FILES)
-    others = [p for p in paths if not matches.fullmatch(p)]
+    others = [p for p in folder.files() if not matches.fullmatch(p)]
     for path in others:
         if path.rpartition("/")[2].startswith("_"):
             continue  # `_SUCCESS`, `_metadata`: no rows
@@ -213,7 +194,7 @@ def _common_schema(folder: Folder, listing: Iterable[InputFile]) -> pa.Schema:
     first_path = ""
     for file in listing:
         try:
-            schema = open_parquet(folder, file.path).schema_arrow
+            schema = open_input(folder, file.path).schema_arrow
         except (OSError, pa.ArrowException) as error:
             raise _unreadable(file.path, error) from error
         if len(set(schema.names)) < len(schema.names):
@@ -267,7 +248,7 @@ def check_microseconds(rows: Rows) -> None:
 
 def _columns(folder: Folder, path: str, names: list[str]) -> list[pa.ChunkedArray]:
     try:
-        return open_parquet(folder, path).read(columns=names).columns
+        return open_input(folder, path).read(columns=names).columns
     except (OSError, pa.ArrowException) as error:
         raise _unreadable(path, error) from error
 

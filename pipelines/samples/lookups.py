@@ -59,6 +59,11 @@ def common_type(kinds: Mapping[str, pa.DataType], key: str) -> pa.DataType:
         DataType(int64)
     """
     types = list(dict.fromkeys(kinds.values()))
+    for table, kind in kinds.items():
+        if pa.types.is_nested(kind) or pa.types.is_null(kind):
+            raise SchemaError(
+                f"{key} must be one value, got {kind} in {table!r}; use another column"
+            )
     if len(types) == 1:
         return types[0]
     if all(pa.types.is_unsigned_integer(kind) for kind in types):

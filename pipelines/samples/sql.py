@@ -244,6 +244,7 @@ class Connection:
             raise LimitError(f"must fit into {size} of memory") from error
         finally:
             watchdog.cancel()
+            watchdog.join()  # a thread that lives at the end of the process can abort it
 
     def _read(self, statement: str) -> pa.Table:
         reader = self._database.sql(statement).to_arrow_reader(_BATCH_ROWS)

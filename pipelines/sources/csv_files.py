@@ -42,6 +42,7 @@ from pipelines.sources.text_records import (
 )
 from pipelines.sources.types import arrow_type, sql_type
 from schemas.config.sources import SourceConfig
+from schemas.files import owned_buffer
 
 # Reading.
 
@@ -207,7 +208,7 @@ class _CsvReader:
 
         data = _with_line_end(text) + self._dialect.sentinel
         table = pc_csv.read_csv(
-            pa.BufferReader(data),
+            pa.BufferReader(owned_buffer(data)),
             read_options=pc_csv.ReadOptions(
                 use_threads=False, block_size=len(data) + 1, column_names=self._names
             ),

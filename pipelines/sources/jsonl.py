@@ -43,6 +43,7 @@ from pipelines.sources.text_records import (
 from pipelines.sources.types import type_text
 from schemas.arrays import is_list, is_text
 from schemas.config.sources import SourceConfig
+from schemas.files import owned_buffer
 
 # Reading.
 
@@ -229,7 +230,7 @@ def _parse(data: bytes, num_lines: int, columns: Columns) -> pa.Table:
 
 def _read_json(data: bytes, columns: Columns) -> pa.Table:
     return pa_json.read_json(
-        pa.BufferReader(data),
+        pa.BufferReader(owned_buffer(data)),
         read_options=pa_json.ReadOptions(use_threads=False, block_size=len(data) + 1),
         parse_options=pa_json.ParseOptions(
             explicit_schema=pa.schema([(name, _parser_type(kind)) for name, kind in columns]),

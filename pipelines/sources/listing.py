@@ -65,11 +65,7 @@ class Folder:
             SchemaError: it cannot be listed, or has no such file as one of `only`.
         """
         sizes = dict(self._only_files()) if self.only else self.all_files()
-        return {
-            path: sizes[path]
-            for path in sorted(sizes)
-            if not any(part.startswith(".") for part in path.split("/"))
-        }
+        return {path: sizes[path] for path in sorted(sizes) if not _is_hidden(path)}
 
     def all_files(self) -> Mapping[str, int | None]:
         """Return the files of the directory tree under any name; raises as `files`."""
@@ -93,14 +89,19 @@ class Folder:
         root = Path(self.root)
         if not root.is_dir():
             raise SchemaError("there is no input: no directory; check the path", file=self.root)
-        for name, subfolders, files in os.walk(root, followlinks=True):
+        for name, subfolders, files in os.walk(root, onerror=_unreadable, followlinks=True):
             folder = Path(name)
             parents = {p.resolve() for p in (folder, *folder.parents) if p.is_relative_to(root)}
             # A link to a parent folder would be followed forever.
             subfolders[:] = [s for s in subfolders if (folder / s).resolve() not in parents]
-            for file in files:
-                if (folder / file).is_file():
-                    yield (folder / file).relative_to(root).as_posix(), None
+            for path in (folder / file for file in files):
+                if path.is_symlink() and not path.exists():
+                    raise SchemaError(
+                        "link leads to nothing; remove it, or restore what it leads to",
+                        file=str(path),
+                    )
+                if path.is_file():
+                    yield path.relative_to(root).as_posix(), None
 
     def _stored_files(self) -> Iterator[tuple[str, int]]:
         entries = self.location.entries()
@@ -154,6 +155,17 @@ class Folder:
             OSError: it cannot be read.
         """
         return sha256_of(self.location / path)
+
+
+def _is_hidden(path: str) -> bool:
+    return path.startswith(".") or "/." in path
+
+
+def _unreadable(error: OSError) -> None:
+    raise SchemaError(
+        f"folder cannot be listed: {error.strerror}; allow it, or move the folder away",
+        file=error.filename,
+    ) from error
 
 
 def folder_of(root: str | Path, only: tuple[str, ...] = ()) -> Folder:
@@ -332,9 +344,10 @@ def find_files(
 
     Raises:
         SchemaError: the directory is missing, a source has no file, a file lacks a column of
-            `partitions`, or a file is removed while it is listed.
+            `partitions`, is of an unfinished job or of a table format, or is removed meanwhile.
     """
-    sizes = folder.files()
+    everything = folder.files() if folder.only else folder.all_files()
+    sizes = {path: everything[path] for path in sorted(everything) if not _is_hidden(path)}
     files: dict[str, tuple[InputFile, ...]] = {}
     for name in sorted(sources):
         pattern = sources[name].files
@@ -345,10 +358,51 @@ def find_files(
                 f"no file of source {name!r} matches {pattern!r}; {suggest_name(pattern, sizes)}",
                 file=folder.root,
             )
+        if not folder.only:
+            check_committed(folder, paths, everything, pattern)
         for path in paths:
             typed_partitions(path, sources[name].partitions)
         files[name] = tuple(_with_size(folder, name, path, sizes[path]) for path in paths)
     return files
+
+
+_TABLE_LOGS = re.compile(r"(?:(.*)/)?(_delta_log|\.hoodie|metadata)/(?:.*/)?([^/]+)")
+"""Root of a table of Delta Lake, Hudi or Iceberg, folder of its log, and a file of that."""
+
+
+def check_committed(
+    folder: Folder, paths: Iterable[str], everything: Iterable[str], pattern: str = ""
+) -> None:
+    """Check that files are not those of an unfinished job, or of a table that has a log.
+
+    `everything` are all files, `pattern` a glob that may begin names with `_` itself.
+
+    Raises:
+        SchemaError: one is.
+    """
+    unfinished = None if re.search(r"(^|/)_", pattern) else re.compile(r"(^|/)_[^/=]*/")
+    logs = filter(None, map(_TABLE_LOGS.fullmatch, everything))
+    tables = {
+        log[1] or "": log[2]
+        for log in logs
+        if log[2] != "metadata" or log[3].endswith(".metadata.json")
+    }
+    for path in paths:
+        folders = [str(parent).removeprefix(".") for parent in PurePosixPath(path).parents]
+        table = next((name for name in folders if name in tables), None)
+        if table is not None:
+            log = tables[table].replace("metadata", "Iceberg metadata")
+            raise SchemaError(
+                f"folder belongs to a table format ({log}), whose log determines the files of the "
+                "table; write the table to plain Parquet first",
+                file=f"{folder.root}/{table}".rstrip("/"),
+            )
+        if unfinished is not None and unfinished.search(path):
+            raise SchemaError(
+                "files in a folder whose name begins with `_` belong to unfinished jobs; remove or "
+                "rename the folder",
+                file=path,
+            )
 
 
 def list_inputs(folder: Folder, sources: Mapping[str, SourceConfig]) -> tuple[InputFile, ...]:

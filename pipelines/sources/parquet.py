@@ -24,7 +24,7 @@ from pipelines.sources.rows import (
     with_origins,
 )
 from schemas.config.sources import SourceConfig
-from schemas.files import column_ranges
+from schemas.files import column_ranges, parquet_file
 
 _COPIED_BATCH_ROWS = 1000
 _MAGIC = b"PAR1"
@@ -65,7 +65,7 @@ def read_parquet(
     type_names = config.columns or {n: str(schema.field(n).type) for n in columns}
     try:
         with open_row_groups(folder, split.path, row_groups, columns) as source:
-            file = open_parquet(source)
+            file = open_parquet(source, schema)
             missing = missing_column(split, columns, file.schema_arrow)
             if missing is not None:
                 yield missing
@@ -124,16 +124,19 @@ def _tables(file: pq.ParquetFile, row_group: int, columns: list[str]) -> Iterato
         yield pa.Table.from_batches([batch])
 
 
-def open_parquet(source: pa.NativeFile) -> pq.ParquetFile:
+def open_parquet(source: pa.NativeFile, schema: pa.Schema | None = None) -> pq.ParquetFile:
     """Open a file whose pages are verified when they are read.
 
-    Its INT96 times are microseconds: in nanoseconds those after 2262 would wrap.
+    Its INT96 times are microseconds: in nanoseconds those after 2262 would wrap. Lists of fixed
+    size have any size unless `schema`, of the columns to be read, has such a list, too.
     """
     options = {"page_checksum_verification": True, "coerce_int96_timestamp_unit": "us"}
-    file = pq.ParquetFile(source, **options)
+    file = parquet_file(source, **options)
+    if schema is None or any(map(_holds_fixed_lists, schema.types)):
+        return file
     if any(map(_holds_fixed_lists, file.schema_arrow.types)):
         metadata = _without_arrow_schema(source)
-        file = pq.ParquetFile(source, metadata=metadata, **options)
+        file = parquet_file(source, metadata=metadata, **options)
     return file
 
 
@@ -147,10 +150,7 @@ _ARROW_SCHEMA = b"ARROW:schema"
 
 
 def _without_arrow_schema(source: pa.NativeFile) -> pq.FileMetaData:
-    """Return the footer without Arrow's types: lists of fixed size have any size then.
-
-    Arrow fails on a null list of a fixed size.
-    """
+    """Return the footer without Arrow's types, as Arrow fails on a null list of a fixed size."""
     size = source.size()
     num_bytes = int.from_bytes(source.read_at(4, size - 8), "little")
     footer = source.read_at(num_bytes, size - 8 - num_bytes)

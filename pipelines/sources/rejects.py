@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from schemas.files import decode_parquet
 from schemas.layout import REJECTS_SCHEMA
 from schemas.manifest import InputFile
 from schemas.storage import Entry, Location
@@ -429,4 +430,4 @@ def reject_files(root: Location) -> list[Entry]:
 def count_segment_rejects(root: Location) -> RejectCounts:
     """Count the rejects of a segment from its files."""
     contents = ((root / entry.path).read_bytes() for entry in reject_files(root))
-    return merge_counts(count_rejects(pq.read_table(pa.BufferReader(data))) for data in contents)
+    return merge_counts(count_rejects(decode_parquet(data)) for data in contents)

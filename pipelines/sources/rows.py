@@ -24,7 +24,7 @@ from pipelines.sources.rejects import (
     rejects_table,
     row_texts,
 )
-from pipelines.sources.types import plain_rows, type_text
+from pipelines.sources.types import type_text, with_plain_column
 from schemas.arrays import is_list, one_chunk
 from schemas.errors import suggest_name
 from schemas.manifest import InputFile
@@ -158,9 +158,12 @@ def typed_chunks(
 
     The table has the types of the file; `type_names` are those of the job file, for messages.
     """
-    table, rejects = plain_rows(table), list[pa.Table]()
+    rejects: list[pa.Table] = []
     for name, text in type_names.items():
         target = schema.field(name).type
+        if table.schema.field(name).type == target:
+            continue
+        table = with_plain_column(table, name)
         if table.schema.field(name).type == target:
             continue
         castable = _castable(table[name].type, target)

@@ -49,6 +49,7 @@ LINE_END = re.compile(rb"\r\n?|\n")
 
 _READ_BYTES = 1 << 20
 
+
 def _zstd(stored: BinaryIO) -> BinaryIO:
     return cast(BinaryIO, pa.CompressedInputStream(pa.PythonFile(stored, mode="r"), "zstd"))
 

@@ -162,14 +162,13 @@ def _plain_inner(kind: pa.DataType) -> pa.DataType | None:
     return None if isinstance(kind, pa.BaseExtensionType) else plain_type(kind)
 
 
-def plain_rows(table: pa.Table) -> pa.Table:
-    """Return the table in plain types; columns without one stay as they are."""
-    for index, name in enumerate(table.column_names):
-        column = table.column(index)
-        target = plain_type(column.type)
-        if target is not None and target != column.type:
-            table = table.set_column(index, name, _plain_column(column, target))
-    return table
+def with_plain_column(table: pa.Table, name: str) -> pa.Table:
+    """Return the table with a column in its plain type; unchanged if it has none."""
+    column = table[name]
+    target = plain_type(column.type)
+    if target is None or target == column.type:
+        return table
+    return table.set_column(table.column_names.index(name), name, _plain_column(column, target))
 
 
 def _plain_column(column: pa.ChunkedArray, target: pa.DataType) -> pa.Array | pa.ChunkedArray:

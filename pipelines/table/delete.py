@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from pipelines.table.root import commit_manifest, write_copies
@@ -30,6 +29,7 @@ from schemas.dataset import (
     type_from_name,
 )
 from schemas.errors import SchemaError, suggest_name
+from schemas.files import parquet_file
 from schemas.layout import TOMBSTONES_SCHEMA, tombstones_path
 from schemas.manifest import DatasetManifest, Root, read_root
 from schemas.samples import blocks_of_row_group, read_sample_column, row_groups
@@ -152,7 +152,7 @@ def _text_ids(path: Path | Location, _: str) -> pa.Array:
 
 def _parquet_ids(path: Path | Location, column: str) -> pa.Array:
     try:
-        file = pq.ParquetFile(pa.BufferReader(path.read_bytes()))
+        file = parquet_file(pa.BufferReader(path.read_bytes()))
         names = file.schema_arrow.names
         name = names[0] if len(names) == 1 else column
         if name not in names:

@@ -1,11 +1,14 @@
 # ruff: noqa: E501 - a table of globs, one a line
 """Files of a source: globs, links, object stores, files that appear and disappear."""
 
+import errno
 import io
+import os
 import random
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -67,10 +70,50 @@ def test_file_that_goes_while_it_is_listed_is_one_clear_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a").write_text("a")
-    monkeypatch.setattr(Folder, "files", lambda _: {"a": None, "b": None})
+    monkeypatch.setattr(Folder, "all_files", lambda _: {"a": None, "b": None})
     message = "file was removed while it was listed in b; wait until the log is complete"
     with pytest.raises(SchemaError, match="^" + re.escape(message) + "$"):
         names(folder_of(tmp_path), "*")
+
+
+def test_what_cannot_be_listed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "log" / "day").mkdir(parents=True)
+    (tmp_path / "log" / "a").write_text("a")
+    (tmp_path / "log" / "mount").symlink_to(tmp_path / "gone")
+    with pytest.raises(SchemaError, match=r"^link leads to nothing in .*/mount; remove it, or"):
+        names(folder_of(tmp_path / "log"), "*")
+    (tmp_path / "log" / "mount").unlink()
+    scandir = os.scandir
+
+    def refuse(path: str) -> Any:
+        if str(path).endswith("day"):
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(SchemaError, match=r"^folder cannot be listed: Permission denied in .*/day"):
+        names(folder_of(tmp_path / "log"), "*")
+
+
+LEFT_BY_ENGINES = {
+    "_temporary/0/b": "belong to unfinished jobs in _temporary/0/b",
+    "x/_delta_log/00000.json": r"table format \(_delta_log\).* in .*/x;",
+    "x/.hoodie/hoodie.properties": r"table format \(\.hoodie\)",
+    "x/metadata/v1.metadata.json": r"table format \(Iceberg metadata\)",
+}
+
+
+@pytest.mark.parametrize("path", LEFT_BY_ENGINES)
+def test_files_that_an_engine_has_not_committed_are_refused(path: str, tmp_path: Path) -> None:
+    for name in ("x/a", "day=_1/a", path):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("a")
+    with pytest.raises(SchemaError, match=LEFT_BY_ENGINES[path]):
+        names(folder_of(tmp_path), "**")
+    assert names(folder_of(tmp_path), "day*/*") == ["day=_1/a"]
+    assert names(folder_of(tmp_path, ("x/a",)), "**") == ["x/a"]
+    if path.startswith("_"):
+        assert names(folder_of(tmp_path), "_temporary/**") == [path]
 
 
 @pytest.mark.slow

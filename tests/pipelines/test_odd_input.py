@@ -1,7 +1,10 @@
 """Values that a file may have and a dataset may not: one row is rejected, the others stay."""
 
+import bz2
 import gzip
+import lzma
 import re
+from collections.abc import Callable
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -278,6 +281,26 @@ def test_compressed_file_is_read_to_the_end_of_its_last_member(tmp_path: Path) -
     result = read_bytes(tmp_path, data, "log.csv.gz")
     assert result.table is not None
     assert (result.table["id"].to_pylist(), result.rejects) == ([1, 2, 3], ())
+
+
+COMPRESSIONS: dict[str, Callable[[bytes], bytes]] = {
+    "gzip": gzip.compress,
+    "gzip, padded": lambda data: gzip.compress(data) + bytes(512),
+    "bzip2": bz2.compress,
+    "xz": lzma.compress,
+    "zstd": lambda data: pa.Codec("zstd").compress(data, asbytes=True),
+    "none": bytes,
+}
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+@pytest.mark.parametrize("name", ["log.csv", "log.csv.gz", "log"])
+def test_compression_is_known_by_the_content(compression: str, name: str, tmp_path: Path) -> None:
+    data = COMPRESSIONS[compression](b"id,name\n1,a\n2,b\n")
+    result = read_bytes(tmp_path, data, name)
+    assert result.table is not None
+    assert result.table["id"].to_pylist() == [1, 2]
+    assert not result.rejects
 
 
 def test_compressed_file_that_is_cut_short_says_from_where_it_is_lost(tmp_path: Path) -> None:
