@@ -33,7 +33,7 @@ def test_sessions_of_both_zeros_are_one(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.chaos
-@pytest.mark.parametrize(("kind", "role"), product(COLUMNS, ROLES))
+@pytest.mark.parametrize(("kind", "role"), list(product(COLUMNS, ROLES)))
 def test_type_in_a_role_is_read_as_by_another_reader_or_refused(
     kind: str, role: str, tmp_path: Path
 ) -> None:
