@@ -310,7 +310,7 @@ def move_command(
     No ranges stand for all that the sources own.
     """
     slots = [slots_of_range(number) for number in ranges] or [(0, NUM_SLOTS)]
-    command = [*module_command("trainer"), "migrate-slots"]
+    command = [*module_command("trainer"), "migrate-slots", "--json"]
     command += ["--slots", ",".join(f"{first}:{end}" for first, end in slots)]
     command += ["--from", ",".join(paths.store_address(number) for number in sources)]
     command += ["--to", paths.store_address(target)]
