@@ -32,7 +32,7 @@ from pipelines.table.vacuum import vacuum
 from pipelines.table.verify import verify
 from schemas.config.job import load_job
 from schemas.decode import parse_duration
-from schemas.errors import PlanError, SchemaError, pluralize
+from schemas.errors import PlanError, SchemaError, pluralize, printable
 from schemas.paths import (
     ALLOW_OUTSIDE,
     ALLOW_OUTSIDE_HELP,
@@ -256,10 +256,10 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m pipelines") -
     try:
         return _COMMANDS[arguments.command](arguments, beam_args)
     except GateError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(printable(f"error: {error}"), file=sys.stderr)
         return REFUSED
     except (SchemaError, PlanError, ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(printable(f"error: {error}"), file=sys.stderr)
         return 1
 
 
@@ -268,7 +268,7 @@ def _print_result(arguments: argparse.Namespace, result: dict[str, Any]) -> None
 
 
 def _progress(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(printable(text), file=sys.stderr, flush=True)
 
 
 def _new_attempt() -> str:
@@ -434,7 +434,7 @@ def _verify(arguments: argparse.Namespace, _: list[str]) -> int:
     result = verify(arguments.dataset)
     _print_result(arguments, result)
     for problem in result["problems"]:
-        print(f"error: {problem}", file=sys.stderr)
+        print(printable(f"error: {problem}"), file=sys.stderr)
     if result["problems"]:
         verdict = pluralize(len(result["problems"]), "problem")
     else:

@@ -53,7 +53,7 @@ from pipelines.transforms.apply import apply_transforms
 from pipelines.transforms.fit import load_staged
 from schemas.arrays import is_list, one_chunk
 from schemas.config.job import GateConfig
-from schemas.errors import SchemaError
+from schemas.errors import SchemaError, printable
 from schemas.layout import EVALUATION, REJECTS_SCHEMA, TRAIN
 from schemas.storage import Location
 
@@ -441,6 +441,7 @@ _LIST_VALUES = 4
 
 def show(result: Mapping[str, Any], console: Console) -> None:
     """Print the result of `preview`; `WIDTH` columns are enough."""
+    result = _printable(result)
     whole = all(source["whole"] for source in result["sources"].values())
     samples = f"{result['num_samples']} samples in {result['num_sessions']} sessions"
     rows = f"{'all' if whole else 'the first'} {result['rows']} rows of {result['input']}"
@@ -462,6 +463,15 @@ def show(result: Mapping[str, Any], console: Console) -> None:
         _print(console, _joins_table(result["joins"], estimate))
     for note in result["notes"]:
         console.print(Text.assemble(("note: ", "bold"), note), highlight=False)
+
+
+def _printable(value: Any) -> Any:
+    """Return a value in which all texts, of files and of the job, are printable."""
+    if isinstance(value, dict):
+        return {printable(str(key)): _printable(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_printable(each) for each in value]
+    return printable(value).replace("\n", r"\n") if isinstance(value, str) else value
 
 
 def _print(console: Console, *tables: Table) -> None:

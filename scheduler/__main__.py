@@ -60,7 +60,7 @@ from scheduler.simulator import command as simulation
 from scheduler.status.board import serving
 from scheduler.status.terminal import board_of, port_of, render, watching
 from schemas.config.schedule import ScheduleConfig
-from schemas.errors import PlanError, SchemaError
+from schemas.errors import PlanError, SchemaError, printable
 from schemas.machine import machine_budget
 from schemas.paths import (
     ALLOW_OUTSIDE,
@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m scheduler") -
     try:
         return arguments.run(arguments) or 0
     except (SchemaError, PlanError, ValueError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(printable(f"error: {error}"), file=sys.stderr)
         return 1
 
 

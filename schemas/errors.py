@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import unicodedata
 from collections.abc import Iterable
 from datetime import timedelta
 
@@ -50,6 +51,23 @@ class PlanError(Exception):
     def __init__(self, message: str, *, required_rows: int | None = None) -> None:
         self.required_rows = required_rows
         super().__init__(message)
+
+
+def printable(text: str) -> str:
+    r"""Return text that a terminal shows as it is: control and formatting characters are escaped.
+
+    Line ends are kept.
+
+    Example:
+        >>> printable(chr(27) + "[2J" + chr(0x202E))
+        '\\x1b[2J\\u202e'
+    """
+    return "".join(
+        c.encode("unicode_escape").decode()
+        if unicodedata.category(c) in ("Cc", "Cf") and c != "\n"
+        else c
+        for c in text
+    )
 
 
 def suggest_name(name: str, known: Iterable[str]) -> str:

@@ -25,7 +25,7 @@ if __name__ == "__main__":
         )
 
 from schemas.config.job import Job, load_job
-from schemas.errors import PlanError, SchemaError, pluralize
+from schemas.errors import PlanError, SchemaError, pluralize, printable
 from schemas.layout import BLOCKS
 from schemas.machine import num_cores
 from schemas.manifest import read_dataset
@@ -88,7 +88,7 @@ def main(
                 print(warning, file=sys.stderr)
         return command(arguments)
     except (SchemaError, PlanError, ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(printable(f"error: {error}"), file=sys.stderr)
         return 1
 
 
@@ -134,7 +134,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _print_progress(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    print(printable(line), file=sys.stderr, flush=True)
 
 
 def _warn_if_useless(ne: float | None) -> None:

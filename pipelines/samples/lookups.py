@@ -165,25 +165,49 @@ def microseconds_up(times: pa.Array) -> NDArray[np.int64]:
 def check_unique(
     rows: pa.Table, name: str, config: SideConfig, listing: Sequence[InputFile]
 ) -> None:
-    """Raise SchemaError if a side table without time has two rows of one key.
+    """Raise SchemaError if a side table has two rows of one key, and of one time if it has times.
 
-    The error has the locations of the first duplicate in the input.
+    Equal rows of a table with times are no fault. The error has the locations of the first
+    duplicate in the input.
     """
-    if config.time is not None or rows.num_rows < 2:
+    if rows.num_rows < 2:
         return
     hashes, origins = rows[_HASH].to_numpy(), rows[ORIGIN].to_numpy()
     keys = one_chunk(rows[config.key])
     candidates = np.flatnonzero(hashes[1:] == hashes[:-1])
+    each, advice = config.key, "remove one, or declare the time from which each holds"
+    if config.time is not None:
+        times = microseconds_up(one_chunk(rows[config.time]))
+        candidates = candidates[times[candidates + 1] == times[candidates]]
+        each, advice = f"{config.key} and {config.time}", "they differ: remove one"
     equal = pc.equal(keys.take(pa.array(candidates)), keys.take(pa.array(candidates + 1)))
     duplicates = candidates[equal.to_numpy(zero_copy_only=False)]
+    if config.time is not None:
+        duplicates = duplicates[_differ(rows, duplicates, duplicates + 1)]
     if not len(duplicates):
         return
     row = int(duplicates[np.argmin(origins[duplicates])])
     locations = ["{}:{}".format(*file_and_row(int(origins[r]), listing)) for r in (row, row + 1)]
     raise SchemaError(
-        f"side {name!r} must have one row for each {config.key}, got {keys[row].as_py()!r} in "
-        f"{locations[0]} and {locations[1]}; remove one, or declare the time from which each holds"
+        f"side {name!r} must have one row for each {each}, got {keys[row].as_py()!r} in "
+        f"{locations[0]} and {locations[1]}; {advice}"
     )
+
+
+def _differ(
+    rows: pa.Table, first: NDArray[np.int64], second: NDArray[np.int64]
+) -> NDArray[np.bool_]:
+    """Return which pairs of rows differ in a column."""
+    differ = np.zeros(len(first), bool)
+    for name in set(rows.column_names) - set(HIDDEN):
+        left, right = (one_chunk(rows[name]).take(pa.array(side)) for side in (first, second))
+        if pa.types.is_nested(left.type):
+            pairs = zip(left.to_pylist(), right.to_pylist(), strict=True)
+            differ |= np.array([a != b for a, b in pairs], bool)
+        else:
+            equal = pc.or_kleene(pc.equal(left, right), pc.and_(left.is_null(), right.is_null()))
+            differ |= ~pc.fill_null(equal, False).to_numpy(zero_copy_only=False)
+    return differ
 
 
 def looked_up_columns(join: JoinConfig, config: SideConfig, names: Sequence[str]) -> dict[str, str]:

@@ -23,7 +23,7 @@ from schemas.arrays import (
     comparable,
     comparable_tuple,
     hash_keys,
-    hash_tuples,
+    hash_values,
     numpy_of,
     one_chunk,
     take_rows,
@@ -317,9 +317,10 @@ def draws(samples: Tuples, unit: Unit, seed: int, session_key: str) -> NDArray[n
 
 
 def hash_samples(samples: Tuples) -> NDArray[np.uint64]:
-    """Return a hash of all columns of each sample, the same for equal samples of any chunk."""
-    columns = [c for c in samples.samples.column_names if c not in (ORIGIN, LIST_INDEX)]
-    hashes = [hash_tuples(samples.samples, columns)] if columns else []
-    for group, table in sorted(samples.uniques.items()):
-        hashes.append(hash_tuples(table, table.column_names)[samples.references[group]])
-    return combine_hashes(hashes)
+    """Return a hash of all columns of each sample, the same in any chunk and with any groups."""
+    columns = set(samples.samples.column_names) - {ORIGIN, LIST_INDEX}
+    hashes = {name: hash_values(samples.samples[name]) for name in columns}
+    for group, table in samples.uniques.items():
+        for name in table.column_names:
+            hashes[name] = hash_values(table[name])[samples.references[group]]
+    return combine_hashes([hashes[name] for name in sorted(hashes)])

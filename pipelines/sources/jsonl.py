@@ -194,6 +194,19 @@ def _read_lines(
     good, unreadable = isolate_bad(len(readable), parse_range, (pa.ArrowException, ValueError))
     bad += [(positions[row], readable[row]) for row, _ in unreadable]
     for position, text in bad:
+        objects_of_line = _objects(text)
+        if len(objects_of_line) > 1:
+            rejects += [
+                Reject(
+                    split.path,
+                    None,  # so that each counts as a row
+                    f"line must be one JSON object, got object {number} of {len(objects_of_line)} "
+                    f"of line {position + 1}; write each on its own line",
+                    each[:SHOWN_BYTES],
+                )
+                for number, each in enumerate(objects_of_line, start=1)
+            ]
+            continue
         reason = _reject_reason(text, type_names, schema)
         rejects.append(Reject(split.path, position, reason, _reject_text(text)))
     if rejects:
@@ -202,6 +215,28 @@ def _read_lines(
         kept = np.delete(np.array(positions, np.int64), [row for row, _ in unreadable])
         table = pa.concat_tables([table for _, table in good])
         yield from in_chunks(with_origins(table, split.file_index, kept))
+
+
+def _objects(text: bytes) -> list[str]:
+    """Return the objects of a line, one after the other; none if it has something else.
+
+    Example:
+        >>> _objects(b'{"a": "}{"} {"b": {}}'), _objects(b"{")
+        (['{"a": "}{"}', '{"b": {}}'], [])
+    """
+    line, start, found = text.decode(errors="backslashreplace"), 0, list[str]()
+    while start < len(line):
+        try:
+            _, end = _DECODER.raw_decode(line, start)
+        except (ValueError, RecursionError):
+            return []
+        found.append(line[start:end])
+        start = end + len(line[end : end + _GAP]) - len(line[end : end + _GAP].lstrip(", \t"))
+    return found
+
+
+_DECODER, _GAP = json.JSONDecoder(), 16
+"""Most characters between two objects of a line."""
 
 
 def _reject_text(text: bytes) -> str:

@@ -8,6 +8,7 @@ files.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -435,11 +436,31 @@ def _copy_rejects(
 
 
 def _remaining_lines(segment: Segment, path: str, texts: frozenset[str] | None) -> list[Reject]:
-    """Return the lines of a file of rejects or late events that contain none of the texts."""
+    """Return the lines of a file of rejects or late events that contain none of the ids."""
     if texts is None:
         return []
+    phrases = [text for text in texts if not _WORD.fullmatch(text)]
     rows = rejects_from_table(segment.file(path).read())
-    return [r for r in rows if not any(t in r.value or t in r.reason for t in texts)]
+    return [row for row in rows if not has_id(f"{row.value}\n{row.reason}", texts, phrases)]
+
+
+_WORD = re.compile(r"[\w.@+-]+(?:(?<=\d):\d[\w.]*)*")
+"""A number, date, time or word of a line, at the ends of which an id begins and ends."""
+
+
+def has_id(line: str, ids: frozenset[str], phrases: Sequence[str]) -> bool:
+    """Return whether a line contains an id as a whole; `phrases` are those that are not one word.
+
+    Example:
+        >>> lines = "{'user': 7, 'x': 1}", '{"user":7.0}', "got 7.", "17,0.75,2026-07-07 10:07"
+        >>> [has_id(line, frozenset({"7"}), []) for line in lines]
+        [True, True, True, False]
+    """
+    for match in _WORD.finditer(line):
+        word = match[0].rstrip(".")
+        if word in ids or (word.endswith(".0") and word[:-2] in ids):
+            return True
+    return any(re.search(rf"(?<!\w){re.escape(phrase)}(?!\w)", line) for phrase in phrases)
 
 
 def _copy_late_events(segment: Segment, building: Location, texts: frozenset[str] | None) -> None:

@@ -30,8 +30,8 @@ from scheduler.status.view import (
     memory,
     notes_of,
     percent,
-    printable,
 )
+from schemas.errors import printable
 from schemas.hashing import NUM_SLOTS
 
 POOL_LABELS = {

@@ -32,9 +32,8 @@ from scheduler.status.view import (
     memory,
     notes_of,
     percent,
-    printable,
 )
-from schemas.errors import SchemaError
+from schemas.errors import SchemaError, printable
 from schemas.files import replace_bytes
 
 LATEST = 6

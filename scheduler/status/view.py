@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -424,13 +423,3 @@ def percent(share: float) -> str:
         ('83 %', '120 %')
     """
     return f"{100 * share:.0f} %"
-
-
-def printable(text: str) -> str:
-    """Replace control and bidirectional formatting characters.
-
-    Example:
-        >>> printable(chr(27) + "[2J" + chr(10)) == chr(0xFFFD) + "[2J" + chr(0xFFFD)
-        True
-    """
-    return "".join("\ufffd" if unicodedata.category(c) in ("Cc", "Cf") else c for c in text)
