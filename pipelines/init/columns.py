@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import chain, count
 from typing import Literal
 
 import duckdb
@@ -179,14 +180,20 @@ def plain_name(name: str) -> str:
 
 def columns_of(table: pa.Table) -> Iterator[Column | tuple[str, str]]:
     """Yield the columns of raw rows; (name, reason) for columns that samples cannot have."""
+    taken = set[str]()
     for name in table.column_names:
-        yield from _columns(plain_name(name), quoted(name), one_chunk(table[name]))
+        for column in _columns(plain_name(name), quoted(name), one_chunk(table[name])):
+            if isinstance(column, Column):
+                names = (f"{column.name}_{number}" for number in count(2))
+                free = next(n for n in chain([column.name], names) if n not in taken)
+                taken.add(free)
+                yield replace(column, name=free)
+            else:
+                yield column
 
 
 def _columns(name: str, expr: str, values: pa.Array) -> Iterator[Column | tuple[str, str]]:
     kind, t = values.type, pa.types
-    if t.is_dictionary(kind):
-        values, kind = values.cast(kind.value_type), kind.value_type
     rows, nulls = len(values), values.null_count
     if nulls == rows:
         yield name, "null in all of the first rows"
@@ -201,7 +208,9 @@ def _columns(name: str, expr: str, values: pa.Array) -> Iterator[Column | tuple[
         yield column("bool")
     elif t.is_integer(kind):
         sql = f"CAST({expr} AS BIGINT)" if t.is_uint64(kind) else expr
-        yield _epoch(column("int", sql), name) or column("int", sql)
+        yield _epoch(column("int", sql), name) or column("int")
+    elif t.is_decimal(kind) and kind.scale <= 0:
+        yield _whole_decimal(column("int"))
     elif t.is_floating(kind) or t.is_decimal(kind):
         sql = f"CAST({expr} AS DOUBLE)" if t.is_decimal(kind) else expr
         yield _whole(_finite(column("float", sql)))
@@ -266,6 +275,18 @@ def _finite(column: Column) -> Column:
         return column
     sql = f"CASE WHEN isfinite({column.expr}) THEN {column.expr} END"
     return replace(column, expr=sql, why="NaN and infinity become null")
+
+
+def _whole_decimal(column: Column) -> Column:
+    """Return a column of decimals without fraction as integers, or as texts if they are larger."""
+    try:
+        numbers = column.values.cast(pa.int64())
+    except pa.ArrowInvalid:
+        sql, texts = f"CAST({column.expr} AS VARCHAR)", column.values.cast(pa.string())
+        return replace(column, expr=sql, shape="text", values=texts, why="large whole numbers")
+    sql = f"CAST({column.expr} AS BIGINT)"
+    column = replace(column, expr=sql, values=numbers)
+    return _epoch(column, column.name) or column
 
 
 def _whole(column: Column) -> Column:

@@ -6,6 +6,7 @@ import csv
 import gzip
 import json
 from collections.abc import Callable
+from decimal import Decimal
 from pathlib import Path
 
 import duckdb
@@ -26,8 +27,10 @@ from pipelines.init.plan import Feature, num_rows_of
 from pipelines.table.rows import expand
 from pipelines.table.verify import verify
 from schemas.config.job import TableConfig, load_job
+from schemas.dataset import open_dataset
 from schemas.rows import rows_of_ids
 from schemas.run_log import SUMMARY, read_summary
+from schemas.samples import read_samples
 from schemas.storage import Location
 from trainer.__main__ import main as trainer_main
 
@@ -366,12 +369,41 @@ def test_a_first_job_of_the_demo_builds_as_it_is(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_ids_keep_their_values_and_columns_distinct_names(tmp_path: Path) -> None:
+    (tmp_path / "log").mkdir()
+    users = [r["user_id"] for r in rows()]
+    columns = {
+        "session_id": pa.array(users),
+        "time": pa.array([r["ts"] for r in rows()], pa.timestamp("s")),
+        "clicked": pa.array([r["clicked"] for r in rows()]),
+        "whole_id": pa.array([Decimal((1 << 60) + u) for u in users], pa.decimal128(20, 0)),
+        "large_id": pa.array([Decimal((1 << 80) + u) for u in users], pa.decimal128(38, 0)),
+        "unsigned_id": pa.array([(1 << 64) - 1 - u for u in users], pa.uint64()),
+        "Item ID": pa.array([r["item_id"] for r in rows()]),
+        "item_id": pa.array([r["item_id"] for r in rows()]),
+        "uuid": pa.array([f"{u:032x}" for u in users]),
+    }
+    pq.write_table(pa.table(columns), tmp_path / "log" / "log.parquet")
+    init(tmp_path / "log", tmp_path / "job")
+    result = built(tmp_path / "job" / "job.yaml", tmp_path / "log", tmp_path / "dataset")
+    assert (result["num_samples"], result["num_rejects"]) == (NUM_ROWS, 0)
+    samples = pa.concat_tables(read_samples(open_dataset(tmp_path / "dataset")))
+    for name in ("whole_id", "large_id", "unsigned_id"):
+        expected = map(str, set(columns[name].to_pylist()))
+        assert set(map(str, samples[name].to_pylist())) == set(expected)
+    assert samples["item_id"].to_pylist() == samples["item_id_2"].to_pylist()
+
+
+@pytest.mark.slow
 def test_init_keeps_a_job_that_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "log").mkdir()
     words = ["init", str(tmp_path / "log"), "--output", str(tmp_path / "job"), "--json"]
     assert main(words) == 1
     message = "input must have files in one of the formats parquet, avro, jsonl, csv, got none"
     assert message in capsys.readouterr().err
+    pq.write_table(pa.table({"a": pa.array([], pa.int64())}), tmp_path / "log" / "empty.parquet")
+    assert main(words) == 1
+    assert "folder must have files with rows, got none" in capsys.readouterr().err
     shown_log(tmp_path / "log")
     assert main(words) == 0
     printed = capsys.readouterr().out
