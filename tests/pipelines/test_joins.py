@@ -234,6 +234,18 @@ def test_key_twice_without_time_is_refused_with_both_places(
 
 
 @pytest.mark.slow
+def test_key_twice_at_one_time_is_refused_if_the_rows_differ(root: Path, tmp_path: Path) -> None:
+    first = pq.read_table(root / "users" / "0.parquet").slice(0, 1)
+    job = write_job(tmp_path / "job")
+    pq.write_table(first, root / "users" / "10.parquet")
+    build(request(job, root, tmp_path / "equal"))
+    other = first.set_column(2, "name", pa.array(["other"]))
+    pq.write_table(other, root / "users" / "11.parquet")
+    with pytest.raises(SchemaError, match=r"one row for each user and since, got .* they differ"):
+        build(request(job, root, tmp_path / "differ"))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [0, 1 << 30])
 def test_side_row_without_key_or_time_is_a_reject_and_the_others_are_found(
     limit: int, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
