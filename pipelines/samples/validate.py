@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
+import duckdb
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 
 from pipelines.samples.sql import LIST_INDEX, Connection, nodes, parse, with_list_index
 from pipelines.samples.sql_rejects import BAD_ROWS_SCHEMA, bad_rows, map_rows
+from pipelines.samples.statements import PER
 from pipelines.samples.tuples import Tuples
 from pipelines.sources.rows import ORIGIN, POSITION_BITS
 from schemas.arrays import comparable_tuple, hash_keys, is_list, one_chunk
@@ -390,16 +392,25 @@ def _not_row_local(difference: str) -> SchemaError:
 
 # Repeatability.
 
-VOLATILE = frozenset({
-    "random", "uuid", "uuidv4", "uuidv7", "gen_random_uuid", "nextval", "currval", "now", "today",
-    "get_current_time", "get_current_timestamp", "current_date", "current_time",
-    "current_timestamp", "localtime", "localtimestamp", "transaction_timestamp",
+_ALLOWED = frozenset({"error"})
+"""Functions that DuckDB calls volatile for another reason: this one raises."""
+_NOT_LISTED = frozenset({
+    "ago", "current_localtime", "current_localtimestamp", "current_time", "current_timestamp",
+    "localtime", "localtimestamp",
 })  # fmt: skip
-"""Functions of DuckDB whose values differ between runs."""
+"""Functions of the time that DuckDB does not call volatile."""
 WITHOUT_PARENTHESES = frozenset({
     "current_date", "current_time", "current_timestamp", "localtime", "localtimestamp",
 })  # fmt: skip
-"""Those of them that are called without parentheses."""
+"""Functions that are called without parentheses."""
+
+
+@cache
+def _functions(condition: str) -> frozenset[str]:
+    """Return the names of DuckDB's functions with a condition."""
+    with duckdb.connect() as database:
+        query = f"SELECT DISTINCT function_name FROM duckdb_functions() WHERE {condition}"
+        return frozenset(row[0] for row in database.execute(query).fetchall())
 
 
 def check_repeatable(data: DataConfig, sources: Mapping[str, pa.Table]) -> None:
@@ -415,7 +426,7 @@ def check_repeatable(data: DataConfig, sources: Mapping[str, pa.Table]) -> None:
         _check_functions(per.sql, "data.samples.per.sql", columns)
     if text is not None:
         _check_functions(text, "data.samples.map", columns)
-        _check_modifiers(text)
+        _check_row_local(text, PER if per is not None else data.sample_source)
     for group, transforms in data.transforms.items():
         for name, transform in transforms.items():
             if isinstance(transform, str):
@@ -424,9 +435,12 @@ def check_repeatable(data: DataConfig, sources: Mapping[str, pa.Table]) -> None:
 
 
 def _check_functions(statement: str, key: str, columns: Collection[str]) -> None:
+    volatile = _functions("function_type = 'scalar' AND stability <> 'CONSISTENT'") - _ALLOWED
     for node in nodes(parse(statement)):
         name = _function_name(node)
-        if name in VOLATILE and name not in columns:
+        is_column = node.get("class") == "COLUMN_REF" and name in columns
+        is_age = name == "age" and len(node.get("arguments", ())) == 1  # from today
+        if is_age or (name in volatile | _NOT_LISTED and not is_column):
             raise SchemaError(
                 f"{key} must yield the same in each build, got {name}; "
                 "hash columns instead of drawing, and write times as constants"
@@ -442,14 +456,70 @@ def _function_name(node: Mapping[str, Any]) -> str:
     return name if name in WITHOUT_PARENTHESES else ""
 
 
-def _check_modifiers(statement: str) -> None:
-    """Raise SchemaError for LIMIT, DISTINCT and SAMPLE, whose results depend on batching."""
-    for node in (s["node"] for s in parse(statement).get("statements", ())):
-        modifiers = {m["type"].split("_")[0] for m in node.get("modifiers", ())}
-        sampled = node.get("sample") or (node.get("from_table") or {}).get("sample")
-        refused = sorted(modifiers & {"LIMIT", "DISTINCT"}) + (["SAMPLE"] if sampled else [])
-        if refused:
+def _check_row_local(statement: str, source: str) -> None:
+    """Check that the samples of a row do not depend on other rows, as far as its syntax shows.
+
+    Raises:
+        SchemaError: a SELECT over the rows of the source has a window function, an aggregate,
+            LIMIT, DISTINCT or SAMPLE, or the rows are joined with themselves.
+    """
+    tree = parse(statement)
+    selects = [node for node in nodes(tree) if node.get("type") == "SELECT_NODE"]
+    rows = {source.lower()}
+    for _ in selects:  # a CTE may be made of another one
+        for entry in (each for select in selects for each in select["cte_map"]["map"]):
+            if _reads(entry["value"], rows):
+                rows.add(entry["key"].lower())
+    for node in nodes(tree):
+        problem = _other_rows(node, rows)
+        if problem:
             raise SchemaError(
-                f"data.samples.map must treat each row alone, got {refused[0]}; "
-                "choose rows by WHERE, or all rows of a key in data.samples.per"
+                f"data.samples.map must treat each row alone, got {problem}; "
+                "choose rows by WHERE, or use all rows of a key in data.samples.per"
             )
+
+
+def _reads(part: Any, tables: Collection[str]) -> bool:
+    return any(
+        node.get("type") == "BASE_TABLE" and node["table_name"].lower() in tables
+        for node in nodes(part)
+    )
+
+
+def _other_rows(node: Mapping[str, Any], rows: Collection[str]) -> str:
+    """Return what makes a node of a statement depend on several rows of some tables."""
+    kind = node.get("type")
+    if kind == "JOIN" and _reads(node["left"], rows) and _reads(node["right"], rows):
+        return "a join of the rows with themselves"
+    if node.get("class") == "SUBQUERY" and _reads(node["subquery"], rows):
+        return "a subquery over all rows"
+    if kind == "SET_OPERATION_NODE" and _reads(node, rows) and not node["setop_all"]:
+        return "UNION without ALL"
+    if kind != "SELECT_NODE" or not _reads(node["from_table"], rows):
+        return ""
+    modifiers = {each["type"].split("_")[0] for each in node["modifiers"]}
+    for modifier in sorted(modifiers & {"LIMIT", "DISTINCT"}):
+        return modifier
+    if node["sample"] or node["from_table"].get("sample"):
+        return "SAMPLE"
+    if node["group_expressions"]:
+        return "GROUP BY"
+    aggregates = _functions("function_type = 'aggregate'")
+    parts = [node[name] for name in ("select_list", "where_clause", "having", "qualify")]
+    for each in _own_nodes(parts):
+        if each.get("class") == "WINDOW":
+            return f"the window function {each['function_name']}"
+        if each.get("class") == "FUNCTION" and each["function_name"].lower() in aggregates:
+            return f"the aggregate {each['function_name']}"
+    return ""
+
+
+def _own_nodes(tree: Any) -> Iterator[dict[str, Any]]:
+    """Yield the nodes of expressions without those of their subqueries."""
+    if isinstance(tree, dict):
+        yield tree
+        if tree.get("class") == "SUBQUERY":
+            return
+    if isinstance(tree, (dict, list)):
+        for part in tree.values() if isinstance(tree, dict) else tree:
+            yield from _own_nodes(part)

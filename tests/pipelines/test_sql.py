@@ -213,6 +213,17 @@ REFUSED = {
     "distinct rows": ("SELECT session", "SELECT DISTINCT session", "got DISTINCT"),
     "a sample": ("FROM log", "FROM log USING SAMPLE 10", "got SAMPLE"),
     "a sample of the table": ("FROM log", "FROM log TABLESAMPLE 10%", "got SAMPLE"),
+    "a function beside a column of its name": ("FROM log", "FROM (SELECT *, 1 AS uuid FROM log) WHERE uuid() IS NOT NULL", "got uuid"),
+    "the age from today": ("FROM log", "FROM log WHERE age(time) > INTERVAL 1 DAY", "got age"),
+    "a clock that DuckDB does not call one": ("FROM log", "FROM log WHERE time < current_localtimestamp()", "got current_localtimestamp"),
+    "a rank": ("FROM log", "FROM (SELECT * FROM log QUALIFY row_number() OVER (ORDER BY time) < 9)", "got the window function row_number"),
+    "a rank of a CTE": ("SELECT session", "WITH a AS (SELECT * FROM log), b AS (FROM a QUALIFY rank() OVER (ORDER BY time) < 9) SELECT b.session", "got the window function rank"),
+    "a limit below": ("FROM log", "FROM (SELECT * FROM log LIMIT 5)", "got LIMIT"),
+    "a sample below": ("FROM log", "FROM (SELECT * FROM log USING SAMPLE 10%)", "got SAMPLE"),
+    "a mean of all rows": ("FROM log", "FROM log WHERE clicked > (SELECT avg(clicked) FROM log)", "got a subquery over all rows"),
+    "groups of rows": ("FROM log", "FROM (SELECT max(time) AS time, session, user, history, items, clicked FROM log GROUP BY ALL)", "got the aggregate max"),
+    "rows of rows": ("FROM log", "FROM log JOIN (SELECT session AS other FROM log) ON session = other", "got a join of the rows with themselves"),
+    "a union of values": ("FROM log", "FROM (SELECT * FROM log UNION SELECT * FROM log)", "got UNION without ALL"),
     "a list as session": ("key: session,", "key: history,", "session.key must be one value, got a list for 'history'"),
 }  # fmt: skip
 
@@ -239,6 +250,9 @@ def test_statement_is_refused_before_any_work(
     [
         ("FROM log", "FROM (SELECT *, 1 AS today FROM log) WHERE today = 1"),
         ("FROM log", "FROM log ORDER BY time"),
+        ("FROM log", "FROM (SELECT * FROM log UNION ALL SELECT * FROM log)"),
+        ("FROM log", "FROM log WHERE (SELECT max(i) FROM unnest(items) AS of_row(i)) > 3"),
+        ("FROM log", "FROM (SELECT *, 1 AS age FROM log) WHERE age(time, time) IS NOT NULL OR age = 1"),
     ],
 )
 def test_what_treats_each_row_alone_passes(before: str, after: str, tmp_path: Path) -> None:
