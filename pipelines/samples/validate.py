@@ -493,13 +493,15 @@ def _other_rows(node: Mapping[str, Any], rows: Collection[str]) -> str:
         return "a join of the rows with themselves"
     if node.get("class") == "SUBQUERY" and _reads(node["subquery"], rows):
         return "a subquery over all rows"
-    if kind == "SET_OPERATION_NODE" and _reads(node, rows) and not node["setop_all"]:
-        return "UNION without ALL"
-    if kind != "SELECT_NODE" or not _reads(node["from_table"], rows):
+    if kind not in ("SELECT_NODE", "SET_OPERATION_NODE"):
+        return ""
+    if not _reads(node.get("from_table", node), rows):
         return ""
     modifiers = {each["type"].split("_")[0] for each in node["modifiers"]}
     for modifier in sorted(modifiers & {"LIMIT", "DISTINCT"}):
         return modifier
+    if kind == "SET_OPERATION_NODE":
+        return "" if node["setop_all"] else "UNION without ALL"
     if node["sample"] or node["from_table"].get("sample"):
         return "SAMPLE"
     if node["group_expressions"]:

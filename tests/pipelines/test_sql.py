@@ -224,6 +224,7 @@ REFUSED = {
     "groups of rows": ("FROM log", "FROM (SELECT max(time) AS time, session, user, history, items, clicked FROM log GROUP BY ALL)", "got the aggregate max"),
     "rows of rows": ("FROM log", "FROM log JOIN (SELECT session AS other FROM log) ON session = other", "got a join of the rows with themselves"),
     "a union of values": ("FROM log", "FROM (SELECT * FROM log UNION SELECT * FROM log)", "got UNION without ALL"),
+    "a limit of a union": ("FROM log", "FROM (SELECT * FROM log UNION ALL SELECT * FROM log LIMIT 5)", "got LIMIT"),
     "a list as session": ("key: session,", "key: history,", "session.key must be one value, got a list for 'history'"),
 }  # fmt: skip
 
