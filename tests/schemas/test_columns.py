@@ -146,9 +146,9 @@ REFUSED = {
         lambda: jagged_of(pa.array([1])),
         "column must be a list, got int64; declare it as one",
     ),
-    "decimal": (
-        lambda: comparable(pa.array([1], pa.decimal128(3, 1))),
-        "column must hold numbers, times or texts, got decimal128(3, 1); cast it in SQL",
+    "map": (
+        lambda: comparable(pa.array([[("a", 1)]], pa.map_(pa.string(), pa.int64()))),
+        "column must hold numbers, times or texts, got map<string, int64>; cast it in SQL",
     ),
     "only nulls": (
         lambda: comparable(pa.nulls(2)),
