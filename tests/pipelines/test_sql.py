@@ -253,7 +253,10 @@ def test_statement_is_refused_before_any_work(
         ("FROM log", "FROM log ORDER BY time"),
         ("FROM log", "FROM (SELECT * FROM log UNION ALL SELECT * FROM log)"),
         ("FROM log", "FROM log WHERE (SELECT max(i) FROM unnest(items) AS of_row(i)) > 3"),
-        ("FROM log", "FROM (SELECT *, 1 AS age FROM log) WHERE age(time, time) IS NOT NULL OR age = 1"),
+        (
+            "FROM log",
+            "FROM (SELECT *, 1 AS age FROM log) WHERE age(time, time) IS NOT NULL OR age = 1",
+        ),
     ],
 )
 def test_what_treats_each_row_alone_passes(before: str, after: str, tmp_path: Path) -> None:
