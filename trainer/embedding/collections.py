@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch import nn
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import CacheParams, CacheStatistics
 from torchrec.modules.embedding_configs import (
@@ -35,11 +36,148 @@ from schemas.config.train import SparseOptimizerConfig
 from trainer.data.collate import OrderedKeyedTensor, batch_from_kjt
 from trainer.data.lookup import take_unsorted
 from trainer.embedding.fused import ExternalRows, FusedRows, PooledStep, SequenceStep, fused_outputs
+from trainer.embedding.ranks import world_size
+from trainer.embedding.state import pack, unpack
+from trainer.run import first_difference
+from trainer.stores.api import Records
 
 _CPU = torch.device("cpu")
+T = TypeVar("T", bound="Collection")
 
 
-class EmbeddingBagCollection(EmbeddingBagCollectionInterface):
+class Collection(nn.Module):
+    """What both collections share: their rows, and what torch sees of them.
+
+    Rows are no parameters. Two tensors without elements stand for them: `autograd_anchor` is
+    frozen with the parameters of a model, and by `_copied` we know what writes to all of them.
+    """
+
+    _rows: dict[str, FusedRows]
+
+    def _set_rows(self, rows: dict[str, FusedRows]) -> None:
+        self._rows = rows
+        self.autograd_anchor = nn.Parameter(torch.zeros(0))
+        self.register_buffer("_copied", torch.zeros(0), persistent=False)
+        self._updated: tuple[torch.Tensor, int] | None = None  # gradient of the anchor, and version
+
+    def fused_rows(self) -> Iterable[FusedRows]:
+        """Return the rows, by width and pooling."""
+        return self._rows.values()
+
+    @property
+    def device(self) -> torch.device:
+        """The CPU."""
+        return _CPU
+
+    def get_extra_state(self) -> torch.Tensor:
+        """Return every row ever updated, for `state_dict`; no rows of a source."""
+        arrays: dict[str, Any] = {}
+        steps: list[int | None] = []
+        for rows in self.fused_rows():
+            steps.append(rows.source_step)
+            if rows.source_step is None:
+                for table in rows.layouts:
+                    table_rows, records = rows.contents(table)
+                    parts = {"rows": table_rows, "values": records.values, "state": records.state}
+                    arrays |= {f"{table}/{name}": array for name, array in parts.items()}
+        header = {**self._fingerprint(), "num_updates": self._num_updates(), "step": steps[0]}
+        return pack(header, arrays)
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        """Replace all rows by those of a `state_dict`.
+
+        Raises:
+            ValueError: the state is that of another collection, or its rows are in a checkpoint of
+                a source that is not loaded.
+        """
+        header, arrays = unpack(state)
+        ours = self._fingerprint()
+        saved = {name: header.get(name) for name in ours}
+        difference = first_difference(saved, ours, "")
+        if difference is not None:
+            name, theirs, own = difference
+            raise ValueError(
+                f"state_dict of a collection must have {name[1:]}={own!r}, got {theirs!r}; load it "
+                "into a collection that is made with the same arguments"
+            )
+        for rows in self.fused_rows():
+            if header["step"] not in (None, rows.source_step):
+                raise ValueError(
+                    f"state_dict has no rows, which a source held before step {header['step']}; "
+                    "make the collection with source, and call its load before load_state_dict"
+                )
+        for rows in self.fused_rows():
+            of_tables = {
+                table: (
+                    arrays[f"{table}/rows"],
+                    Records(*(arrays[f"{table}/{name}"] for name in ("values", "state"))),
+                )
+                for table in rows.layouts
+                if header["step"] is None
+            }
+            rows.replace_rows(of_tables, header["num_updates"][next(iter(rows.layouts))])
+
+    def _fingerprint(self) -> dict[str, Any]:
+        parts = [rows.fingerprint() for rows in self.fused_rows()]
+        tables = {name: table for part in parts for name, table in part["tables"].items()}
+        return {"optimizer": parts[0]["optimizer"], "tables": tables}
+
+    def _num_updates(self) -> dict[str, int]:
+        return {table: rows.num_updates for rows in self.fused_rows() for table in rows.layouts}
+
+    def _anchor(self) -> torch.Tensor | None:
+        """Return the anchor of a forward pass; None without gradients, or if rows are frozen.
+
+        Raises:
+            ValueError: something treats the rows as parameters.
+        """
+        if self._copied._version and world_size() == 1:  # ranks copy all buffers from the first one
+            raise ValueError(
+                "rows of a collection are no parameters, which AveragedModel and others copy; "
+                "average the other modules, and look up the rows of the trained model"
+            )
+        if not (torch.is_grad_enabled() and self.autograd_anchor.requires_grad):
+            return None
+        self._check_gradient()
+        if not self.autograd_anchor._post_accumulate_grad_hooks:
+            self.autograd_anchor.register_post_accumulate_grad_hook(self._keep_gradient)
+        return self.autograd_anchor
+
+    def _keep_gradient(self, anchor: torch.Tensor) -> None:
+        self._updated = None if anchor.grad is None else (anchor.grad, anchor.grad._version)
+
+    def _check_gradient(self) -> None:
+        """Raise ValueError if gradients were changed after rows were updated by them."""
+        updated, self._updated = self._updated, None
+        if updated is not None and updated[0]._version != updated[1] and world_size() == 1:
+            raise ValueError(
+                "gradients were changed after the backward pass, which had updated the rows by "
+                "them, as by GradScaler, clip_grad_norm_ or zero_grad(set_to_none=False); update "
+                "rows by trainer.embedding.optimizer.RowOptimizer"
+            )
+
+    def _apply(self: T, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> T:
+        """Leave the rows where they are; raise ValueError for another type or shared memory."""
+        rows = next(iter(self.fused_rows()))
+        moved = fn(torch.zeros(0, dtype=rows.dtype))
+        if moved.dtype != rows.dtype:
+            raise ValueError(
+                f"rows of a collection must stay {_name(rows.dtype)}, got {_name(moved.dtype)}; "
+                "convert the other modules, or make the collection with another dtype"
+            )
+        if moved.device.type == "cpu" and moved.is_shared():
+            raise ValueError(
+                "rows of a collection cannot be shared by processes, as share_memory() would; use "
+                "ranks of torch.distributed, or presage train --replicas"
+            )
+        return self
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+class EmbeddingBagCollection(Collection, EmbeddingBagCollectionInterface):
     """Pooled look-ups: a replacement of TorchRec's class, updated in its backward pass."""
 
     def __init__(
@@ -76,15 +214,18 @@ class EmbeddingBagCollection(EmbeddingBagCollectionInterface):
                     f"{table.name!r}; use EmbeddingCollection for sequences"
                 )
         self._tables, self._is_weighted = list(tables), is_weighted
-        self._rows: dict[str, FusedRows] = {}
         self._parts: dict[str, list[EmbeddingBagConfig]] = {}
         for table in tables:
             key = f"{table.embedding_dim} {table.pooling.name.lower()}"
             self._parts.setdefault(key, []).append(table)
-        for key, part in self._parts.items():
-            self._rows[key] = FusedRows(part, optimizer, seed=seed, dtype=dtype, source=source)
-        self._anchor = torch.zeros(0, requires_grad=True)
+        self._set_rows(
+            {
+                key: FusedRows(part, optimizer, seed=seed, dtype=dtype, source=source)
+                for key, part in self._parts.items()
+            }
+        )
 
+    @torch.compiler.disable
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Pool the rows of each bag and return the vector of each sample's bag.
 
@@ -92,13 +233,15 @@ class EmbeddingBagCollection(EmbeddingBagCollectionInterface):
             features: with or without inverse indices.
         """
         parts: list[tuple[Sequence[str], int, torch.Tensor]] = []
+        anchor = self._anchor()
         for key, part in self._parts.items():
             rows = self._rows[key]
             names = {t.name: tuple(t.feature_names) for t in part}
             dtype = rows.dtype if self._is_weighted else None
             batch = batch_from_kjt(features, names, weighted=dtype)
-            step = PooledStep(rows, batch, mean=part[0].pooling is PoolingType.MEAN)
-            (pooled,) = fused_outputs(step, self._anchor)
+            mean = part[0].pooling is PoolingType.MEAN
+            step = PooledStep(rows, batch, mean=mean, in_place=anchor is not None)
+            (pooled,) = fused_outputs(step, anchor)
             parts.append((step.keys, part[0].embedding_dim, pooled))
         return OrderedKeyedTensor([f for t in self._tables for f in t.feature_names], parts)
 
@@ -110,22 +253,8 @@ class EmbeddingBagCollection(EmbeddingBagCollectionInterface):
         """Return whether look-ups have weights."""
         return self._is_weighted
 
-    @property
-    def device(self) -> torch.device:
-        """The CPU."""
-        return _CPU
 
-    def get_extra_state(self) -> dict[str, Any]:
-        """Return every row ever updated, for `state_dict`; no rows of a source."""
-        return {key: rows.state() for key, rows in self._rows.items()}
-
-    def set_extra_state(self, state: Mapping[str, Any]) -> None:
-        """Load the rows of a `state_dict`."""
-        for key, rows in self._rows.items():
-            rows.load(state[key])
-
-
-class EmbeddingCollection(EmbeddingCollectionInterface):
+class EmbeddingCollection(Collection, EmbeddingCollectionInterface):
     """Unpooled look-ups: a replacement of TorchRec's class, updated in its backward pass."""
 
     def __init__(
@@ -153,9 +282,10 @@ class EmbeddingCollection(EmbeddingCollectionInterface):
                 "make a collection of each"
             )
         self._tables, self._need_indices = list(tables), need_indices
-        self._rows = FusedRows(self._tables, optimizer, seed=seed, dtype=dtype, source=source)
-        self._anchor = torch.zeros(0, requires_grad=True)
+        rows = FusedRows(self._tables, optimizer, seed=seed, dtype=dtype, source=source)
+        self._set_rows({"": rows})
 
+    @torch.compiler.disable
     def unique(
         self, features: KeyedJaggedTensor
     ) -> dict[str, tuple[JaggedTensor, torch.Tensor | None]]:
@@ -170,7 +300,9 @@ class EmbeddingCollection(EmbeddingCollectionInterface):
         names = {t.name: tuple(t.feature_names) for t in self._tables}
         batch = batch_from_kjt(features, names, weighted=None)
         results: dict[str, tuple[JaggedTensor, torch.Tensor | None]] = {}
-        outputs = fused_outputs(SequenceStep(self._rows, batch), self._anchor)
+        anchor = self._anchor()
+        step = SequenceStep(self._rows[""], batch, in_place=anchor is not None)
+        outputs = fused_outputs(step, anchor)
         for lookup, values in zip(batch.lookups.values(), outputs, strict=True):
             parts = values.split(lookup.values_per_feature)
             for feature, part in zip(lookup.features, parts, strict=True):
@@ -181,6 +313,7 @@ class EmbeddingCollection(EmbeddingCollectionInterface):
                 results[feature] = lists, None if group is None else batch.groups[group].indices
         return results
 
+    @torch.compiler.disable
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """Return the rows of each sample's list; see `unique` for one list per tuple."""
         return {
@@ -204,30 +337,15 @@ class EmbeddingCollection(EmbeddingCollectionInterface):
         """Return the features of each table."""
         return [list(t.feature_names) for t in self._tables]
 
-    @property
-    def device(self) -> torch.device:
-        """The CPU."""
-        return _CPU
 
-    def get_extra_state(self) -> dict[str, Any]:
-        """Return every row ever updated, for `state_dict`; no rows of a source."""
-        return self._rows.state()
-
-    def set_extra_state(self, state: Mapping[str, Any]) -> None:
-        """Load the rows of a `state_dict`."""
-        self._rows.load(state)
-
-
-def rows_of(
-    collection: EmbeddingBagCollection | EmbeddingCollection, table: str, rows: torch.Tensor
-) -> torch.Tensor:
+def rows_of(collection: Collection, table: str, rows: torch.Tensor) -> torch.Tensor:
     """Return copies of some rows, (n, dim)."""
     records = _rows_with(collection, table).read({table: rows.numpy()})
     return torch.from_numpy(records[table].values)
 
 
 def set_rows(
-    collection: EmbeddingBagCollection | EmbeddingCollection,
+    collection: Collection,
     table: str,
     rows: torch.Tensor,
     values: torch.Tensor,
@@ -243,10 +361,14 @@ def set_rows(
     _rows_with(collection, table).set_rows(table, rows.numpy(), values.detach().numpy())
 
 
-def _rows_with(collection: EmbeddingBagCollection | EmbeddingCollection, table: str) -> FusedRows:
-    rows = collection._rows
-    parts = rows.values() if isinstance(rows, dict) else [rows]
-    return next(part for part in parts if table in part.layouts)
+def set_learning_rate(collection: Collection, rate: float) -> None:
+    """Set the learning rate of the rows from the next update on, for schedules."""
+    for rows in collection.fused_rows():
+        rows.set_learning_rate(rate)
+
+
+def _rows_with(collection: Collection, table: str) -> FusedRows:
+    return next(rows for rows in collection.fused_rows() if table in rows.layouts)
 
 
 def _expand(lists: JaggedTensor, inverse: torch.Tensor) -> JaggedTensor:

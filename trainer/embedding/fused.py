@@ -2,18 +2,21 @@
 
 `FusedRows` selects rows from where they are: memory, or a source such as
 `trainer.rows.EmbeddingRows`. With several ranks of torch.distributed, every rank has all rows and
-updates them by the mean gradient of all ranks.
+updates them by the mean gradient of all ranks. `FusedRows.defer` keeps gradients for an optimizer,
+which updates the rows later.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+from torch import nn
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from schemas.arrays import Array
@@ -34,8 +37,13 @@ from trainer.embedding.kernels.interface import (
 )
 from trainer.embedding.module import MicrobatchLookups, arena_rows
 from trainer.embedding.pooling import call_with_gradients
-from trainer.embedding.ranks import RowGradients, average_over_ranks, world_size
-from trainer.stores.api import GatheredRows, Records, TableLayout, WriteBack
+from trainer.embedding.ranks import (
+    RowGradients,
+    average_over_ranks,
+    sum_gradients,
+    world_size,
+)
+from trainer.stores.api import GatheredRows, Records, TableLayout, WriteBack, empty_records
 from trainer.stores.local import memory_store
 
 ApplyGradients = Callable[[Mapping[str, ArenaRows], RowRule], None]
@@ -94,7 +102,7 @@ class FusedRows:
             source: of the rows; None for memory.
         """
         self._num_rows = {table.name: table.num_embeddings for table in tables}
-        self._optimizer = optimizer = optimizer or SparseOptimizerConfig()
+        self.optimizer = optimizer = optimizer or SparseOptimizerConfig()
         self.dtype: torch.dtype = getattr(torch, dtype)
         dim = tables[0].embedding_dim
         width = state_width(optimizer, dim)
@@ -109,14 +117,38 @@ class FusedRows:
         self._num_selects = 0
         self._num_updates = 0
         self._group: dist.ProcessGroup | None = None
+        self._deferred: dict[str, nn.Parameter] | None = None
+        self._deferred_rows: dict[str, NDArray[np.int64]] = {}
+        self._deferred_version = 0
 
-    def gather(self, rows: RowsOfTables) -> tuple[tuple[int, int], dict[str, ArenaRows]]:
-        """Return rows in place, and a version for `update`.
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy has: the rows, but neither ranks nor gradients.
 
-        Without gradients, these are copies, and no row is created.
+        Raises:
+            ValueError: the rows are those of a source.
+        """
+        if self._source is not None:
+            raise ValueError(
+                f"collection with a source cannot be copied or pickled, got that of table "
+                f"{next(iter(self.layouts))!r}; make the copy without source, and set its rows by "
+                "trainer.embedding.collections.set_rows"
+            )
+        rows = {table: self.contents(table) for table in self.layouts}
+        cleared = {"_group": None, "_deferred": None, "_deferred_rows": {}}
+        return self.__dict__ | cleared | {"_memory": rows}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.replace_rows(state["_memory"], self._num_updates)
+
+    def gather(
+        self, rows: RowsOfTables, *, in_place: bool
+    ) -> tuple[tuple[int, int], dict[str, ArenaRows]]:
+        """Return rows, and a version for `update`.
 
         Args:
             rows: table to distinct ascending rows.
+            in_place: for an update; otherwise these are copies, and no row is created.
 
         Raises:
             ValueError: a row is beyond its table.
@@ -128,7 +160,7 @@ class FusedRows:
                     f"ids must be below num_embeddings, got {table_rows[-1]} for table {table!r} "
                     f"with num_embeddings={limit}; hash them, or enlarge the table"
                 )
-        if not torch.is_grad_enabled():
+        if not in_place:
             copies = {t: arena_rows(GatheredRows(r)) for t, r in self.read(rows).items()}
             return self._version(), copies
         if self._group is None and world_size() > 1:
@@ -145,8 +177,8 @@ class FusedRows:
         rows: RowsOfTables,
         gathered: Mapping[str, ArenaRows],
         apply: ApplyGradients,
-    ) -> None:
-        """Update the rows of a step by their gradients.
+    ) -> bool:
+        """Update the rows of a step by their gradients, or keep these for `update_deferred`.
 
         Args:
             version: from `gather`; rows are selected again if other rows were since.
@@ -154,36 +186,79 @@ class FusedRows:
             gathered: from `gather`.
             apply: sums the gradients of each row, and applies a rule.
 
+        Returns:
+            Whether rows were updated.
+
         Raises:
             ValueError: the step of the rows has ended.
         """
-        if version[1] != self._version()[1]:
+        self._check_step(version[1])
+        if self._group is None and self._deferred is None:
+            rule = rule_at(self.optimizer, self._num_updates)
+            apply(gathered if version[0] == self._num_selects else self._select(rows), rule)
+            self._num_updates += 1
+            return True
+        sums = {t: g.values.new_empty(len(g), g.values.shape[1]) for t, g in gathered.items()}
+        apply({t: ArenaRows(each, each[:, :0]) for t, each in sums.items()}, RowRule(name="sum"))
+        gradients = {table: RowGradients(rows[table], sums[table]) for table in rows}
+        if self._group is not None:
+            gradients = average_over_ranks(gradients, self._group)
+        if self._deferred is None:
+            self._update_by(gradients)
+            return True
+        self._defer(self._deferred, gradients)
+        return False
+
+    def defer(self) -> list[nn.Parameter]:
+        """Keep gradients from now on, and return a tensor for each table whose `grad` has them."""
+        self._deferred = {
+            table: nn.Parameter(torch.empty(0, layout.dim, dtype=self.dtype))
+            for table, layout in self.layouts.items()
+        }
+        return list(self._deferred.values())
+
+    def update_deferred(self) -> None:
+        """Update rows by the gradients that were kept.
+
+        Raises:
+            ValueError: the step of the rows has ended.
+        """
+        gradients = {
+            table: RowGradients(self._deferred_rows[table], parameter.grad)
+            for table, parameter in (self._deferred or {}).items()
+            if parameter.grad is not None
+        }
+        if gradients:
+            self._check_step(self._deferred_version)
+            self._update_by(gradients)
+
+    def _defer(
+        self, deferred: Mapping[str, nn.Parameter], gradients: Mapping[str, RowGradients]
+    ) -> None:
+        """Add gradients to those that are kept."""
+        for table, new in gradients.items():
+            parameter = deferred[table]
+            if parameter.grad is not None:
+                new = sum_gradients([RowGradients(self._deferred_rows[table], parameter.grad), new])
+            self._deferred_rows[table] = new.rows
+            parameter.grad = None  # torch checks that it has the shape of the parameter
+            parameter.data = new.sums
+            parameter.grad = new.sums
+        self._deferred_version = self._version()[1]
+
+    def _update_by(self, gradients: Mapping[str, RowGradients]) -> None:
+        selected = self._select({table: each.rows for table, each in gradients.items()})
+        tables = [without_readers(selected[table], each.sums) for table, each in gradients.items()]
+        rule = rule_at(self.optimizer, self._num_updates)
+        compiled.update(tables, no_gradients(tables[0].values), rule)
+        self._num_updates += 1
+
+    def _check_step(self, version: int) -> None:
+        if version != self._version()[1]:
             raise ValueError(
                 "backward pass reaches rows of a step that has ended; call backward before "
                 "rows.advance(batch) of the next batch and before rows.save"
             )
-        rule = rule_at(self._optimizer, self._num_updates)
-        if self._group is not None:
-            self._update_over_ranks(rows, gathered, apply, rule)
-        else:
-            apply(gathered if version[0] == self._num_selects else self._select(rows), rule)
-        self._num_updates += 1
-
-    def _update_over_ranks(
-        self,
-        rows: RowsOfTables,
-        gathered: Mapping[str, ArenaRows],
-        apply: ApplyGradients,
-        rule: RowRule,
-    ) -> None:
-        """Update the rows of all ranks by their mean gradient."""
-        sums = {t: g.values.new_empty(len(g), g.values.shape[1]) for t, g in gathered.items()}
-        apply({t: ArenaRows(each, each[:, :0]) for t, each in sums.items()}, RowRule(name="sum"))
-        own = {table: RowGradients(rows[table], sums[table]) for table in rows}
-        means = average_over_ranks(own, self._group)
-        selected = self._select({table: mean.rows for table, mean in means.items()})
-        tables = [without_readers(selected[table], mean.sums) for table, mean in means.items()]
-        compiled.update(tables, no_gradients(tables[0].values), rule)
 
     def _select(self, rows: RowsOfTables) -> dict[str, ArenaRows]:
         self._num_selects += 1
@@ -212,48 +287,55 @@ class FusedRows:
         self._write(table, rows, Records(values, state))
         self._num_selects += 1
 
-    def state(self) -> dict[str, Any]:
-        """Return every row ever updated, with its optimizer state; no rows of a source."""
-        if self._source is not None:
-            return {"num_updates": self._num_updates, "train_step": self._source.train_step}
-        tables: dict[str, dict[str, torch.Tensor]] = {}
-        for table in self.layouts:
-            no_rows = np.zeros(0, np.int64)
-            parts = [(no_rows, self.read({table: no_rows})[table]), *self._memory.contents(table)]
-            arrays = {
-                "rows": [rows for rows, _ in parts],
-                "values": [records.values for _, records in parts],
-                "state": [records.state for _, records in parts],
-            }
-            tables[table] = {n: torch.from_numpy(np.concatenate(a)) for n, a in arrays.items()}
-        return {"num_updates": self._num_updates, "tables": tables}
+    def contents(self, table: str) -> tuple[NDArray[np.int64], Records]:
+        """Return copies of all rows of a table ever updated, ascending; none of a source."""
+        count = len(self._memory.tables[table])
+        rows, records = np.empty(count, np.int64), empty_records(self.layouts[table], count)
+        first = 0
+        for chunk_rows, chunk in self._memory.contents(table):
+            chosen = slice(first, first + len(chunk_rows))
+            rows[chosen] = chunk_rows
+            records.put(chosen, chunk)
+            first = chosen.stop
+        return rows, records
 
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Write the rows of `state`; others keep their values.
+    def fingerprint(self) -> dict[str, Any]:
+        """Return what the rows of a state must have in common with these."""
+        tables = {table: asdict(layout) for table, layout in self.layouts.items()}
+        return {"optimizer": self.optimizer.name, "tables": tables}
 
-        Raises:
-            ValueError: the rows are in a checkpoint of a source, which is not loaded.
-        """
-        rows_at = None if self._source is None else self._source.train_step
-        if "tables" not in state and state["train_step"] != rows_at:
-            raise ValueError(
-                f"state_dict has no rows, which a source held before step {state['train_step']}; "
-                "make the collection with source, and call its load before load_state_dict"
-            )
-        for table, arrays in state.get("tables", {}).items():
-            records = Records(arrays["values"].numpy(), arrays["state"].numpy())
-            self._write(table, arrays["rows"].numpy(), records)
-        self._num_updates = state["num_updates"]
+    @property
+    def num_updates(self) -> int:
+        """Updates so far, which Adam counts."""
+        return self._num_updates
+
+    @property
+    def source_step(self) -> int | None:
+        """Steps that the source has begun; None without a source."""
+        return None if self._source is None else self._source.train_step
+
+    def replace_rows(
+        self, rows: Mapping[str, tuple[NDArray[np.int64], Records]], num_updates: int
+    ) -> None:
+        """Replace all rows; those of a source that are not given keep their values."""
+        self._memory = memory_store(self.layouts)
+        for table, (table_rows, records) in rows.items():
+            self._write(table, table_rows, records)
+        self._num_updates = num_updates
         self._num_selects += 1
+
+    def set_learning_rate(self, rate: float) -> None:
+        """Set the learning rate of later updates."""
+        self.optimizer = replace(self.optimizer, learning_rate=rate)
 
 
 class PooledStep:
     """Pooled look-ups of one forward pass."""
 
-    def __init__(self, rows: FusedRows, batch: Batch, *, mean: bool) -> None:
+    def __init__(self, rows: FusedRows, batch: Batch, *, mean: bool, in_place: bool) -> None:
         self._rows = rows
         self._step_rows = {t: lookup.rows for t, lookup in batch.lookups.items()}
-        self._version, self._gathered = rows.gather(self._step_rows)
+        self._version, self._gathered = rows.gather(self._step_rows, in_place=in_place)
         self._lookups = MicrobatchLookups(batch, self._gathered, None, mean=mean)
         self.keys = self._lookups.keys
 
@@ -261,20 +343,22 @@ class PooledStep:
         """Return (num_samples, num_features * dim), features in the order of `keys`."""
         return (self._lookups.pool_values(),)
 
-    def update(self, *gradients: torch.Tensor) -> None:
-        """Update rows by the gradients of the outputs."""
+    def update(self, *gradients: torch.Tensor) -> bool:
+        """Update rows by the gradients of the outputs in one backward pass."""
+        self._lookups.gradients = None  # those of an earlier backward pass
         self._lookups.add_gradient(gradients[0])
-        self._rows.update(self._version, self._step_rows, self._gathered, self._lookups.update)
+        update = self._lookups.update
+        return self._rows.update(self._version, self._step_rows, self._gathered, update)
 
 
 class SequenceStep:
     """Unpooled look-ups of one forward pass."""
 
-    def __init__(self, rows: FusedRows, batch: Batch) -> None:
+    def __init__(self, rows: FusedRows, batch: Batch, *, in_place: bool) -> None:
         self._rows = rows
         self._lookups = batch.lookups
         self._step_rows = {t: lookup.rows for t, lookup in batch.lookups.items()}
-        self._version, self._gathered = rows.gather(self._step_rows)
+        self._version, self._gathered = rows.gather(self._step_rows, in_place=in_place)
 
     def outputs(self) -> tuple[torch.Tensor, ...]:
         """Return by table (num_values, dim), features one after the other."""
@@ -286,8 +370,8 @@ class SequenceStep:
             outputs.append(rows.values.index_select(0, positions))
         return tuple(outputs)
 
-    def update(self, *gradients: torch.Tensor) -> None:
-        """Update rows by the gradients of the outputs."""
+    def update(self, *gradients: torch.Tensor) -> bool:
+        """Update rows by the gradients of the outputs in one backward pass."""
         vectors = torch.cat(list(gradients))
         vector_gradients = VectorGradients(
             outputs=vectors[:, None], num_features=1, bags=vectors[:0], scales=None
@@ -306,11 +390,23 @@ class SequenceStep:
                 first += len(positions)
             compiled.update(tables, vector_gradients, rule)
 
-        self._rows.update(self._version, self._step_rows, self._gathered, apply)
+        return self._rows.update(self._version, self._step_rows, self._gathered, apply)
 
 
-def fused_outputs(step: PooledStep | SequenceStep, anchor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Return a step's outputs; their backward updates its rows."""
-    if not torch.is_grad_enabled():
+def fused_outputs(
+    step: PooledStep | SequenceStep, anchor: torch.Tensor | None
+) -> Sequence[torch.Tensor]:
+    """Return a step's outputs.
+
+    Args:
+        step: the look-ups.
+        anchor: requires grad, since rows do not; its gradient, (0,), tells that rows were updated
+            in the backward pass. None: without gradients.
+    """
+    if anchor is None:
         return step.outputs()
-    return call_with_gradients(anchor, step.outputs, step.update)
+
+    def update(*gradients: torch.Tensor) -> torch.Tensor | None:
+        return anchor.new_empty(0) if step.update(*gradients) else None
+
+    return call_with_gradients(anchor, step.outputs, update)

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from trainer.data.collate import Batch
 from trainer.data.lookup import Inverse
@@ -234,19 +235,21 @@ class _GradientsTo(torch.autograd.Function):
         return function()
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        ctx.add_gradients(*grads)
-        return None, None, None
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride] (the decorator's type)
+        return ctx.add_gradients(*grads), None, None
 
 
 def call_with_gradients(
-    anchor: torch.Tensor, function: Callable[[], T], add_gradients: Callable[..., None]
+    anchor: torch.Tensor,
+    function: Callable[[], T],
+    add_gradients: Callable[..., torch.Tensor | None],
 ) -> T:
     """Call a function, and in the backward pass another with the gradients of its outputs.
 
     Args:
         anchor: requires grad, since rows themselves do not.
         function: returns one or more tensors, without autograd.
-        add_gradients: receives the gradient of each output.
+        add_gradients: receives the gradient of each output, and returns that of the anchor.
     """
     return _GradientsTo.apply(anchor, function, add_gradients)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +29,16 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
+def sum_gradients(parts: Sequence[RowGradients]) -> RowGradients:
+    """Return the sum of gradients of one table, rows ascending; parts are added in order."""
+    rows = [torch.from_numpy(part.rows) for part in parts]
+    union = torch.cat(rows).unique()
+    total = parts[0].sums.new_zeros(len(union), parts[0].sums.shape[1])
+    for own, part in zip(rows, parts, strict=True):
+        total[torch.searchsorted(union, own)] += part.sums
+    return RowGradients(union.numpy(), total)
+
+
 def average_over_ranks(
     gradients: Mapping[str, RowGradients], group: dist.ProcessGroup | None
 ) -> dict[str, RowGradients]:
@@ -52,11 +62,8 @@ def average_over_ranks(
     ]
     means: dict[str, RowGradients] = {}
     for table, of_ranks in zip(gradients, zip(*parts, strict=True), strict=True):
-        union = torch.cat([rows for rows, _ in of_ranks]).unique()
-        total = of_ranks[0][1].new_zeros(len(union), of_ranks[0][1].shape[1])
-        for rows, sums in of_ranks:  # in the same order in every rank
-            total[torch.searchsorted(union, rows)] += sums
-        means[table] = RowGradients(union.numpy(), total / world_size())
+        total = sum_gradients([RowGradients(rows.numpy(), sums) for rows, sums in of_ranks])
+        means[table] = RowGradients(total.rows, total.sums / world_size())
     return means
 
 
