@@ -6,6 +6,7 @@ import hashlib
 import multiprocessing
 import operator
 import os
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -14,6 +15,8 @@ from pathlib import Path
 from socket import gethostname
 from typing import Any, Literal, Protocol, cast
 
+import torch
+from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import IterableDataset, get_worker_info
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
@@ -33,6 +36,8 @@ from trainer.follow import check_continues, directories_of
 from trainer.metrics import columns_of
 
 Split = Literal["train", "evaluation"]
+_MAX_WORKERS = 256
+"""Worker processes of a loader that are told apart."""
 
 
 class Selection(Protocol):
@@ -122,8 +127,14 @@ class DataLoader(IterableDataset[Batch]):
         self._spec = _spec_of(self._dataset, dtype, features, keep)
         self._order = self._order_of(self._dataset)
         self._check_dataset()
-        self._start = 0
-        """First step of the next iteration."""
+        self._start: int | None = None
+        """First step of the next iteration, if a state was loaded in this worker process."""
+        self._loaded = torch.zeros(3 + _MAX_WORKERS, dtype=torch.int64).share_memory_()
+        """In memory that worker processes share: the number of states that the main process has
+        loaded, the first step after the last one, the iteration that starts there, and by worker
+        the state that it used."""
+        self._num_used = 0
+        """States that this process has used, or that were replaced before it was asked."""
         self._last = -1
         """Step of the last batch that this process delivered."""
 
@@ -180,7 +191,10 @@ class DataLoader(IterableDataset[Batch]):
             SchemaError: a file is missing, its checksum differs, or its content does not fit.
         """
         worker, num_workers = _worker()
-        first, self._start = self._start + worker, 0
+        if num_workers > 1:
+            _check_in_order()
+        start = self._take_loaded() if self._start is None else self._start
+        first, self._start = start + worker, None
         self._last = first - num_workers
         return self._batches(first, num_workers)
 
@@ -233,13 +247,42 @@ class DataLoader(IterableDataset[Batch]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Start the next iteration after the batch of a state, of any rank and world size.
 
+        Worker processes start there as well, also those that have started already; an iteration
+        that has begun goes on.
+
         Raises:
             SchemaError: the state is of another order, or of other worker processes.
         """
         self._check_state(state)
         stride, worker = state.get("num_workers", 1), state.get("worker", 0)
         self._last = state["epoch"] * self._order.steps_per_epoch + state["step"]
-        self._start = self._last + stride - worker
+        start = self._last + stride - worker
+        if get_worker_info() is None:
+            self._loaded[:3] = torch.tensor([int(self._loaded[0]) + 1, start, 0])
+        else:
+            self._start = start
+
+    def _take_loaded(self) -> int:
+        """Return the first step of an iteration of this process; a state is used by one of all."""
+        count, start, iteration = self._loaded[:3].tolist()
+        info = get_worker_info()
+        # the seed of an iteration's workers; those that start in each iteration have used no state
+        own, worker = (1, 0) if info is None else (info.seed - info.id, info.id % _MAX_WORKERS)
+        is_used = count == self._num_used or count == self._loaded[3 + worker]
+        self._num_used = count
+        if is_used or iteration not in (0, own):
+            return 0
+        self._loaded[2], self._loaded[3 + worker] = own, count
+        return start
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the attributes, for spawned workers."""
+        _check_in_order()
+        return self.__dict__
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._loaded.share_memory_()  # a plain copy does not share it
 
     def _position_of(self, train_step: int) -> dict[str, int]:
         if train_step < 0:  # before the first batch
@@ -476,6 +519,18 @@ def _worker() -> tuple[int, int]:
     """Return the index of this worker process and their number; 0 and 1 in the main process."""
     info = get_worker_info()
     return (0, 1) if info is None else (info.id, info.num_workers)
+
+
+def _check_in_order() -> None:
+    """Raise ValueError if torch starts worker processes whose batches arrive in any order."""
+    frame = sys._getframe()
+    while (frame := frame.f_back) is not None:
+        started_by = frame.f_locals.get("loader") if frame.f_code.co_name == "__init__" else None
+        if isinstance(started_by, TorchLoader) and not getattr(started_by, "in_order", True):
+            raise ValueError(
+                "in_order must be True in torch's DataLoader, got False: the state of a loop that "
+                "has trained batches in any order would lose some; leave it out"
+            )
 
 
 def _check_parent() -> None:

@@ -1,5 +1,6 @@
 """`DataLoader`: what each rank gets, where a loop resumes, worker processes, and refusals."""
 
+import copy
 import json
 import os
 import pickle
@@ -485,6 +486,63 @@ def test_spawned_workers_give_the_batches_in_order() -> None:
     assert [samples_of(b) for b in found] == steps[:7]
     running.load_state_dict(running.state_after(found[-1]))
     assert [samples_of(b) for b in spawned(running)] == steps[7:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_use_a_loaded_state_once_whenever_they_started(persistent: bool) -> None:
+    made = loader(features=["item"], keep=[], shuffle=False)
+    wrapped: Any = TorchLoader(
+        made,
+        batch_size=None,
+        num_workers=2,
+        multiprocessing_context="spawn",
+        persistent_workers=persistent,
+    )
+
+    def steps() -> list[int]:
+        return [16 * batch.epoch + batch.step for batch in wrapped]
+
+    if persistent:  # its workers start before the state is loaded
+        assert steps() == list(range(32))
+    made.load_state_dict({**made.state_dict(), "epoch": 1, "step": 12})
+    assert steps() == [29, 30, 31]
+    assert steps() == list(range(32))
+    assert [batch.step for batch in islice(made, 2)] == [0, 1]
+
+
+class _Forked:
+    """The workers of one iteration, as `_MultiProcessingDataLoaderIter` forks them, in turn."""
+
+    def __init__(self, loader: Any, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+        self.steps: list[int] = []
+        for index in range(2):
+            made = copy.copy(loader.dataset)  # shares memory
+            info = torch_worker.WorkerInfo(index, 2, seed=seed + index, dataset=made)
+            with monkeypatch.context() as patch:
+                patch.setattr(torch_worker, "_worker_info", info)
+                self.steps += [16 * batch.epoch + batch.step for batch in made]
+
+
+def test_forked_workers_use_a_loaded_state_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = loader(features=["item"], keep=[], shuffle=False)
+    wrapped = TorchLoader(made, batch_size=None, num_workers=2)
+    for seed in (5, 6):
+        made.load_state_dict({**made.state_dict(), "epoch": 1, "step": 12})
+        assert sorted(_Forked(wrapped, monkeypatch, seed).steps) == [29, 30, 31]
+        assert sorted(_Forked(wrapped, monkeypatch, seed).steps) == list(range(32))
+        assert sorted(_Forked(wrapped, monkeypatch, seed + 7).steps) == list(range(32))
+
+
+def test_workers_that_deliver_in_any_order_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapped = TorchLoader(loader(), batch_size=None, num_workers=2, in_order=False)
+    message = "^in_order must be True in torch's DataLoader, got False: the state of a loop"
+    with pytest.raises(ValueError, match=message):
+        _Forked(wrapped, monkeypatch, 1)
+    spawning: Any = spawned(loader())
+    spawning.in_order = False
+    with pytest.raises(ValueError, match=message):
+        iter(spawning)
 
 
 def stateful(made: presage.DataLoader, method: str | None) -> Any:

@@ -474,8 +474,8 @@ REFUSED: dict[Callable[[EmbeddingRows, Path], None], tuple[type[Exception], str]
     ),
     late_backward: (
         ValueError,
-        r"backward pass reaches rows of a step that has ended; call backward before "
-        r"rows\.advance\(batch\) of the next batch and before rows\.save",
+        r"backward pass reaches rows of a step that has ended; call backward, and step of a "
+        r"RowOptimizer, before rows\.advance\(batch\) of the next batch and before rows\.save",
     ),
     backward_after_save: (ValueError, "backward pass reaches rows of a step that has ended"),
     late_collection: (

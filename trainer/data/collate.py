@@ -213,7 +213,8 @@ def collate(
     )
     indices_of = {group: indices for group, (indices, _) in inverse.items()}
     sparse = _reader_kjt(bags, indices_of, owner, len(labels))
-    sparse.batch = batch if lookups else None
+    if lookups and (versions := sparse.tensor_versions()) is not None:
+        sparse.batch, sparse.versions = batch, versions
     return replace(batch, sparse=sparse)
 
 
@@ -461,6 +462,21 @@ class ReaderKeyedJaggedTensor(KeyedJaggedTensor):
 
     batch: Batch | None = None
     """The batch, whose own `sparse` is empty."""
+    versions: list[int] | None = None
+    """Of the tensors when the look-ups were prepared."""
+
+    def prepared_batch(self) -> Batch | None:
+        """Return `batch`, None after an in-place change of a tensor, which its look-ups lack."""
+        return self.batch if self.versions == self.tensor_versions() else None
+
+    def tensor_versions(self) -> list[int] | None:
+        """Return the number of changes of each tensor; None if torch does not count them."""
+        indices = self.inverse_indices_or_none()
+        tensors = [self.values(), self.lengths(), self.weights_or_none(), indices and indices[1]]
+        present = [tensor for tensor in tensors if tensor is not None]
+        if any(tensor.is_inference() for tensor in present):
+            return None
+        return [tensor._version for tensor in present]
 
 
 class OrderedKeyedTensor(KeyedTensor):
@@ -509,7 +525,8 @@ def batch_from_kjt(
 ) -> Batch:
     """Return a batch with the look-ups of some tables; labels and dense features are empty.
 
-    A KeyedJaggedTensor of the reader carries its look-ups; those of any other one are sorted here.
+    A KeyedJaggedTensor of the reader carries its look-ups; those of any other one, or of one that
+    was changed in place, are sorted here.
     Features with equal inverse indices form a dedup group.
 
     Args:
@@ -521,7 +538,7 @@ def batch_from_kjt(
         ValueError: a feature is no key, an id is negative, lengths or inverse indices do not fit,
             or `weighted` is set and `sparse` has no weights.
     """
-    batch = sparse.batch if isinstance(sparse, ReaderKeyedJaggedTensor) else None
+    batch = sparse.prepared_batch() if isinstance(sparse, ReaderKeyedJaggedTensor) else None
     reader_lookups = None if batch is None else _reader_lookups(batch, tables, weighted=weighted)
     if batch is not None and reader_lookups is not None:
         return replace(batch, lookups=reader_lookups)

@@ -36,7 +36,7 @@ from schemas.config.train import SparseOptimizerConfig
 from trainer.data.collate import OrderedKeyedTensor, batch_from_kjt
 from trainer.data.lookup import take_unsorted
 from trainer.embedding.fused import ExternalRows, FusedRows, PooledStep, SequenceStep, fused_outputs
-from trainer.embedding.ranks import world_size
+from trainer.embedding.ranks import has_ranks
 from trainer.embedding.state import pack, unpack
 from trainer.run import first_difference
 from trainer.stores.api import Records
@@ -56,9 +56,14 @@ class Collection(nn.Module):
 
     def _set_rows(self, rows: dict[str, FusedRows]) -> None:
         self._rows = rows
-        self.autograd_anchor = nn.Parameter(torch.zeros(0))
-        self.register_buffer("_copied", torch.zeros(0), persistent=False)
+        self.autograd_anchor = nn.Parameter(torch.zeros(0, device=_CPU))
+        self.register_buffer("_copied", torch.zeros(0, device=_CPU), persistent=False)
+        self._num_copies = 0
         self._updated: tuple[torch.Tensor, int] | None = None  # gradient of the anchor, and version
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._num_copies, self._updated = _num_changes(self._copied), None
 
     def fused_rows(self) -> Iterable[FusedRows]:
         """Return the rows, by width and pooling."""
@@ -131,7 +136,8 @@ class Collection(nn.Module):
         Raises:
             ValueError: something treats the rows as parameters.
         """
-        if self._copied._version and world_size() == 1:  # ranks copy all buffers from the first one
+        # ranks copy all buffers from the first one
+        if _num_changes(self._copied) != self._num_copies and not has_ranks():
             raise ValueError(
                 "rows of a collection are no parameters, which AveragedModel and others copy; "
                 "average the other modules, and look up the rows of the trained model"
@@ -149,7 +155,7 @@ class Collection(nn.Module):
     def _check_gradient(self) -> None:
         """Raise ValueError if gradients were changed after rows were updated by them."""
         updated, self._updated = self._updated, None
-        if updated is not None and updated[0]._version != updated[1] and world_size() == 1:
+        if updated is not None and updated[0]._version != updated[1] and not has_ranks():
             raise ValueError(
                 "gradients were changed after the backward pass, which had updated the rows by "
                 "them, as by GradScaler, clip_grad_norm_ or zero_grad(set_to_none=False); update "
@@ -171,6 +177,10 @@ class Collection(nn.Module):
                 "ranks of torch.distributed, or presage train --replicas"
             )
         return self
+
+
+def _num_changes(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -187,7 +187,8 @@ class FusedRows:
             apply: sums the gradients of each row, and applies a rule.
 
         Returns:
-            Whether rows were updated.
+            Whether the anchor gets a gradient: rows were updated, or DistributedDataParallel waits
+            for it.
 
         Raises:
             ValueError: the step of the rows has ended.
@@ -207,7 +208,7 @@ class FusedRows:
             self._update_by(gradients)
             return True
         self._defer(self._deferred, gradients)
-        return False
+        return self._group is not None
 
     def defer(self) -> list[nn.Parameter]:
         """Keep gradients from now on, and return a tensor for each table whose `grad` has them."""
@@ -256,8 +257,8 @@ class FusedRows:
     def _check_step(self, version: int) -> None:
         if version != self._version()[1]:
             raise ValueError(
-                "backward pass reaches rows of a step that has ended; call backward before "
-                "rows.advance(batch) of the next batch and before rows.save"
+                "backward pass reaches rows of a step that has ended; call backward, and step of a "
+                "RowOptimizer, before rows.advance(batch) of the next batch and before rows.save"
             )
 
     def _select(self, rows: RowsOfTables) -> dict[str, ArenaRows]:
@@ -400,8 +401,8 @@ def fused_outputs(
 
     Args:
         step: the look-ups.
-        anchor: requires grad, since rows do not; its gradient, (0,), tells that rows were updated
-            in the backward pass. None: without gradients.
+        anchor: requires grad, since rows do not, and gets a gradient without elements when they are
+            updated. None: without gradients.
     """
     if anchor is None:
         return step.outputs()

@@ -24,9 +24,14 @@ class RowGradients:
     sums: torch.Tensor
 
 
+def has_ranks() -> bool:
+    """Return whether torch.distributed is initialized, also with one rank."""
+    return dist.is_available() and dist.is_initialized()
+
+
 def world_size() -> int:
     """Return the number of ranks, 1 where torch.distributed is not initialized."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    return dist.get_world_size() if has_ranks() else 1
 
 
 def sum_gradients(parts: Sequence[RowGradients]) -> RowGradients:
