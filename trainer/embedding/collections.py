@@ -48,18 +48,20 @@ T = TypeVar("T", bound="Collection")
 class Collection(nn.Module):
     """What both collections share: their rows, and what torch sees of them.
 
-    Rows are no parameters. Two tensors without elements stand for them: `autograd_anchor` is
-    frozen with the parameters of a model, and by `_copied` we know what writes to all of them.
+    Rows are no parameters. Two tensors of one element, which nothing reads, stand for them:
+    `autograd_anchor` is frozen and clipped with the parameters of a model, and `_copied` is written
+    by what copies models.
     """
 
     _rows: dict[str, FusedRows]
 
     def _set_rows(self, rows: dict[str, FusedRows]) -> None:
         self._rows = rows
-        self.autograd_anchor = nn.Parameter(torch.zeros(0, device=_CPU))
-        self.register_buffer("_copied", torch.zeros(0, device=_CPU), persistent=False)
+        self.autograd_anchor = nn.Parameter(torch.zeros(1, device=_CPU))
+        self.register_buffer("_copied", torch.zeros(1, device=_CPU), persistent=False)
         self._num_copies = 0
-        self._updated: tuple[torch.Tensor, int] | None = None  # gradient of the anchor, and version
+        self._updated: tuple[torch.Tensor, int, float] | None = None
+        """Gradient of the anchor after the last update, its version and its value."""
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -150,16 +152,22 @@ class Collection(nn.Module):
         return self.autograd_anchor
 
     def _keep_gradient(self, anchor: torch.Tensor) -> None:
-        self._updated = None if anchor.grad is None else (anchor.grad, anchor.grad._version)
+        grad = anchor.grad
+        self._updated = None if grad is None else (grad, grad._version, grad.item())
 
     def _check_gradient(self) -> None:
         """Raise ValueError if gradients were changed after rows were updated by them."""
         updated, self._updated = self._updated, None
-        if updated is not None and updated[0]._version != updated[1] and not has_ranks():
+        if updated is None or has_ranks():
+            return
+        gradient, version, value = updated
+        # GradScaler does not count versions; zeros are those of zero_grad(set_to_none=False)
+        is_changed = gradient.item() != value or gradient._version != version
+        if is_changed and gradient.item() != 0:
             raise ValueError(
                 "gradients were changed after the backward pass, which had updated the rows by "
-                "them, as by GradScaler, clip_grad_norm_ or zero_grad(set_to_none=False); update "
-                "rows by trainer.embedding.optimizer.RowOptimizer"
+                "them, as by GradScaler or clip_grad_norm_; update rows by "
+                "trainer.embedding.optimizer.RowOptimizer"
             )
 
     def _apply(self: T, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> T:

@@ -46,6 +46,8 @@ from trainer.embedding.ranks import (
 from trainer.stores.api import GatheredRows, Records, TableLayout, WriteBack, empty_records
 from trainer.stores.local import memory_store
 
+_GRADIENT = 2.0**-100
+"""Of the anchor: its square is 0, so that no norm of gradients has it."""
 ApplyGradients = Callable[[Mapping[str, ArenaRows], RowRule], None]
 """Sums the gradients of each row of a step and applies a rule to these rows, by table."""
 
@@ -401,13 +403,13 @@ def fused_outputs(
 
     Args:
         step: the look-ups.
-        anchor: requires grad, since rows do not, and gets a gradient without elements when they are
-            updated. None: without gradients.
+        anchor: (1,), requires grad, since rows do not, and gets a gradient when they are updated.
+            None: without gradients.
     """
     if anchor is None:
         return step.outputs()
 
     def update(*gradients: torch.Tensor) -> torch.Tensor | None:
-        return anchor.new_empty(0) if step.update(*gradients) else None
+        return anchor.new_tensor([_GRADIENT]) if step.update(*gradients) else None
 
     return call_with_gradients(anchor, step.outputs, update)
