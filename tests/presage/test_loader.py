@@ -210,8 +210,9 @@ class RefuseToCompute(TorchDispatchMode):
 
 @pytest.mark.parametrize("deduplicated", [False, True])
 def test_reading_runs_no_torch_operator_that_would_start_threads(deduplicated: bool) -> None:
+    made = loader(deduplicated=deduplicated, lookups=True)
     with RefuseToCompute():
-        loader(deduplicated=deduplicated, lookups=True).first_batch()
+        made.first_batch()
 
 
 def test_columns_are_selected() -> None:

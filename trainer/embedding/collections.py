@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -43,6 +43,12 @@ from trainer.stores.api import Records
 
 _CPU = torch.device("cpu")
 T = TypeVar("T", bound="Collection")
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _outside_of_graphs(function: F) -> F:
+    """Let torch.compile break its graph at a call."""
+    return cast("F", torch.compiler.disable(function))
 
 
 class Collection(nn.Module):
@@ -54,6 +60,7 @@ class Collection(nn.Module):
     """
 
     _rows: dict[str, FusedRows]
+    _copied: torch.Tensor
 
     def _set_rows(self, rows: dict[str, FusedRows]) -> None:
         self._rows = rows
@@ -243,7 +250,7 @@ class EmbeddingBagCollection(Collection, EmbeddingBagCollectionInterface):
             }
         )
 
-    @torch.compiler.disable
+    @_outside_of_graphs
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Pool the rows of each bag and return the vector of each sample's bag.
 
@@ -303,7 +310,7 @@ class EmbeddingCollection(Collection, EmbeddingCollectionInterface):
         rows = FusedRows(self._tables, optimizer, seed=seed, dtype=dtype, source=source)
         self._set_rows({"": rows})
 
-    @torch.compiler.disable
+    @_outside_of_graphs
     def unique(
         self, features: KeyedJaggedTensor
     ) -> dict[str, tuple[JaggedTensor, torch.Tensor | None]]:
@@ -331,7 +338,7 @@ class EmbeddingCollection(Collection, EmbeddingCollectionInterface):
                 results[feature] = lists, None if group is None else batch.groups[group].indices
         return results
 
-    @torch.compiler.disable
+    @_outside_of_graphs
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
         """Return the rows of each sample's list; see `unique` for one list per tuple."""
         return {
