@@ -65,7 +65,7 @@ class Folder:
             SchemaError: it cannot be listed, or has no such file as one of `only`.
         """
         sizes = dict(self._only_files()) if self.only else self.all_files()
-        return {path: sizes[path] for path in sorted(sizes) if not _is_hidden(path)}
+        return _visible(sizes)
 
     def all_files(self) -> Mapping[str, int | None]:
         """Return the files of the directory tree under any name; raises as `files`."""
@@ -157,8 +157,10 @@ class Folder:
         return sha256_of(self.location / path)
 
 
-def _is_hidden(path: str) -> bool:
-    return path.startswith(".") or "/." in path
+def _visible(sizes: Mapping[str, int | None]) -> dict[str, int | None]:
+    """Return the files without those under a name that begins with a dot, sorted."""
+    hidden = re.compile(r"(^|/)\.")
+    return {path: sizes[path] for path in sorted(sizes) if not hidden.search(path)}
 
 
 def _unreadable(error: OSError) -> None:
@@ -347,7 +349,7 @@ def find_files(
             `partitions`, is of an unfinished job or of a table format, or is removed meanwhile.
     """
     everything = folder.files() if folder.only else folder.all_files()
-    sizes = {path: everything[path] for path in sorted(everything) if not _is_hidden(path)}
+    sizes = _visible(everything)
     files: dict[str, tuple[InputFile, ...]] = {}
     for name in sorted(sources):
         pattern = sources[name].files
