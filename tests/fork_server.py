@@ -226,7 +226,12 @@ def _receive(connection: socket.socket, size: int) -> bytes:
 def forked_children(pid: int) -> list[int]:
     """Return the ids of the running processes that were forked for a process."""
     folder = Path(os.environ.get(ADDRESS, "/nonexistent"))
-    return [int(file.stem) for file in folder.glob("*.parent") if file.read_text() == str(pid)]
+    children = []
+    for file in folder.glob("*.parent"):
+        with suppress(FileNotFoundError):  # of a process that ends meanwhile
+            if file.read_text() == str(pid):
+                children.append(int(file.stem))
+    return children
 
 
 class _Server:

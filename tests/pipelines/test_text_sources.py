@@ -74,7 +74,6 @@ BAD_LINES: dict[str, tuple[bytes, str]] = {
     "a list": (b"[1, 2]", "line must be one JSON object, from { to }"),
     "a null": (b"null", "line must be one JSON object, from { to }"),
     "a comma behind the object": (line(1) + b",", "line must be one JSON object, from { to }"),
-    "two objects": (b'{"id": 1} {"id": 2}', "line must be one JSON object, got Extra data: line 1 column 11 (char 10)"),
     "a NUL byte": (b'{"name": "a\x00b"}', "line must be one JSON object, got Invalid control character at: line 1 column 12 (char 11)"),
 }  # fmt: skip
 
