@@ -246,6 +246,8 @@ def _config(source: LogSource, indent: str) -> Iterator[str]:
             yield f"{indent}delimiter: {json.dumps(config.delimiter)}"
         if config.quote is None:
             yield f"{indent}quote: null  # quotes are plain text"
+        if config.escape is not None:
+            yield f"{indent}escape: {json.dumps(config.escape)}"
         if not config.header:
             yield f"{indent}header: false  # the first line is a row: rename c0, c1, ..."
     if config.columns:
@@ -391,10 +393,10 @@ def _read_json(paths: list[str], config: SourceConfig) -> str:
 
 
 def _read_csv(paths: list[str], config: SourceConfig) -> str:
-    quote = _text(config.quote or "")
+    quote, escape = _text(config.quote or ""), _text(config.escape or config.quote or "")
     return (
         f"read_csv({paths}, auto_detect = false, delim = {_text(config.delimiter)}, "
-        f"quote = {quote}, escape = {quote}, header = {config.header}, "
+        f"quote = {quote}, escape = {escape}, header = {config.header}, "
         f"columns = {_duckdb_columns(config)}, ignore_errors = true, null_padding = true)"
     )
 

@@ -135,6 +135,8 @@ def _group_files(
         if config.format == "jsonl":  # lines may lack fields
             key = next((k for k in groups if _same_fields(k, key)), key)
         group = groups.setdefault(key, _FileGroup(config, [], []))
+        if config.escape is not None:
+            groups[key] = group = replace(group, config=config)
         group.files.append(file)
         group.lines.extend(lines if len(group.lines) < ROWS else [])
     return files, groups
@@ -194,36 +196,44 @@ def _head(folder: Folder, path: str) -> str:
 
 
 def _csv_config(path: str, head: str) -> SourceConfig | None:
-    delimiter, quote = _sniff(head)
-    rows = _parse_csv(head, delimiter, quote)
+    delimiter, quote, escape = _sniff(head)
+    rows = _parse_csv(head, delimiter, quote, escape)
     if not rows or (len(rows[0]) == 1 and not path.lower().split(".")[1:2]):
         return None
     header = has_header(rows)
     names = _unique(rows[0]) if header else [f"c{i}" for i in range(len(rows[0]))]
     return SourceConfig(
-        files=path, format="csv", delimiter=delimiter, quote=quote, header=header,
+        files=path, format="csv", delimiter=delimiter, quote=quote, escape=escape, header=header,
         columns=dict.fromkeys(names, "string"),
     )  # fmt: skip
 
 
-def _sniff(head: str) -> tuple[str, str | None]:
-    """Return the delimiter and quote of a CSV text with which most rows have equal length."""
-    styles = [(mark, quote) for mark in ",\t;|" for quote in ('"', None)]
-    delimiter, quote = max(styles, key=lambda style: _regular_rows(head, *style))
+def _sniff(head: str) -> tuple[str, str | None, str | None]:
+    """Return the delimiter, quote and escape character with which most rows have equal length."""
+    quotes = (('"', None), ('"', "\\"), (None, None))
+    styles = [(mark, *marks) for mark in ",\t;|" for marks in quotes]
+    delimiter, quote, escape = max(styles, key=lambda style: _regular_rows(head, *style))
     if quote and delimiter == "\t" and not re.search(r'(^|\t)"[^"\n]*"(\t|$)', head, re.M):
         quote = None
-    return delimiter, quote
+    mark = re.escape(delimiter)
+    if re.search(rf'(?:^|{mark})"[^"\n]*\\"[^"{mark}\n]', head, re.M):
+        escape = "\\"
+    return delimiter, quote, escape if quote else None
 
 
-def _regular_rows(head: str, delimiter: str, quote: str | None) -> tuple[int, int]:
+def _regular_rows(
+    head: str, delimiter: str, quote: str | None, escape: str | None
+) -> tuple[int, int]:
     """Return the number of rows with the most common number of fields, and that number."""
-    widths = Counter(len(row) for row in _parse_csv(head, delimiter, quote))
+    widths = Counter(len(row) for row in _parse_csv(head, delimiter, quote, escape))
     (width, count), *_ = widths.most_common(1) or [(1, 0)]
     return (count, width) if width > 1 else (0, 1)
 
 
-def _parse_csv(head: str, delimiter: str, quote: str | None) -> list[list[str]]:
-    style: Any = {"quotechar": quote} if quote else {"quoting": csv.QUOTE_NONE}
+def _parse_csv(head: str, delimiter: str, quote: str | None, escape: str | None) -> list[list[str]]:
+    style: Any = (
+        {"quotechar": quote, "escapechar": escape} if quote else {"quoting": csv.QUOTE_NONE}
+    )
     csv.field_size_limit(_HEAD_BYTES)
     rows = csv.reader(io.StringIO(head), delimiter=delimiter, **style)
     return [row for _, row in zip(range(_LINES), rows, strict=False) if row]

@@ -88,11 +88,10 @@ class _CsvReader:
         self._split = split
         self._config = config
         self._names = list(config.columns)
-        self._dialect = Dialect(config.delimiter, config.quote, len(self._names))
+        self._dialect = Dialect(config, len(self._names))
         self._data = b""
         self._row = 0
         self._line = 1
-        self._spanning = False
 
     def rows(self) -> Iterator[RawRows]:
         self._fill()
@@ -175,21 +174,18 @@ class _CsvReader:
         end = last_line_end(data, final)
         text = data[:end]
         if not lines_not_utf8(text, final=True):
-            if not self._spanning or dialect.quote is None or dialect.quote not in text:
+            if dialect.quote is None or dialect.quote not in text:
                 records = Records()
                 records.add(0, end, num_lines(data, 0, end))
-                parsed = self._parse(text)
-                if parsed.num_records == records.num_good:
-                    return records, parsed
+                return records, self._checked(self._parse(text), records)
             records = scan_well_formed(data, final, dialect)
-            self._spanning = records is not None
             if records is not None and records.num_bytes:
                 parsed = self._parse(data[: records.num_bytes])
                 if not any("\n" in t or "\r" in t for _, _, t in parsed.invalid):
                     return records, self._checked(parsed, records)
         records = scan(data, final, len(data) >= text_records.MAX_ROW_BYTES, dialect)
         good = b"".join(_with_line_end(data[start:end]) for start, end in records.good_ranges)
-        return records, self._checked(self._parse(good), records)
+        return records, self._checked(self._parse(dialect.without_escapes(good)), records)
 
     def _checked(self, parsed: _Parsed, records: Records) -> _Parsed:
         assert parsed.num_records == records.num_good, (

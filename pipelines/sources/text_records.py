@@ -10,9 +10,10 @@ quote does not swallow the lines after it, a record may span lines only if all o
 - the record has the declared number of fields;
 - it is at most `MAX_ROW_BYTES` long.
 
-Otherwise the line with the opening quote is rejected, and reading continues at the next line. A
-record of one line follows pyarrow's looser grammar: a quote within an unquoted field is text, and
-text may follow a closing quote. Line ends are `\n`, `\r\n` and `\r`; empty lines are skipped.
+Otherwise the line with the opening quote is rejected, and reading continues at the next line; so is
+a line with text after a closing quote. A quote within an unquoted field is text. Within quotes two
+quotes are one, as are an escape character and the quote or escape character after it. Line ends are
+`\n`, `\r\n` and `\r`; empty lines are skipped.
 """
 
 from __future__ import annotations
@@ -186,34 +187,42 @@ MAX_QUOTED_BYTES = 1 << 20
 """Maximum length of a quoted field with line ends."""
 
 _UTF8_WINDOW = 1 << 16
+_SHOWN_TEXT = 20
 
 
 class Dialect:
     """Regular expressions of the fields and records of one source."""
 
-    def __init__(self, delimiter: str, quote: str | None, num_fields: int) -> None:
-        """Compile the expressions.
-
-        Delimiter and quote are ASCII characters; quotes are plain text if `quote` is None.
-        """
-        self.delimiter = delimiter.encode()
-        self.quote = quote.encode() if quote is not None else None
+    def __init__(self, config: SourceConfig, num_fields: int) -> None:
+        self.delimiter = config.delimiter.encode()
+        self.quote = config.quote.encode() if config.quote is not None else None
+        self.escape = None if config.escape in (None, config.quote) else config.escape.encode()
         self.num_fields = num_fields
-        filler = next(c for c in "012" if c not in (delimiter, quote)).encode()
+        filler = next(c for c in "012" if c not in (config.delimiter, config.quote)).encode()
         self.sentinel = self.delimiter.join([filler] * num_fields) + b"\n"
         d = re.escape(self.delimiter)
         fields = b"[^%b\\r\\n]*+" % d
         if self.quote is not None:
             q = re.escape(self.quote)
-            body = b"%b(?:[^%b]+|%b%b)*+" % (q, q, q, q)
+            e = re.escape(self.escape) if self.escape is not None else b""
+            escaped = b"|%b[%b%b]?+" % (e, q, e) if e else b""
+            body = b"%b(?:[^%b%b]++|%b%b%b)*+" % (q, q, e, q, q, escaped)
             strict = b"%b%b(?=[%b\\r\\n]|\\Z)" % (body, q, d)
-            on_line = b"%b(?:[^%b\\r\\n]+|%b%b)*+%b[^%b\\r\\n]*+" % (q, q, q, q, q, d)
             plain = b"[^%b%b\\r\\n][^%b\\r\\n]*+" % (d, q, d)
-            fields = b"(?>%b|%b|%b|)" % (strict, on_line, plain)
+            fields = b"(?>%b|%b|)" % (strict, plain)
             self.quoted_body = re.compile(body)
+            self._quoted = re.compile(b"(?:(?<=[%b\\r\\n])|\\A)%b" % (d, strict))
+            self.escaped = re.compile(b"%b([%b%b])" % (e, q, e))
         end = rb"(?:\r\n?|\n|\Z)"
         self.field = re.compile(fields)
         self.record = re.compile(b"%b(?:%b%b)*+%b" % (fields, d, fields, end))
+
+    def without_escapes(self, records: bytes) -> bytes:
+        """Return complete records with their quotes doubled instead of escaped."""
+        if self.quote is None or self.escape is None or self.escape not in records:
+            return records
+        texts = {self.quote: self.quote * 2, self.escape: self.escape}
+        return self._quoted.sub(lambda f: self.escaped.sub(lambda m: texts[m[1]], f[0]), records)
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +268,7 @@ class Records:
 
 
 def scan_well_formed(data: bytes, final: bool, dialect: Dialect) -> Records | None:
-    """Return the records of a buffer whose quotes follow RFC 4180.
+    """Return the records of a buffer whose quotes follow RFC 4180, without escape characters.
 
     A vectorized `scan`: opening and closing quotes alternate, so that a line end is outside of
     fields if the number of quotes before it is even. Fields are not counted.
@@ -268,6 +277,8 @@ def scan_well_formed(data: bytes, final: bool, dialect: Dialect) -> Records | No
         None if a quote is elsewhere, or a field is too long.
     """
     assert dialect.quote is not None, "needed for dialects with quotes only"
+    if dialect.escape is not None and dialect.escape in data:
+        return None
     array = np.frombuffer(data, np.uint8)
     quotes = np.flatnonzero(array == dialect.quote[0])
     opening, closing = quotes[0::2], quotes[1::2]
@@ -423,7 +434,9 @@ class _Scan:
             if end == position and data.startswith(quote, position):
                 closing = self._match_end(dialect.quoted_body, position)
                 if closing < len(data) or self.final or closing - position >= MAX_QUOTED_BYTES:
-                    return self._reject_line(start, position, _unclosed_reason(quote))
+                    return self._reject_line(
+                        start, position, self._quote_reason(quote, position, closing)
+                    )
                 return self._wait(start, spanning if spanning >= 0 else position)
             if LINE_END.search(data, position, end):
                 if end - position > MAX_QUOTED_BYTES:
@@ -443,6 +456,15 @@ class _Scan:
             f"check the quote {quote.decode()!r} in its first line"
         )
         return self._reject_line(start, spanning, reason)
+
+    def _quote_reason(self, quote: bytes, position: int, closing: int) -> str:
+        text = self.data[closing : closing + _SHOWN_TEXT].splitlines()
+        if closing == len(self.data) or LINE_END.search(self.data, position, closing):
+            return _unclosed_reason(quote)
+        return (
+            f"quote {quote.decode()!r} must be followed by a delimiter or line end, or be doubled "
+            f"or escaped, got {text[0].decode(errors='replace')!r}; see the key escape"
+        )
 
     def _match_end(self, pattern: re.Pattern[bytes], position: int) -> int:
         match = pattern.match(self.data, position)
@@ -493,25 +515,30 @@ def copy_first_lines(
             num_lines += block.count(b"\n")
     text = b"".join(blocks)
     if not whole:
-        quote = config.quote if config.format == "csv" else None
-        text = text[: _end_of_lines(text, lines, quote)]
+        dialect = Dialect(config, 1) if config.format == "csv" else None
+        text = text[: _end_of_lines(text, lines, dialect)]
     copy.write_bytes(text)
     return max(0, min(num_lines, lines) - (lines - rows)), whole
 
 
-def _end_of_lines(text: bytes, lines: int, quote: str | None) -> int:
+def _end_of_lines(text: bytes, lines: int, dialect: Dialect | None) -> int:
     r"""Return the index of the end of the first lines: the last line end outside quotes.
 
     Example:
-        >>> [_end_of_lines(b'a\n"b\nc"\nd\n', lines, '"') for lines in (2, 3)]
+        >>> csv = Dialect(SourceConfig(files="*", format="csv", columns={"a": "string"}), 1)
+        >>> [_end_of_lines(b'a\n"b\nc"\nd\n', lines, csv) for lines in (2, 3)]
         [2, 8]
     """
     content = np.frombuffer(text, np.uint8)
     ends = np.flatnonzero(content == ord("\n"))[:lines]
     if not len(ends):
         return len(text)
-    if quote is not None and quote.isascii():
-        inside = np.cumsum(content == ord(quote))[ends[-_TRIES:]] % 2
+    if dialect is not None and dialect.quote is not None:
+        quotes = content == dialect.quote[0]
+        if dialect.escape is not None:
+            for pair in dialect.escaped.finditer(text):
+                quotes[pair.end() - 1] = False
+        inside = np.cumsum(quotes)[ends[-_TRIES:]] % 2
         outside = ends[-_TRIES:][inside == 0]
         ends = outside if len(outside) else ends
     return int(ends[-1]) + 1

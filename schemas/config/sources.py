@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -29,6 +30,9 @@ class SourceConfig:
     """One character between CSV fields."""
     quote: str | None = '"'
     """One character around CSV fields; null if quotes are plain text."""
+    escape: str | None = None
+    r"""One character before a quote, or itself, within quotes, such as `\` of Spark and MySQL; null
+    if quotes are written twice there."""
     header: bool = True
     """Whether the first line of a CSV file names its columns."""
     null_values: tuple[str, ...] = ("",)
@@ -42,12 +46,13 @@ class SourceConfig:
     def __post_init__(self) -> None:
         if self.format in ("csv", "jsonl") and not self.columns:
             raise ValueError(f"columns is missing; name every column of a {self.format} source")
-        if len(self.delimiter) != 1:
-            raise ValueError(f"delimiter must be one character, got {self.delimiter!r}; quote it")
-        if self.quote is not None and len(self.quote) != 1:
-            raise ValueError(f"quote must be one character or null, got {self.quote!r}; quote it")
-        if self.quote == self.delimiter:
-            raise ValueError(f"quote must not be the delimiter, got {self.quote!r}; change one")
+        for key in ("delimiter", "quote", "escape"):
+            mark = getattr(self, key)
+            allowed = "one ASCII character" + ("" if key == "delimiter" else " or null")
+            if (mark is not None and not re.fullmatch(r"[\0-\x7f]", mark)) or mark in ("\r", "\n"):
+                raise ValueError(f"{key} must be {allowed}, got {mark!r}; write it in quotes")
+            if mark == self.delimiter and key != "delimiter":
+                raise ValueError(f"{key} must not be the delimiter, got {mark!r}; change one")
         for name in self.partitions:
             if name in (self.columns or {}):
                 raise ValueError(f"columns and partitions both have {name!r}; remove it from one")

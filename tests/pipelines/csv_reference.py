@@ -14,6 +14,7 @@ class Reference:
 
     delimiter: bytes
     quote: bytes | None
+    escape: bytes | None
     num_fields: int
     max_row: int
     max_quoted: int
@@ -80,7 +81,11 @@ class Reference:
             return view[start:end], end, False
         end += 1
         while end < len(view):
-            if view[end : end + 2] == self.quote * 2:
+            pair = view[end : end + 2]
+            if self.escape and pair in (self.escape + self.quote, self.escape * 2):
+                value += pair[1:]
+                end += 2
+            elif pair == self.quote * 2:
                 value += self.quote
                 end += 2
             elif view[end : end + 1] == self.quote:
@@ -95,9 +100,9 @@ class Reference:
         rest = end
         while rest < len(view) and view[rest] not in stop:
             rest += 1
-        if rest > end and spans:
+        if rest > end:
             return None, rest, True
-        return value + view[end:rest], rest, spans
+        return value, rest, spans
 
     def line_end(self, view: bytes, start: int, cut: bool) -> int | None:
         """Return the byte behind a line, None when it is not in the view."""

@@ -1,11 +1,13 @@
 """Readers with random faults in files: each row is accepted or rejected, with its position."""
 
+import csv
 import gzip
 import io
 import json
 import random
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import fastavro
@@ -13,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from pipelines.init.files import find_sources
 from pipelines.sources import csv_files as csv_source
 from pipelines.sources import jsonl as jsonl_source
 from pipelines.sources import text_records
@@ -66,12 +69,18 @@ CSV_PIECES = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quote", ['"', None, "'"])
+@pytest.mark.parametrize(
+    ("quote", "escape"), [('"', None), (None, None), ("'", "^"), ('"', "\\"), ('"', '"')]
+)
 @pytest.mark.parametrize(
     "limits", [(8 << 20, 16 << 20, 1 << 20), (5, 40, 12), (64, 64, 64), (1, 23, 17)]
 )
 def test_csv_rows_are_those_of_a_reader_that_takes_one_byte_at_a_time(
-    quote: str | None, limits: tuple[int, int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    quote: str | None,
+    escape: str | None,
+    limits: tuple[int, int, int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     block, max_row, max_quoted = limits
     monkeypatch.setattr(csv_source, "_BLOCK_BYTES", block)
@@ -84,18 +93,21 @@ def test_csv_rows_are_those_of_a_reader_that_takes_one_byte_at_a_time(
         names = NAMES[: draw.choice([1, 2, 2, 3])]
         columns = dict.fromkeys(names, "string")
         config = SourceConfig(
-            files="*", format="csv", columns=columns, header=False, quote=quote, null_values=()
-        )
+            files="*", format="csv", columns=columns, header=False, quote=quote, escape=escape,
+            null_values=(),
+        )  # fmt: skip
         pieces = list(CSV_PIECES)
+        if escape not in (None, quote):
+            pieces += [rb"\"", rb"\\", rb'"b\"', b'"b\\\n"']
         if draw.random() < 0.5:  # mostly good rows
             row = b",".join([b"a"] * len(names)) + b"\n"
             quoted = draw.choice([b'"b"', b'"b\n"', b'"b""\n\n,"', b'"' + b"x\n" * 8 + b'"'])
             pieces += 8 * [row] + 4 * [row.replace(b"a", quoted, 1)]
         data = b"".join(draw.choices(pieces, k=draw.randint(0, 40))).replace(b'"', mark)
+        data = data.replace(b"\\", (escape or "\\").encode())
         (tmp_path / "a.csv").write_bytes(data)
-        reference = Reference(
-            b",", quote.encode() if quote else None, len(names), max_row, max_quoted
-        )
+        first, second = (mark.encode() if mark else None for mark in (quote, escape))
+        reference = Reference(b",", first, second, len(names), max_row, max_quoted)
         expected = reference.rows(data)
         table, rejects = read_all(tmp_path, "a.csv", config)
         assert [r.position for r in rejects] == [i for i, r in enumerate(expected) if r is None], (
@@ -104,6 +116,34 @@ def test_csv_rows_are_those_of_a_reader_that_takes_one_byte_at_a_time(
         accepted = [(i, *r) for i, r in enumerate(expected) if r is not None]
         result = [(r[ORIGIN], *(r[n].encode() for n in names)) for r in table.to_pylist()]
         assert result == accepted, data
+
+
+def test_texts_of_a_writer_that_escapes_quotes_are_read_as_written(tmp_path: Path) -> None:
+    texts = [
+        "plain",
+        'a "b" c',
+        '19" rack',
+        "C:\\new",
+        "\\",
+        '"',
+        "a,b",
+        "x\ny",
+        '\\"',
+        '"\\',
+        "'",
+    ] * 40
+    with (tmp_path / "a.csv").open("w", newline="") as file:
+        style = {"escapechar": "\\", "doublequote": False, "quoting": csv.QUOTE_ALL}
+        csv.writer(file, **style).writerows([["row", "text"], *enumerate(texts)])
+    (tmp_path / "scratch").mkdir()
+    [source], _ = find_sources(folder_of(tmp_path), tmp_path / "scratch")
+    config = source.config
+    assert config.escape == "\\"
+    table, rejects = read_all(tmp_path, "a.csv", config)
+    assert (table["text"].to_pylist(), rejects) == (texts, [])
+    table, rejects = read_all(tmp_path, "a.csv", replace(config, escape=None))
+    assert "see the key escape" in rejects[0].reason
+    assert not any('"' in text for text in table["text"].to_pylist())
 
 
 LINES = [

@@ -215,11 +215,11 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "two characters as delimiter": (
         {"data": {"sources": {"log": {"files": "*", "format": "parquet", "delimiter": "||"}}}},
-        "data.sources.log.delimiter must be one character, got '||'@; quote it",
+        "data.sources.log.delimiter must be one ASCII character, got '||'@; write it in quotes",
     ),
     "empty quote": (
         {"data": {"sources": {"log": {"files": "*", "format": "parquet", "quote": ""}}}},
-        "data.sources.log.quote must be one character or null, got ''@; quote it",
+        "data.sources.log.quote must be one ASCII character or null, got ''@; write it in quotes",
     ),
     "no source": (
         {"data": {"sources": {}}},
