@@ -174,7 +174,7 @@ class _CsvReader:
         end = last_line_end(data, final)
         text = data[:end]
         if not lines_not_utf8(text, final=True):
-            if dialect.quote is None or dialect.quote not in text:
+            if not dialect.has_quoted(text):
                 records = Records()
                 records.add(0, end, num_lines(data, 0, end))
                 return records, self._checked(self._parse(text), records)

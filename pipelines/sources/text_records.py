@@ -217,6 +217,13 @@ class Dialect:
         self.field = re.compile(fields)
         self.record = re.compile(b"%b(?:%b%b)*+%b" % (fields, d, fields, end))
 
+    def has_quoted(self, records: bytes) -> bool:
+        """Return whether a field begins with a quote."""
+        return self.quote is not None and (
+            records.startswith(self.quote)
+            or any(end + self.quote in records for end in (self.delimiter, b"\n", b"\r"))
+        )
+
     def without_escapes(self, records: bytes) -> bytes:
         """Return complete records with their quotes doubled instead of escaped."""
         if self.quote is None or self.escape is None or self.escape not in records:
