@@ -104,6 +104,7 @@ class BuildContext:
         owns_workers: False in a user's pipeline, whose processes are not configured.
         has_files: False if the rows come from a user's pipeline and have no position; the only
             listed file names them then.
+        notes: on the input, one line each.
     """
 
     folder: Folder
@@ -119,6 +120,7 @@ class BuildContext:
     fitted: Mapping[str, str] = field(default_factory=dict)
     owns_workers: bool = True
     has_files: bool = True
+    notes: tuple[str, ...] = ()
 
     @property
     def num_key_partitions(self) -> int:

@@ -56,6 +56,8 @@ def prepare(request: BuildRequest, job: Job, features: FeatureSet) -> BuildConte
     folder, data = _input_folder(request), job.data
     listing = request.listing or list_inputs(folder, data.inputs)
     context = context_of(job, request.job_path, features, folder, listing)
+    for note in context.notes if request.listing is None else ():
+        request.progress(note)
     for name, config in data.inputs.items() if request.listing is None else ():
         columns = context.empty_rows[name].column_names
         paths = [f.path for f in listing if f.source == name]
@@ -79,6 +81,7 @@ def context_of(
             "data.split.evaluation_last needs the day of the segment; use --day",
             file=str(job_path),
         )
+    notes = list[str]()
     try:
         context = BuildContext(
             folder=folder,
@@ -90,13 +93,15 @@ def context_of(
             num_parts=count_parts(sum(f.num_bytes for f in listing if f.source in data.sources)),
             empty_rows={
                 name: _without_null_types(
-                    empty_rows(folder, name, config, [f.path for f in listing if f.source == name]),
+                    empty_rows(
+                        folder, name, config, [f.path for f in listing if f.source == name], notes
+                    ),
                     features,
                 )
                 for name, config in data.inputs.items()
             },
         )
-        return _compile_sql(context)
+        return replace(_compile_sql(context), notes=tuple(notes))
     except SqlError as error:
         raise error.in_file(job_path) from error
     except SchemaError as error:

@@ -159,6 +159,7 @@ def _run_stages(context: BuildContext, copies: Mapping[str, Excerpt]) -> dict[st
         **figures,
         "notes": [
             *_undeclared_notes(context, copies),
+            *context.notes,
             *_build_error(context, partitions, reject_counts),
             *_gate_notes(context, reject_counts, num_rows),
             *notes_of(context, described, samples, rejects, figures),

@@ -18,7 +18,7 @@ from pipelines.sources.listing import (
     partition_fields,
     partition_values,
     typed_partitions,
-    with_partitions,
+    with_all_columns,
 )
 from pipelines.sources.parquet import open_parquet, open_row_groups
 from pipelines.sources.rows import InputSplit, RawRows
@@ -103,7 +103,7 @@ class Rows:
                 file = open_parquet(source)
                 for batch in file.iter_batches(BATCH_ROWS, row_groups=groups, use_threads=False):
                     rows = RawRows(pa.Table.from_batches([batch]))
-                    table = with_partitions(rows, values, self.schema.names).table
+                    table = with_all_columns(rows, values, self.schema).table
                     assert table is not None, "partition values do not reject rows"
                     yield table
         except (OSError, pa.ArrowException) as error:

@@ -28,11 +28,10 @@ from pipelines.sources.listing import Folder, first_line
 from pipelines.sources.rejects import Reject, file_reject, isolate_bad
 from pipelines.sources.rows import (
     MAX_COPIED_BYTES,
-    ORIGIN,
     InputSplit,
     RawRows,
     SplitsAndRejects,
-    missing_column,
+    columns_in_file,
     typed_chunks,
     with_origins,
 )
@@ -89,13 +88,12 @@ def read_avro(
 ) -> Iterator[RawRows]:
     """Yield the rows of a split, block by block, with rejects of records that cannot be decoded."""
     assert split.num_bytes is not None, "Avro splits are byte ranges"
-    columns = [name for name in schema.names if name != ORIGIN]
     with folder.open(split.path) as file:
         header = read_header(file)
         file_columns = avro_columns(header.schema)
-        missing = missing_column(split, columns, file_columns.schema)
-        if missing is not None:
-            yield missing
+        columns, reject = columns_in_file(split, config, schema, file_columns.schema)
+        if reject is not None:
+            yield RawRows(None, (reject,))
             return
         type_names = config.columns or {n: str(schema.field(n).type) for n in columns}
         readers = [_field_reader(file_columns, schema.field(c)) for c in columns]

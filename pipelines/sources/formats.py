@@ -27,7 +27,7 @@ from pipelines.sources.listing import (
     is_transient,
     partition_fields,
     typed_partitions,
-    with_partitions,
+    with_all_columns,
 )
 from pipelines.sources.parquet import (
     copy_parquet_rows,
@@ -49,7 +49,7 @@ from pipelines.sources.rows import (
 from pipelines.sources.text_records import copy_first_lines
 from pipelines.sources.types import arrow_type, check_names, plain_schema
 from schemas.config.sources import FormatName, SourceConfig
-from schemas.errors import SchemaError, suggest_name
+from schemas.errors import SchemaError, pluralize, suggest_name
 from schemas.manifest import InputFile
 
 
@@ -192,7 +192,7 @@ def read_split(
     file_schema = pa.schema([field for field in schema if field.name not in values])
     try:
         for rows in format_of(config).read(folder, split, config, file_schema):
-            yield with_partitions(rows, values, schema.names)
+            yield with_all_columns(rows, values, schema)
     except FileNotFoundError:
         yield RawRows(None, (_missing_file(split),))
 
@@ -209,18 +209,27 @@ def read_file(
 
 # Columns of sources.
 
+_SHOWN_COLUMNS = 5
+"""Of a file that lacks columns."""
 
-def empty_rows(folder: Folder, name: str, config: SourceConfig, paths: Sequence[str]) -> pa.Table:
+
+def empty_rows(
+    folder: Folder,
+    name: str,
+    config: SourceConfig,
+    paths: Sequence[str],
+    notes: list[str] | None = None,
+) -> pa.Table:
     """Return an empty table with the columns of a source: its files', its partitions', `ORIGIN`.
 
-    Undeclared columns are those of the first readable file of `paths`, each in the widest type that
-    it has in any file.
+    Undeclared columns are those of all readable files of `paths`, each in the widest type that it
+    has in any file; `notes` receives a line for each that some files lack.
 
     Raises:
         SchemaError: no file is readable, SQL cannot hold a column, or a partition column is in the
             files, too.
     """
-    schema = _columns_of_files(folder, name, config, paths)
+    schema = _columns_of_files(folder, name, config, paths, [] if notes is None else notes)
     for field in partition_fields(config.partitions):
         if field.name in schema.names:
             raise SchemaError(
@@ -233,7 +242,7 @@ def empty_rows(folder: Folder, name: str, config: SourceConfig, paths: Sequence[
 
 
 def _columns_of_files(
-    folder: Folder, name: str, config: SourceConfig, paths: Sequence[str]
+    folder: Folder, name: str, config: SourceConfig, paths: Sequence[str], notes: list[str]
 ) -> pa.Schema:
     if config.columns:
         return pa.schema([_declared_field(name, k, v) for k, v in config.columns.items()])
@@ -241,6 +250,7 @@ def _columns_of_files(
     assert schema_of is not None, "sources of texts declare their columns"
     problem = ""
     columns: pa.Schema | None = None
+    paths_of = dict[frozenset[str], list[str]]()
     for path in paths:
         try:
             schema = schema_of(folder, path)
@@ -250,9 +260,18 @@ def _columns_of_files(
             problem = problem or f"{path}: {first_line(error)}"
             continue
         schema = plain_schema(schema, name, path)
-        columns = schema if columns is None else _widened(columns, schema)
+        paths_of.setdefault(frozenset(schema.names), []).append(path)
+        columns = schema if columns is None else _merged(columns, schema)
     if columns is None:
         raise SchemaError(f"no file of source {name!r} can be read: {problem}; replace it")
+    for names, lacking in paths_of.items():
+        absent = [repr(column) for column in columns.names if column not in names]
+        if absent:
+            notes.append(
+                f"source {name}: {pluralize(len(lacking), 'file')}, such as {lacking[0]}, without "
+                f"{', '.join(absent[:_SHOWN_COLUMNS])}{', ...' * (len(absent) > _SHOWN_COLUMNS)}: "
+                "nulls there; declare its columns in the job to reject such files"
+            )
     return columns
 
 
@@ -263,8 +282,8 @@ def _declared_field(source: str, column: str, type_name: str) -> pa.Field:
         raise SchemaError(f"data.sources.{source}.columns.{column}: {error}") from error
 
 
-def _widened(schema: pa.Schema, other: pa.Schema) -> pa.Schema:
-    """Return the schema with types widened to hold the other schema's values, where possible."""
+def _merged(schema: pa.Schema, other: pa.Schema) -> pa.Schema:
+    """Return the columns of both, with types widened to hold the values of both if possible."""
     for index, field in enumerate(schema):
         if field.name in other.names and other.field(field.name).type != field.type:
             pair = [pa.schema([field]), pa.schema([other.field(field.name)])]
@@ -273,6 +292,9 @@ def _widened(schema: pa.Schema, other: pa.Schema) -> pa.Schema:
             except (pa.ArrowInvalid, pa.ArrowTypeError):
                 continue  # rows of one of the files will be rejected
             schema = schema.set(index, widened)
+    for field in other:
+        if field.name not in schema.names:
+            schema = schema.append(field)
     return schema
 
 
@@ -302,17 +324,32 @@ class Excerpt:
 def copy_excerpt(
     folder: Folder, config: SourceConfig, files: Sequence[InputFile], rows: int, target: Path
 ) -> Excerpt:
-    """Copy the first rows of a source's files to another folder."""
-    listing, is_whole = list[InputFile](), True
+    """Copy the first rows of a source's files, and one of each that has new columns."""
+    listing, is_whole, names = list[InputFile](), True, set[str]()
     for file in files[:MAX_FILES]:
-        if rows <= 0:
-            break
+        new = _undeclared_names(folder, config, file.path) - names
+        if rows <= 0 and not new:
+            continue
+        names |= new
         copy = target / file.path
         copy.parent.mkdir(parents=True, exist_ok=True)
-        num_copied, whole_file = _copy(folder, file.path, config, copy, rows)
+        num_copied, whole_file = _copy(folder, file.path, config, copy, max(rows, 1))
         rows, is_whole = rows - num_copied, is_whole and whole_file
         listing.append(replace(file, num_bytes=copy.stat().st_size))
     return Excerpt(files, listing, is_whole and len(listing) == len(files))
+
+
+def _undeclared_names(folder: Folder, config: SourceConfig, path: str) -> set[str]:
+    """Return the columns of a file if the job does not declare them; none if it is damaged."""
+    schema_of = format_of(config).schema_of
+    if config.columns or schema_of is None:
+        return set()
+    try:
+        return set(schema_of(folder, path).names)
+    except (OSError, ValueError, pa.ArrowException) as error:
+        if is_transient(error):
+            raise
+        return set()
 
 
 def _copy(

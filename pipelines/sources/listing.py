@@ -303,14 +303,16 @@ def partition_fields(types: Mapping[str, str]) -> list[pa.Field]:
     return [pa.field(name, arrow_type(kind)) for name, kind in types.items()]
 
 
-def with_partitions(rows: RawRows, values: Mapping[str, pa.Scalar], names: list[str]) -> RawRows:
-    """Add the partition values of a file to its rows; `names` are all columns in their order."""
+def with_all_columns(rows: RawRows, values: Mapping[str, pa.Scalar], schema: pa.Schema) -> RawRows:
+    """Add the partition values of a file to its rows, and nulls for columns that it lacks."""
     table = rows.table
-    if table is None or not values:
+    if table is None:
         return rows
-    for name, value in values.items():
-        table = table.append_column(name, pa.repeat(value, table.num_rows))
-    return replace(rows, table=table.select(names))
+    for field in schema:
+        if field.name not in table.column_names:
+            value = values.get(field.name, pa.scalar(None, field.type))
+            table = table.append_column(field.name, pa.repeat(value, table.num_rows))
+    return replace(rows, table=table.select(schema.names))
 
 
 def undeclared_partitions(

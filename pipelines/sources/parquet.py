@@ -15,11 +15,10 @@ from pipelines.sources.listing import Folder, first_line, is_transient
 from pipelines.sources.rejects import Reject, file_reject
 from pipelines.sources.rows import (
     CHUNK_ROWS,
-    ORIGIN,
     InputSplit,
     RawRows,
     SplitsAndRejects,
-    missing_column,
+    columns_in_file,
     typed_chunks,
     with_origins,
 )
@@ -61,15 +60,14 @@ def read_parquet(
     After a read error, a reject stands for the remaining rows of a row group.
     """
     row_groups = split.row_groups
-    columns = [name for name in schema.names if name != ORIGIN]
-    type_names = config.columns or {n: str(schema.field(n).type) for n in columns}
     try:
-        with open_row_groups(folder, split.path, row_groups, columns) as source:
+        with open_row_groups(folder, split.path, row_groups, schema.names) as source:
             file = open_parquet(source, schema)
-            missing = missing_column(split, columns, file.schema_arrow)
-            if missing is not None:
-                yield missing
+            columns, reject = columns_in_file(split, config, schema, file.schema_arrow)
+            if reject is not None:
+                yield RawRows(None, (reject,))
                 return
+            type_names = config.columns or {n: str(schema.field(n).type) for n in columns}
             first_row = split.first_row
             for row_group in row_groups:
                 for rows in _read_row_group(file, row_group, first_row, split, columns):

@@ -7,7 +7,7 @@ file. Origins break ties in the order of samples and locate the row of a reject.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
@@ -26,6 +26,7 @@ from pipelines.sources.rejects import (
 )
 from pipelines.sources.types import type_text, with_plain_column
 from schemas.arrays import is_list, one_chunk
+from schemas.config.sources import SourceConfig
 from schemas.errors import suggest_name
 from schemas.manifest import InputFile
 
@@ -115,16 +116,24 @@ SplitsAndRejects = tuple[list[InputSplit], list[Reject]]
 """Parts of a file that can be read independently, and rejects of what cannot be read."""
 
 
-def missing_column(split: InputSplit, names: Iterable[str], schema: pa.Schema) -> RawRows | None:
-    """Return the reject of a file that lacks one of some columns, or has one twice."""
-    counts = Counter(schema.names)
-    name = next((name for name in names if counts[name] != 1), None)
-    if name is None:
-        return None
-    reason = f"column {name!r} occurs {counts[name]} times; rename all but one"
-    if not counts[name]:
-        reason = f"column {name!r} is missing; {suggest_name(name, schema.names)}"
-    return RawRows(None, (file_reject(split.path, reason),))
+def columns_in_file(
+    split: InputSplit, config: SourceConfig, schema: pa.Schema, file_schema: pa.Schema
+) -> tuple[list[str], Reject | None]:
+    """Return the columns to read from a file, and the reject of one that cannot be read.
+
+    It is one that lacks a declared column, or has a column twice; undeclared ones are null where a
+    file lacks them.
+    """
+    counts = Counter(file_schema.names)
+    names = [name for name in schema.names if name != ORIGIN]
+    for name in names:
+        if not counts[name] and config.columns:
+            advice = suggest_name(name, file_schema.names)
+            return [], file_reject(split.path, f"column {name!r} is missing; {advice}")
+        if counts[name] > 1:
+            reason = f"column {name!r} occurs {counts[name]} times; rename all but one"
+            return [], file_reject(split.path, reason)
+    return [name for name in names if counts[name]], None
 
 
 def with_origins(table: pa.Table, file_index: int, positions: np.ndarray) -> pa.Table:

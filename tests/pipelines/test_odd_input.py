@@ -105,15 +105,26 @@ def test_files_with_other_types_orders_and_columns_become_alike(tmp_path: Path) 
     pq.write_table(pa.table({"x": pa.array([3], pa.int64())}), tmp_path / "c.parquet")
     config = SourceConfig(files="*", format="parquet")
     names = ["a.parquet", "b.parquet", "c.parquet"]
-    schema = empty_rows(folder_of(tmp_path), "log", config, names).schema
+    notes = list[str]()
+    schema = empty_rows(folder_of(tmp_path), "log", config, names, notes).schema
+    assert [note.partition(" without ")[::2] for note in notes] == [
+        ("source log: 1 file, such as a.parquet,", f"'z': {NULLS}"),
+        ("source log: 1 file, such as c.parquet,", f"'y', 'z': {NULLS}"),
+    ]
     splits = [InputSplit("log", name, i, row_group=0) for i, name in enumerate(names)]
     result = [
         rows for split in splits for rows in read_split(folder_of(tmp_path), split, config, schema)
     ]
     tables = [rows.table.drop_columns(["_origin"]) for rows in result if rows.table is not None]
-    assert pa.concat_tables(tables).to_pylist() == [{"x": 1, "y": "a"}, {"x": 2**40, "y": "b"}]
-    reason = "column 'y' is missing; use one of x"
-    assert [r for rows in result for r in rows.rejects] == [file_reject("c.parquet", reason)]
+    assert pa.concat_tables(tables).to_pylist() == [
+        {"x": 1, "y": "a", "z": None},
+        {"x": 2**40, "y": "b", "z": 0},
+        {"x": 3, "y": None, "z": None},
+    ]
+    assert not any(rows.rejects for rows in result)
+
+
+NULLS = "nulls there; declare its columns in the job to reject such files"
 
 
 def test_sample_without_a_stored_form_is_found_by_bisection() -> None:
