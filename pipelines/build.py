@@ -21,7 +21,7 @@ from pipelines.autogroup.costs import LEAST_DEDUP_FACTOR
 from pipelines.autogroup.job import with_groups
 from pipelines.clustering.part import PartResult
 from pipelines.context import BuildContext, BuildRequest, beam_build, local_options
-from pipelines.prepare import check_map, holds_in_memory, prepare
+from pipelines.prepare import holds_in_memory, prepare
 from pipelines.progress import Progress
 from pipelines.quality.gate import GateError, keep_rejects
 from pipelines.quality.segment_statistics import segment_statistics
@@ -145,9 +145,11 @@ def build_segment(request: BuildRequest, job: Job, features: FeatureSet) -> Buil
     listing = context.listing
     size = sum(f.num_bytes for f in listing)
     request.progress(f"input: {len(listing)} files, {size / 1e6:.1f} MB")
-    if request.check_sql:
-        rows = check_map(context)
-        request.progress(f"check-sql: equal samples from {rows} rows cut three ways")
+    if request.check_sql and job.data.samples.map is None:
+        raise SchemaError(
+            "--check-sql needs a job with samples.map; rows of samples.per are not cut into chunks"
+        )
+    context = replace(context, checks_all_rows=request.check_sql)
     hashes, key = segment_hashes(job, features, listing)
     existing = check_admissible(request, job, features, key, listing)
     if existing is None:

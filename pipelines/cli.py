@@ -217,7 +217,11 @@ def _add_log_options(command: argparse.ArgumentParser) -> None:
 def _add_segment_options(command: argparse.ArgumentParser) -> None:
     _add_log_options(command)
     command.add_argument("--final", action="store_true", help="seal the dataset after this segment")
-    command.add_argument("--check-sql", action="store_true", help="compare three batchings of rows")
+    command.add_argument(
+        "--check-sql",
+        action="store_true",
+        help="map all rows twice, in chunks cut at other rows, and compare",
+    )
 
 
 def _day(text: str) -> str:

@@ -33,7 +33,7 @@ class BuildRequest:
         dataset: directory of the dataset.
         beam_args: Beam options.
         attempt: name of this attempt, unique among concurrent ones.
-        check_sql: first compare the SQL's results on three batchings of the same rows.
+        check_sql: map all rows twice, in other chunks, and compare the samples.
         append: add a segment to an existing dataset.
         position: position of the segment, with `append`; the next free one when None.
         day: label of the segment, such as 2026-04-09, which also determines its position.
@@ -105,6 +105,7 @@ class BuildContext:
         has_files: False if the rows come from a user's pipeline and have no position; the only
             listed file names them then.
         notes: on the input, one line each.
+        checks_all_rows: whether all rows are mapped twice, to compare their samples.
     """
 
     folder: Folder
@@ -121,6 +122,7 @@ class BuildContext:
     owns_workers: bool = True
     has_files: bool = True
     notes: tuple[str, ...] = ()
+    checks_all_rows: bool = False
 
     @property
     def num_key_partitions(self) -> int:

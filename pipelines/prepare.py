@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pyarrow as pa
 
 from pipelines.context import BuildContext, BuildRequest, LocalOptions
-from pipelines.samples.event_join import join_events
 from pipelines.samples.lookups import broadcast_sides, key_type, key_types
 from pipelines.samples.sql import Connection, SqlError
 from pipelines.samples.statements import (
-    PER,
-    PerKey,
     dry_run_lookups,
     dry_run_sql,
     job_steps,
-    run_keys,
 )
 from pipelines.samples.tuples import check_sampling
-from pipelines.samples.validate import check_columns, check_map_sql, check_repeatable, first_rows
-from pipelines.sources.formats import empty_rows, read_file
+from pipelines.samples.validate import check_columns, check_repeatable
+from pipelines.sources.formats import empty_rows
 from pipelines.sources.listing import Folder, folder_of, list_inputs, undeclared_partitions
-from pipelines.sources.rows import ORIGIN
 from pipelines.transforms.apply import check_transforms
 from pipelines.transforms.fit import fitted_files
 from schemas.config.job import Job
@@ -155,57 +149,6 @@ def count_parts(num_bytes: int) -> int:
     """Return the parts of a segment by the bytes of its sources without side tables."""
     large = max(SMALL_PARTS, -(-num_bytes // LARGE_PART_BYTES))
     return max(1, min(large, -(-num_bytes // PART_INPUT_BYTES)))
-
-
-def check_map(context: BuildContext) -> int:
-    """Compare the samples that `samples.map` yields for the same rows in three batchings.
-
-    Returns:
-        The number of rows compared.
-
-    Raises:
-        SchemaError: the results differ, or the job has no `samples.map`.
-    """
-    data = context.data
-    if data.samples.map is None:
-        raise SchemaError(
-            "--check-sql needs a job with samples.map; rows of samples.per are not batched"
-        )
-    table = PER if data.samples.per is not None else data.sample_source
-    connection = Connection(data.samples.limits)
-    for name in context.broadcast:
-        rows = list(_chunks(context, name))
-        whole = pa.concat_tables(rows) if rows else context.empty_rows[name]
-        connection.register(name, whole.drop_columns([ORIGIN]))
-    chunks = _chunks(context, data.sample_source)
-    if context.steps.per is not None:
-        chunks = _per_key(connection, context)
-    assert context.steps.map is not None, "the job has samples.map"
-    return check_map_sql(context.steps.map, table, chunks, connection)
-
-
-def _chunks(context: BuildContext, source: str) -> Iterator[pa.Table]:
-    config, schema = context.data.inputs[source], context.empty_rows[source].schema
-    for file in context.files():
-        if file.source == source:
-            yield from read_file(context.folder, file, config, schema)
-
-
-def _per_key(connection: Connection, context: BuildContext) -> Iterator[pa.Table]:
-    """Yield the samples that `samples.per` yields for the first rows of each source."""
-    data = context.data
-    assert data.samples.per is not None, "called for samples.per only"
-    assert context.steps.per is not None, "called for samples.per only"
-    tables: dict[str, pa.Table] = {}
-    for name in data.sources:
-        rows = pa.concat_tables([context.empty_rows[name], *first_rows(_chunks(context, name))])
-        tables[name] = rows.filter(rows[data.samples.per.key].is_valid())
-    if data.samples.events is not None:
-        tables = join_events(tables, data, context.listing).tables
-    sql = PerKey(context.steps.per, data.sample_source, data.samples.per.key)
-    for result in run_keys(connection, sql, tables):
-        if result.samples is not None:
-            yield result.samples
 
 
 def _input_folder(request: BuildRequest) -> Folder:

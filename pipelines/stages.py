@@ -32,9 +32,9 @@ from pipelines.samples.sql import Connection, with_list_index
 from pipelines.samples.sql_rejects import SqlResult, bad_rows
 from pipelines.samples.statements import (
     PER,
+    MapSql,
     PerKey,
     in_origin_order,
-    map_chunks,
     run_keys,
 )
 from pipelines.samples.tuples import (
@@ -169,6 +169,7 @@ class SampleStage:
         """Open a DuckDB connection."""
         self.context = context
         self.connection = Connection(context.data.samples.limits)
+        self.map_sql = MapSql(self.connection, context.steps.map, context.checks_all_rows)
         self.inputs, self.source = fit_inputs(context.data), context.data.sample_source
         self.sides = Sides()
 
@@ -183,7 +184,7 @@ class SampleStage:
         self, outputs: Outputs, source: str, table: pa.Table
     ) -> Iterator[Tuples | pa.Table]:
         """Yield the samples of row-local SQL over raw rows; tables if look-ups by key follow."""
-        for result in map_chunks(self.connection, self.context.steps, source, SqlResult(table)):
+        for result in self.map_sql.results(source, SqlResult(table)):
             yield from self._look_up(outputs, result)
 
     def from_keys(
@@ -202,15 +203,15 @@ class SampleStage:
             write_late(context.segment_root, partition, joined.unused_events)
             outputs.events.append(joined.counts)
             tables = joined.tables
-        source, steps = data.sample_source, context.steps
+        source = data.sample_source
         if data.samples.per is None:
-            results = map_chunks(self.connection, steps, source, SqlResult(tables[source]))
+            results = self.map_sql.results(source, SqlResult(tables[source]))
         else:
-            per = PerKey(steps.per or "", source, data.samples.per.key)
+            per = PerKey(context.steps.per or "", source, data.samples.per.key)
             drops_key = data.on_error == "drop_key"
             location_text = context.location_text if drops_key else None
             per_key = run_keys(self.connection, per, tables, location_text)
-            results = (r for keys in per_key for r in map_chunks(self.connection, steps, PER, keys))
+            results = (r for keys in per_key for r in self.map_sql.results(PER, keys))
         for result in results:
             yield from self._look_up(outputs, result)
 

@@ -33,8 +33,10 @@ from pipelines.samples.sql_rejects import (
     run_key,
 )
 from pipelines.sources.rejects import TooManyRunsError, isolate_bad
-from pipelines.sources.rows import CHUNK_ROWS, ORIGIN
+from pipelines.sources.rows import CHUNK_ROWS, ORIGIN, POSITION_BITS
+from schemas.arrays import comparable_tuple, hash_keys, one_chunk
 from schemas.config.job import DataConfig
+from schemas.errors import SchemaError
 
 PER = "per"
 """Table that `samples.map` reads if the job also has `samples.per`."""
@@ -69,20 +71,94 @@ def job_steps(data: DataConfig) -> Steps:
 # Running the statements.
 
 
-def map_chunks(
-    connection: Connection, steps: Steps, source: str, result: SqlResult
-) -> Iterator[SqlResult]:
-    """Yield the results of `samples.map` in chunks of rows; the rows themselves without it."""
-    if steps.map is None or result.samples is None:
-        yield result
-        return
-    if result.bad_rows.num_rows:
-        yield SqlResult(None, result.bad_rows)
-    for start in range(0, result.samples.num_rows, CHUNK_ROWS):
-        chunk = result.samples.slice(start, CHUNK_ROWS)
+_CHECKED_SHARE = 128
+"""Of so many rows of a chunk one is mapped once more, in the middle of the chunk."""
+_UNCHECKED_ROWS = 1 << 13
+"""Rows of small chunks after which the next chunk is checked: a statement takes some 2 ms."""
+
+
+class MapSql:
+    """`samples.map` of a job over chunks of rows.
+
+    Some rows are mapped once more, alone, as a sample must not depend on the rows of its chunk: its
+    samples must be the same, in the same order.
+    """
+
+    def __init__(self, connection: Connection, statement: str | None, check_all: bool) -> None:
+        """`statement` is from `select_origin`; `check_all` maps all rows twice."""
+        self._connection = connection
+        self._statement = statement
+        self._check_all = check_all
+        self._unchecked = _UNCHECKED_ROWS
+
+    def results(self, source: str, result: SqlResult) -> Iterator[SqlResult]:
+        """Yield the samples of rows, which the statement reads as `source`, chunk by chunk.
+
+        Without a statement the rows are the samples.
+
+        Raises:
+            SchemaError: samples of a row depend on other rows.
+        """
+        if self._statement is None or result.samples is None:
+            yield result
+            return
+        if result.bad_rows.num_rows:
+            yield SqlResult(None, result.bad_rows)
+        for start in range(0, result.samples.num_rows, CHUNK_ROWS):
+            chunk = result.samples.slice(start, CHUNK_ROWS)
+            mapped = self._map(source, chunk)
+            for cut in self._cuts(chunk.num_rows):
+                origins = one_chunk(chunk[ORIGIN][cut])
+                alone = self._map(source, _of_origins(chunk, origins))
+                _check_equal(
+                    _of_origins(mapped.samples, origins), _of_origins(alone.samples, origins)
+                )
+            yield mapped
+
+    def _map(self, source: str, rows: pa.Table) -> SqlResult:
+        assert self._statement is not None, "called with a statement only"
         with name_errors("data.samples.map"):
-            samples = map_rows(connection, steps.map, source, chunk)
-        yield samples
+            return map_rows(self._connection, self._statement, source, rows)
+
+    def _cuts(self, num_rows: int) -> list[slice]:
+        """Return the ranges of a chunk's rows to map once more."""
+        if self._check_all:
+            return [slice(0, num_rows // 3), slice(num_rows // 3, num_rows)]
+        self._unchecked += num_rows
+        if self._unchecked < _UNCHECKED_ROWS or num_rows < 2:
+            return []
+        self._unchecked = 0
+        start = num_rows // 2 | 1
+        return [slice(start, start + -(-num_rows // _CHECKED_SHARE))]
+
+
+def _of_origins(rows: pa.Table | None, origins: pa.Array) -> pa.Table:
+    """Return the rows that have one of some origins, by origin and in their order."""
+    if rows is None:
+        return pa.table({ORIGIN: origins.slice(0, 0)})
+    chosen = rows.filter(pc.is_in(rows[ORIGIN], value_set=origins))
+    return chosen.take(pa.array(np.argsort(chosen[ORIGIN].to_numpy(), kind="stable")))
+
+
+def _check_equal(expected: pa.Table, samples: pa.Table) -> None:
+    """Raise SchemaError if samples of rows alone differ from those among other rows."""
+    difference = ""
+    if expected.num_rows != samples.num_rows:
+        difference = (
+            f"{expected.num_rows} samples of some rows and {samples.num_rows} of them alone"
+        )
+    elif expected.num_rows:
+        names = expected.column_names
+        left, right = (hash_keys(comparable_tuple(t, names)) for t in (expected, samples))
+        different = (left != right).nonzero()[0]
+        if len(different):
+            row = expected[ORIGIN][int(different[0])].as_py() & ((1 << POSITION_BITS) - 1)
+            difference = f"other samples of raw row {row} alone than among other rows"
+    if difference:
+        raise SchemaError(
+            f"data.samples.map must be row-local, got {difference}; remove window functions, "
+            "aggregates and random values, or use samples.per"
+        )
 
 
 def dry_run_sql(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache, partial
 from typing import Any
 
@@ -12,12 +12,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from pipelines.samples.sql import LIST_INDEX, Connection, nodes, parse, with_list_index
-from pipelines.samples.sql_rejects import BAD_ROWS_SCHEMA, bad_rows, map_rows
+from pipelines.samples.sql import LIST_INDEX, nodes, parse
+from pipelines.samples.sql_rejects import BAD_ROWS_SCHEMA, bad_rows
 from pipelines.samples.statements import PER
 from pipelines.samples.tuples import Tuples
-from pipelines.sources.rows import ORIGIN, POSITION_BITS
-from schemas.arrays import comparable_tuple, hash_keys, is_list, one_chunk
+from pipelines.sources.rows import ORIGIN
+from schemas.arrays import is_list, one_chunk
 from schemas.config.job import DataConfig
 from schemas.errors import SchemaError, suggest_name, suggest_name_or
 from schemas.features import ROLES, Feature, FeatureSet
@@ -312,85 +312,7 @@ def _mask(column: pa.Array) -> NDArray[np.bool_]:
     return pc.fill_null(column, False).to_numpy(zero_copy_only=False)
 
 
-# SQL: the same samples in each build, and for each batching of rows.
-
-NUM_BATCHES = (1, 2, 7)
-"""Numbers of batches that are compared; the last one makes batches of different sizes."""
-
-MAX_ROWS = 1 << 16
-"""Maximum raw rows that are compared."""
-
-
-def check_map_sql(
-    statement: str,
-    source: str,
-    chunks: Iterable[pa.Table],
-    connection: Connection | None = None,
-) -> int:
-    """Compare the samples that row-local SQL yields for the same rows in 1, 2 and 7 batches.
-
-    `statement` is from `select_origin` and reads the rows, which have origins, as `source`;
-    `connection` has the side tables.
-
-    Returns:
-        The number of raw rows compared.
-
-    Raises:
-        SchemaError: samples differ; names the first raw row whose samples do.
-    """
-    tables = first_rows(chunks)
-    if not tables:
-        raise SchemaError("no rows to check the SQL with; see the rejects of a build")
-    rows = pa.concat_tables(tables)
-    connection = connection or Connection()
-    expected = _samples_in_batches(connection, statement, source, rows, NUM_BATCHES[0])
-    for num_batches in NUM_BATCHES[1:]:
-        samples = _samples_in_batches(connection, statement, source, rows, num_batches)
-        if expected.num_rows != samples.num_rows:
-            raise _not_row_local(
-                f"{expected.num_rows} samples in one batch and {samples.num_rows} in {num_batches}"
-            )
-        names = expected.column_names
-        left, right = (hash_keys(comparable_tuple(t, names)) for t in (expected, samples))
-        different = (left != right).nonzero()[0]
-        if len(different):
-            row = expected[ORIGIN][int(different[0])].as_py() & ((1 << POSITION_BITS) - 1)
-            raise _not_row_local(f"other samples for raw row {row} in {num_batches} batches")
-    return rows.num_rows
-
-
-def first_rows(chunks: Iterable[pa.Table]) -> list[pa.Table]:
-    """Return the first `MAX_ROWS` rows."""
-    tables: list[pa.Table] = []
-    num_rows = 0
-    for chunk in chunks:
-        tables.append(chunk.slice(0, MAX_ROWS - num_rows))
-        num_rows += tables[-1].num_rows
-        if num_rows >= MAX_ROWS:
-            break
-    return tables
-
-
-def _samples_in_batches(
-    connection: Connection, statement: str, source: str, rows: pa.Table, num_batches: int
-) -> pa.Table:
-    size = -(-rows.num_rows // num_batches)
-    results = (
-        map_rows(connection, statement, source, rows.slice(start, size)).samples
-        for start in range(0, rows.num_rows, size)
-    )
-    samples = pa.concat_tables([with_list_index(r) for r in results if r is not None])
-    return samples.sort_by([(ORIGIN, "ascending"), (LIST_INDEX, "ascending")])
-
-
-def _not_row_local(difference: str) -> SchemaError:
-    return SchemaError(
-        f"data.samples.map must be row-local, got {difference}; remove window functions, "
-        "aggregates and random values, or use samples.per"
-    )
-
-
-# Repeatability.
+# SQL: the same samples in each build.
 
 _ALLOWED = frozenset({"error"})
 """Functions that DuckDB calls volatile for another reason: this one raises."""
