@@ -59,15 +59,16 @@ def mean_and_deviation(total: int, total_squares: int, num_values: int) -> tuple
 #
 # The histogram counts values by the top 14 bits of their float64 (sign, exponent, two bits of the
 # mantissa), so that there are four buckets per power of two, the same for all columns. The number
-# of distinct values is estimated from the 1,024 smallest hashes. Frequent values are counted on a
-# regular sample of each partition, and the most frequent ones are kept.
+# of distinct values is estimated from the 1,024 smallest hashes. Of each partition the 4,000 most
+# frequent values are kept, which has all values that are at least 0.1 % of all partitions'.
 
 BUCKET_BITS = 14
 """Bits of a float64 that are the number of its bucket."""
-SAMPLED_VALUES = 1 << 16
-"""Maximum values of a partition on which frequent values are counted."""
-TOP_VALUES = 1000
-"""Frequent values that are kept, as in TFDV."""
+TOP_VALUES = 4000
+"""Most values of a partition that are kept with their counts; of more, those that are at least
+1 / (4 * TOP_VALUES) of its values."""
+FREQUENT = 1e-3
+"""Share of a value that is certainly kept in each partition."""
 SMALLEST_HASHES = 1024
 """Hashes that are kept; the estimate of distinct values is off by 3 % (one standard deviation)."""
 
@@ -82,15 +83,15 @@ class Sketch:
     Attributes:
         buckets: bucket number to count, of finite numbers.
         values: frequent values, most frequent first; None if they are not counted.
-        counts: count of each frequent value in the sample.
-        num_sampled: number of values in the sample.
+        counts: count of each frequent value.
+        num_values: number of values of which these are the frequent ones.
         hashes: (at most 1024,) uint64, ascending, the smallest hashes of distinct values.
     """
 
     buckets: dict[int, int]
     values: pa.Array | None
     counts: NDArray[np.int64]
-    num_sampled: int
+    num_values: int
     hashes: NDArray[np.uint64]
 
     def __eq__(self, other: object) -> bool:
@@ -98,13 +99,13 @@ class Sketch:
         return isinstance(other, Sketch) and (
             self.buckets == other.buckets
             and self.shares == other.shares
-            and self.num_sampled == other.num_sampled
+            and self.num_values == other.num_values
             and np.array_equal(self.hashes, other.hashes)
         )
 
     def __hash__(self) -> int:
         """Return a hash that is equal for equal sketches."""
-        return hash((self.num_sampled, tuple(sorted(self.buckets.items()))))
+        return hash((self.num_values, tuple(sorted(self.buckets.items()))))
 
     @property
     def num_unique(self) -> int:
@@ -116,9 +117,9 @@ class Sketch:
     @property
     def shares(self) -> dict[str | int, float]:
         """Share of each frequent value among all values."""
-        if self.values is None or not self.num_sampled:
+        if self.values is None or not self.num_values:
             return {}
-        shares = (self.counts / self.num_sampled).tolist()
+        shares = (self.counts / self.num_values).tolist()
         return dict(zip(self.values.to_pylist(), shares, strict=True))
 
 
@@ -138,8 +139,8 @@ def sum_sketches(sketches: Sequence[Sketch]) -> Sketch:
         all_counts = np.concatenate([s.counts for s in with_values])
         values, counts = _most_frequent(*_sum_counts(all_values, all_counts))
     hashes = np.unique(np.concatenate([s.hashes for s in sketches]))[:SMALLEST_HASHES]
-    num_sampled = sum(s.num_sampled for s in sketches)
-    return Sketch(sum_buckets([s.buckets for s in sketches]), values, counts, num_sampled, hashes)
+    num_values = sum(s.num_values for s in sketches)
+    return Sketch(sum_buckets([s.buckets for s in sketches]), values, counts, num_values, hashes)
 
 
 def sum_buckets(buckets: Iterable[Mapping[Any, int]]) -> dict[Any, int]:
@@ -162,32 +163,30 @@ def make_sketch(
     buckets = {} if numbers is None else count_buckets(numbers)
     if values is None:
         return Sketch(buckets, None, np.empty(0, np.int64), 0, np.empty(0, np.uint64))
-    step = max(1, -(-len(values) // SAMPLED_VALUES))
-    num_sampled = -(-len(values) // step)
-    frequent, counts, hashes = (
-        _sketch_texts(values, step) if isinstance(values, pa.Array) else _sketch_ids(values, step)
-    )
-    return Sketch(buckets, frequent, counts, num_sampled, hashes)
+    sketch = _sketch_texts(values) if isinstance(values, pa.Array) else _sketch_ids(values)
+    frequent, counts, hashes = sketch
+    return Sketch(buckets, frequent, counts, len(values), hashes)
 
 
 def _sketch_ids(
-    values: NDArray[np.integer], step: int
+    values: NDArray[np.integer],
 ) -> tuple[pa.Array, NDArray[np.int64], NDArray[np.uint64]]:
-    """Return frequent values, their counts among every `step`-th value, and the smallest hashes."""
+    """Return frequent values, their counts, and the smallest hashes."""
     values = np.ascontiguousarray(values)
-    frequent, counts = kernels.frequent_values(values, step, TOP_VALUES)
+    frequent, counts = kernels.frequent_values(values, TOP_VALUES)
     return pa.array(frequent), counts, kernels.smallest_hashes(values, SMALLEST_HASHES)
 
 
 def _sketch_texts(
-    values: pa.Array, step: int
+    values: pa.Array,
 ) -> tuple[pa.Array, NDArray[np.int64], NDArray[np.uint64]]:
     """Return what `_sketch_ids` returns, of texts."""
-    sample = values.take(pa.array(np.arange(0, len(values), step))) if step > 1 else values
-    counted = pc.value_counts(sample)
-    distinct = counted.field("values")
-    frequent, counts = _most_frequent(distinct, counted.field("counts").to_numpy())
-    hashes = hash_keys(comparable(distinct if step == 1 else pc.unique(values)))
+    counted = pc.value_counts(values)
+    distinct, counts = counted.field("values"), counted.field("counts").to_numpy()
+    is_frequent = 4 * TOP_VALUES * counts >= len(values) if len(counts) > TOP_VALUES else counts > 0
+    kept = np.flatnonzero(is_frequent)
+    frequent, counts = _most_frequent(distinct.take(pa.array(kept)), counts[kept])
+    hashes = hash_keys(comparable(distinct))
     return frequent, counts, np.unique(hashes)[:SMALLEST_HASHES]
 
 

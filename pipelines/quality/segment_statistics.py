@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 import pyarrow as pa
@@ -17,6 +16,7 @@ from google.protobuf import text_format
 from tensorflow_metadata.proto.v0 import statistics_pb2
 
 from pipelines.quality.column_statistics import (
+    FREQUENT,
     ColumnStatistics,
     Sketch,
     bucket_range,
@@ -146,12 +146,12 @@ def _fill_words(words: statistics_pb2.StringStatistics, sketch: Sketch) -> None:
 
 
 def _fill_ranks(ranks: statistics_pb2.RankHistogram, sketch: Sketch) -> None:
-    """Write frequent values; counts in the sample are scaled to all values."""
-    total = sum(sketch.buckets.values()) or sketch.num_sampled
-    for rank, (value, share) in enumerate(islice(sketch.shares.items(), RANKED_VALUES)):
-        ranks.buckets.add(
-            low_rank=rank, high_rank=rank, label=str(value), sample_count=share * total
-        )
+    """Write frequent values; among many distinct ones those whose counts are exact."""
+    least = sketch.num_values * FREQUENT if sketch.num_unique * FREQUENT > 1 else 0
+    values = [] if sketch.values is None else sketch.values[:RANKED_VALUES].to_pylist()
+    for rank, (value, count) in enumerate(zip(values, sketch.counts.tolist(), strict=False)):
+        if count >= least:
+            ranks.buckets.add(low_rank=rank, high_rank=rank, label=str(value), sample_count=count)
 
 
 COMPRESSION_LEVEL = 9

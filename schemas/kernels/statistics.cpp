@@ -119,11 +119,11 @@ class ExactSums {
   Integer<67> squares_;  // twice as many
 };
 
-// The range of every `step`-th integer, of which there is at least one.
+// The range of integers, of which there is at least one.
 struct Range {
   template <class T>
-  Range(const T* values, i64 count, i64 step) : minimum(static_cast<i64>(values[0])), maximum(minimum) {
-    for (i64 i = 0; i < count; i += step) {
+  Range(const T* values, i64 count) : minimum(static_cast<i64>(values[0])), maximum(minimum) {
+    for (i64 i = 0; i < count; i++) {
       minimum = std::min(minimum, static_cast<i64>(values[i]));
       maximum = std::max(maximum, static_cast<i64>(values[i]));
     }
@@ -175,28 +175,36 @@ Made<i64> count_buckets(Numbers values, int bits) {
   return counts;
 }
 
-// Counts every `step`-th integer; returns the most frequent ones, at most `limit`, with their counts, ties in ascending
-// order.
-std::tuple<Made<i64>, Made<i64>> frequent_values(Numbers values, i64 step, i64 limit) {
-  require(step > 0 && limit > 0, "step and limit must be positive");
+// Returns the most frequent integers, at most `limit`, with their counts, ties in ascending order. If more are distinct,
+// those that are less than 1 / (4 * limit) of all are left out, and most of them need not be counted: the other integers
+// with the same bits of a hash are too few together.
+std::tuple<Made<i64>, Made<i64>> frequent_values(Numbers values, i64 limit) {
+  require(limit > 0, "limit must be positive");
   const i64 count = values.size;
   struct Counted {
     i64 value, count;
   };
   std::vector<Counted> distinct;
+  bool has_all = true;
+  const auto is_frequent = [&](i64 number) { return 4 * limit * number >= count; };
   typed(values, [&](auto* typed_values) {
     if (!count) return;
-    const Range range(typed_values, count, step);
+    const Range range(typed_values, count);
     if (range.is_small()) {
       std::vector<i64> counts(range.size(), 0);
-      for (i64 i = 0; i < count; i += step) counts[static_cast<i64>(typed_values[i]) - range.minimum]++;
+      for (i64 i = 0; i < count; i++) counts[static_cast<i64>(typed_values[i]) - range.minimum]++;
       for (size_t i = 0; i < counts.size(); i++)
         if (counts[i]) distinct.push_back({range.minimum + static_cast<i64>(i), counts[i]});
       return;
     }
+    const auto bits = [&](i64 value) { return static_cast<u64>(value) * kOdd >> 48; };
+    std::vector<i64> by_bits(1 << 16, 0);
+    for (i64 i = 0; i < count; i++) by_bits[bits(static_cast<i64>(typed_values[i]))]++;
+    has_all = std::count_if(by_bits.begin(), by_bits.end(), [](i64 n) { return n > 0; }) <= limit;
     Numbering numbering;
-    for (i64 i = 0; i < count; i += step) {
+    for (i64 i = 0; i < count; i++) {
       const i64 value = static_cast<i64>(typed_values[i]);
+      if (!has_all && !is_frequent(by_bits[bits(value)])) continue;
       const size_t number = numbering.number(static_cast<u64>(value));
       if (number == distinct.size()) distinct.push_back({value, 0});
       distinct[number].count++;
@@ -205,6 +213,10 @@ std::tuple<Made<i64>, Made<i64>> frequent_values(Numbers values, i64 step, i64 l
   const auto before = [](const Counted& a, const Counted& b) {
     return a.count != b.count ? a.count > b.count : a.value < b.value;
   };
+  if (!has_all || static_cast<i64>(distinct.size()) > limit) {
+    const auto is_rare = [&](const Counted& each) { return !is_frequent(each.count); };
+    distinct.erase(std::remove_if(distinct.begin(), distinct.end(), is_rare), distinct.end());
+  }
   const i64 kept = std::min<i64>(limit, distinct.size());
   if (kept < static_cast<i64>(distinct.size()))
     std::nth_element(distinct.begin(), distinct.begin() + kept, distinct.end(), before);
@@ -237,7 +249,7 @@ Made<u64> smallest_hashes(Numbers values, i64 limit) {
   u64 hashes[kChunk];
   typed(values, [&](auto* typed_values) {
     if (!count) return;
-    const Range range(typed_values, count, 1);
+    const Range range(typed_values, count);
     if (range.is_small()) {
       std::vector<uint8_t> seen(range.size(), 0);
       for (i64 i = 0; i < count; i++) seen[static_cast<i64>(typed_values[i]) - range.minimum] = 1;
@@ -266,6 +278,6 @@ Made<u64> smallest_hashes(Numbers values, i64 limit) {
 NB_MODULE(statistics, m) {
   m.def("totals", totals, nb::arg("values"));
   m.def("count_buckets", count_buckets, nb::arg("values"), nb::arg("bits"), Unlocked());
-  m.def("frequent_values", frequent_values, nb::arg("values"), nb::arg("step"), nb::arg("limit"), Unlocked());
+  m.def("frequent_values", frequent_values, nb::arg("values"), nb::arg("limit"), Unlocked());
   m.def("smallest_hashes", smallest_hashes, nb::arg("values"), nb::arg("limit"), Unlocked());
 }

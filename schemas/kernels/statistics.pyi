@@ -24,11 +24,12 @@ def count_buckets(values: NDArray[Any], bits: int) -> NDArray[np.int64]:
     """Return the counts of values, which may be floats, by the upper `bits` of their float64."""
 
 def frequent_values(
-    values: NDArray[np.integer], step: int, limit: int
+    values: NDArray[np.integer], limit: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the most frequent of every `step`-th value, and their counts.
+    """Return the most frequent values, at most `limit`, and their counts.
 
-    Of equally frequent values, the smaller ones come first.
+    Of equally frequent values, the smaller ones come first. If more than `limit` are distinct,
+    those that are less than 1 / (4 * limit) of all are left out.
     """
 
 def smallest_hashes(values: NDArray[np.integer], limit: int) -> NDArray[np.uint64]:

@@ -11,20 +11,26 @@ import pytest
 from google.protobuf import text_format
 from hypothesis import given
 from hypothesis import strategies as st
-from tensorflow_metadata.proto.v0 import anomalies_pb2
+from tensorflow_metadata.proto.v0 import anomalies_pb2, statistics_pb2
 
 from pipelines.build import build
 from pipelines.cli import REFUSED, main
 from pipelines.quality.column_statistics import (
-    SAMPLED_VALUES,
     Sketch,
     bucket_range,
+    column_statistics,
     count_buckets,
     make_sketch,
+    sum_columns,
     sum_sketches,
 )
-from pipelines.quality.gate import infinity_norm, jensen_shannon
-from pipelines.quality.segment_statistics import RANKED_VALUES, segment_statistics
+from pipelines.quality.gate import _value_shares, infinity_norm, jensen_shannon
+from pipelines.quality.segment_statistics import (
+    RANKED_VALUES,
+    SliceStatistics,
+    segment_statistics,
+    statistics_text,
+)
 from pipelines.table.commit import anomalies_text_of
 from pipelines.table.verify import verify
 from schemas.dataset import open_dataset
@@ -82,13 +88,28 @@ def test_sketches_of_two_halves_add_up_to_that_of_the_whole(values: list[int], c
     assert sketch(values).num_unique == len(set(values))
 
 
-def test_sketch_of_many_values_is_close_to_the_truth() -> None:
+@pytest.mark.parametrize("of_texts", [False, True])
+@pytest.mark.parametrize("num_values", [60_000, 200_000, 500_000])
+def test_frequent_values_are_those_of_the_rows_alone(num_values: int, of_texts: bool) -> None:
+    """Whatever period, order, parts and number of rows."""
     rng = np.random.default_rng(0)
-    values = np.minimum(rng.zipf(1.3, 4 * SAMPLED_VALUES), 10**9)
-    sketch = make_sketch(values, values)
-    assert sketch.num_unique == pytest.approx(len(np.unique(values)), rel=0.12)
-    for value in (1, 2, 3):
-        assert sketch.shares[value] == pytest.approx((values == value).mean(), abs=0.01)
+    zipf = np.minimum(rng.zipf(1.3, num_values), 10**9)
+    for values in (zipf, np.arange(num_values) % 4):
+        shares = dict[str, float]()
+        for parts in ([values], np.array_split(rng.permutation(values), 7)):
+            columns = [pa.array(p).cast(pa.string() if of_texts else pa.int64()) for p in parts]
+            column = sum_columns([column_statistics(c) for c in columns])
+            rows = SliceStatistics(num_values, {"x": column}, {}, {}, {})
+            proto = statistics_pb2.DatasetFeatureStatisticsList()
+            text_format.Parse(statistics_text({"segment": rows}, "x"), proto)
+            shown = _value_shares(proto.datasets[0].features[0])
+            assert shares in ({}, shown)
+            shares = shown
+        distinct, counts = np.unique(values, return_counts=True)
+        assert column.sketch.num_unique == pytest.approx(len(distinct), rel=0.12)
+        order = np.lexsort((distinct.astype(str) if of_texts else distinct, -counts))[:100]
+        expected = {str(distinct[i]): counts[i] / num_values for i in order}
+        assert shares == {k: v for k, v in expected.items() if v >= 0.001}
 
 
 def write_rows(directory: Path, rows: pa.Table) -> Path:

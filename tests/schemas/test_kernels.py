@@ -257,8 +257,10 @@ def described(column: pa.Array) -> tuple[object, ...]:
     finite = values[np.isfinite(values)]
     exact = [Fraction(x) for x in finite.tolist()]
     buckets = Counter((finite.astype(np.float64) + 0.0).view(np.uint64) >> np.uint64(50))
-    counts = Counter(finite[:: max(1, -(-len(finite) // SAMPLED))].tolist())
-    top = sorted(counts.items(), key=lambda item: (-item[1], item[0]))[:TOP]
+    counts = Counter(finite.tolist())
+    least = len(finite) / 4 / TOP if len(counts) > TOP else 0
+    frequent = [each for each in counts.items() if each[1] >= least]
+    top = sorted(frequent, key=lambda item: (-item[1], item[0]))[:TOP]
     hashes = sorted({mixed(int(x) % 2**64) for x in finite.tolist()})[:HASHES]
     is_whole = finite.dtype.kind != "f"
     return (
@@ -274,12 +276,11 @@ def described(column: pa.Array) -> tuple[object, ...]:
     )
 
 
-SAMPLED, TOP, HASHES = 20, 4, 3
+TOP, HASHES = 4, 3
 
 
 def compare_statistics(column: pa.Array) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(statistics, "SAMPLED_VALUES", SAMPLED)
         patch.setattr(statistics, "TOP_VALUES", TOP)
         patch.setattr(statistics, "SMALLEST_HASHES", HASHES)
         found = column_statistics(column)
