@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -21,7 +21,14 @@ from schemas.arrays import is_list, one_chunk
 from schemas.config.job import DataConfig
 from schemas.errors import SchemaError, suggest_name, suggest_name_or
 from schemas.features import ROLES, Feature, FeatureSet
-from schemas.layout import BLOCK, TUPLE_INDEX, UNIQUE_INDEX, inverse_column, window_columns
+from schemas.layout import (
+    BLOCK,
+    TUPLE_INDEX,
+    UNIQUE_INDEX,
+    inverse_column,
+    weights_column,
+    window_columns,
+)
 
 _HIDDEN = (ORIGIN, LIST_INDEX)
 _NUMBERS = ("dense", "label", "weight")
@@ -30,8 +37,8 @@ _FIRST_TIME, _LAST_TIME = (
     for time in (np.datetime64("0001-01-01", "us"), np.datetime64("9999-12-31T23:59:59.999999"))
 )
 
-Check = Callable[[pa.Array], "NDArray[np.bool_] | None"]
-"""Returns which rows of a column are bad; None for none."""
+Check = Callable[..., "NDArray[np.bool_] | None"]
+"""Returns which rows of some columns are bad; None for none."""
 
 
 # Columns.
@@ -197,8 +204,8 @@ def usable_samples(
     """Split samples into those that can be used, and bad rows."""
     usable = np.ones(samples.num_samples, bool)
     bad = [BAD_ROWS_SCHEMA.empty_table()]
-    for name, check, reason in _checks(features, data):
-        failed = _failed_samples(samples, name, check)
+    for names, check, reason in _checks(features, data):
+        failed = _failed_samples(samples, names, check)
         if failed is None:
             continue
         rows = np.flatnonzero(failed & usable)
@@ -206,48 +213,58 @@ def usable_samples(
         rejected = samples.take(rows)
         tables = (samples.samples, *samples.uniques.values())
         present = {n for table in tables for n in table.column_names}
-        names = [n for n in features.names if n in present]
-        columns = {n: rejected.column(n) for n in (*names, ORIGIN)}
+        shown = [n for n in features.names if n in present]
+        columns = {n: rejected.column(n) for n in (*shown, ORIGIN)}
         bad.append(bad_rows(pa.table(columns), reason))
     good = samples if usable.all() else samples.take(np.flatnonzero(usable))
     return good, pa.concat_tables(bad)
 
 
-def _failed_samples(samples: Tuples, name: str, check: Check) -> NDArray[np.bool_] | None:
-    """Return which samples fail a check, None for none."""
-    if samples.samples.schema.get_field_index(name) >= 0:
-        failed = check(one_chunk(samples.samples[name]))
-        return failed if failed is not None and failed.any() else None
-    for group, table in samples.uniques.items():
-        if table.schema.get_field_index(name) >= 0:
-            failed = check(one_chunk(table[name]))
+def _failed_samples(
+    samples: Tuples, names: Sequence[str], check: Check
+) -> NDArray[np.bool_] | None:
+    """Return which samples fail a check of some columns, None for none."""
+    for group, table in ((None, samples.samples), *samples.uniques.items()):
+        if all(table.schema.get_field_index(name) >= 0 for name in names):
+            failed = check(*(one_chunk(table[name]) for name in names))
             if failed is None or not failed.any():
                 return None
-            return failed[samples.references[group]]
-    return None  # a transform will add the column
+            return failed if group is None else failed[samples.references[group]]
+    return None  # a transform will add a column
 
 
-def _checks(features: FeatureSet, data: DataConfig) -> Iterator[tuple[str, Check, str]]:
-    """Yield (column, check, reason) in the order of the checks."""
+def _checks(features: FeatureSet, data: DataConfig) -> Iterator[tuple[tuple[str, ...], Check, str]]:
+    """Yield (columns, check, reason) in the order of the checks.
+
+    They refuse what training refuses, too: there nobody knows file and row.
+    """
     for role, name in (("session key", data.session.key), ("session time", data.session.time)):
-        yield name, _is_missing, f"{role} {name!r} must not be null"
+        yield (name,), _is_missing, f"{role} {name!r} must not be null"
     reason = f"session time {data.session.time!r} must be in the years 1 to 9999"
-    yield data.session.time, _outside_calendar, reason
+    yield (data.session.time,), _outside_calendar, reason
+    entry_weights = {
+        weights_column(name): name
+        for name in features.with_role("sparse")
+        if weights_column(name) in features
+    }
     for feature in features.features:
         name = feature.name
         if feature.required or feature.role in ("label", "weight"):
-            yield name, _is_missing, f"feature {name!r} must not be null"
-        if feature.role in _NUMBERS:
-            yield name, _not_finite, f"feature {name!r} must be finite"
+            yield (name,), _is_missing, f"feature {name!r} must not be null"
+        if feature.role in _NUMBERS or name in entry_weights:
+            yield (name,), _not_finite, f"feature {name!r} must be finite in float32"
         if feature.is_list:
-            yield name, _holds_null, f"feature {name!r} must hold no nulls"
-        low, high = _limits(feature, data)
+            yield (name,), _holds_null, f"feature {name!r} must hold no nulls"
+        if name in entry_weights:
+            of = entry_weights[name]
+            yield (name, of), _unequal_lengths, f"lists {name!r} and {of!r} must be equally long"
+        low, high = _limits(feature, features, data)
         if low is not None:
             reason = f"feature {name!r} must be at least {low}"
-            yield name, partial(_outside, comparison="less", limit=low), reason
+            yield (name,), partial(_outside, comparison="less", limit=low), reason
         if high is not None:
             reason = f"feature {name!r} must be at most {high}"
-            yield name, partial(_outside, comparison="greater", limit=high), reason
+            yield (name,), partial(_outside, comparison="greater", limit=high), reason
 
 
 def _is_missing(column: pa.Array) -> NDArray[np.bool_] | None:
@@ -257,9 +274,18 @@ def _is_missing(column: pa.Array) -> NDArray[np.bool_] | None:
 
 
 def _not_finite(column: pa.Array) -> NDArray[np.bool_] | None:
-    if not pa.types.is_floating(column.type):
+    values = column.flatten() if is_list(column.type) else column
+    if not pa.types.is_floating(values.type):
         return None
-    return _mask(pc.invert(pc.is_finite(column)))
+    failed = _mask(pc.invert(pc.is_finite(values.cast(pa.float32()))))
+    return _rows_of_values(column, failed) if is_list(column.type) else failed
+
+
+def _unequal_lengths(column: pa.Array, other: pa.Array) -> NDArray[np.bool_] | None:
+    if not (is_list(column.type) and is_list(other.type)):
+        return None
+    lengths = (pc.fill_null(pc.list_value_length(each), 0) for each in (column, other))
+    return _mask(pc.not_equal(*lengths))
 
 
 def _outside_calendar(column: pa.Array) -> NDArray[np.bool_] | None:
@@ -277,10 +303,15 @@ def _holds_null(column: pa.Array) -> NDArray[np.bool_] | None:
     return _rows_of_values(column, _mask(values.is_null()))
 
 
-def _limits(feature: Feature, data: DataConfig) -> tuple[float | None, float | None]:
+def _limits(
+    feature: Feature, features: FeatureSet, data: DataConfig
+) -> tuple[float | None, float | None]:
     low, high = feature.minimum, feature.maximum
-    if feature.role == "weight":
+    is_trained = features.with_role("label") == (feature.name,)
+    if feature.role == "weight" or is_trained:
         low = 0 if low is None else max(low, 0)
+    if is_trained:
+        high = 1 if high is None else min(high, 1)
     table = data.tables.get(data.table_of_feature.get(feature.name, ""))
     if table is not None and table.rows == "identity":
         low = 0 if low is None else max(low, 0)

@@ -361,6 +361,10 @@ feature { name: "tags" type: BYTES value_count { min: 0 } annotation { tag: "kep
 feature { name: "label" type: INT annotation { tag: "label" } }
 feature { name: "weight" type: FLOAT annotation { tag: "weight" } }
 """
+WEIGHTED = """
+feature { name: "seen" type: INT value_count { min: 0 } annotation { tag: "sparse" } }
+feature { name: "seen_weights" type: FLOAT value_count { min: 0 } annotation { tag: "kept" } }
+"""
 SAMPLE = {
     "session": pa.array([1, 2], pa.int64()),
     "time": pa.array([0, 0], pa.timestamp("us")),
@@ -372,25 +376,48 @@ SAMPLE = {
     "_origin": pa.array([0, 1], pa.int64()),
 }
 ODD_SAMPLES: dict[str, tuple[dict[str, pa.Array], str]] = {
-    "an id of 2**63": ({}, "feature 'user' must be at most 9223372036854775807"),
+    "an id of 2**63": (
+        {"user": SAMPLE["user"]},
+        "feature 'user' must be at most 9223372036854775807",
+    ),
     "a dense feature that is no number": (
-        {"user": pa.array([1, 2]), "price": pa.array([float("nan"), None], pa.float32())},
-        "feature 'price' must be finite",
+        {"price": pa.array([float("nan"), None], pa.float32())},
+        "feature 'price' must be finite in float32",
+    ),
+    "a dense feature beyond float32": (
+        {"price": pa.array([1e39, 1e38])},
+        "feature 'price' must be finite in float32",
+    ),
+    "a label of 2": (
+        {"label": pa.array([2, 1])},
+        "feature 'label' must be at most 1",
+    ),
+    "a label below 0": (
+        {"label": pa.array([-1, 0])},
+        "feature 'label' must be at least 0",
+    ),
+    "a weight of an entry that is no number": (
+        {"seen": pa.array([[1], [2]]), "seen_weights": pa.array([[float("nan")], [1.0]])},
+        "feature 'seen_weights' must be finite in float32",
+    ),
+    "an entry without a weight": (
+        {"seen": pa.array([[1], None]), "seen_weights": pa.array([[], []], pa.list_(pa.float32()))},
+        "lists 'seen_weights' and 'seen' must be equally long",
     ),
     "an infinite dense feature": (
-        {"user": pa.array([1, 2]), "price": pa.array([float("-inf"), 0.0], pa.float32())},
-        "feature 'price' must be finite",
+        {"price": pa.array([float("-inf"), 0.0], pa.float32())},
+        "feature 'price' must be finite in float32",
     ),
     "a weight below zero": (
-        {"user": pa.array([1, 2]), "weight": pa.array([-1.0, 1.0], pa.float32())},
+        {"weight": pa.array([-1.0, 1.0], pa.float32())},
         "feature 'weight' must be at least 0",
     ),
     "a null in a list of texts": (
-        {"user": pa.array([1, 2]), "tags": pa.array([["a", None], ["", "b"]])},
+        {"tags": pa.array([["a", None], ["", "b"]])},
         "feature 'tags' must hold no nulls",
     ),
     "a weight that is missing": (
-        {"user": pa.array([1, 2]), "weight": pa.array([None, 1.0], pa.float32())},
+        {"weight": pa.array([None, 1.0], pa.float32())},
         "feature 'weight' must not be null",
     ),
 }
@@ -406,8 +433,9 @@ def shop(directory: Path, features: str = FEATURES) -> tuple[DataConfig, Feature
 def test_sample_that_no_model_can_use_is_rejected(
     changes: dict[str, pa.Array], reason: str, tmp_path: Path
 ) -> None:
-    data, features = shop(tmp_path)
-    samples = run(Connection(), "SELECT * FROM log", {"log": pa.table({**SAMPLE, **changes})})
+    data, features = shop(tmp_path, FEATURES + WEIGHTED)
+    rows = pa.table({**SAMPLE, "user": pa.array([1, 2]), **changes})
+    samples = run(Connection(), "SELECT * FROM log", {"log": rows})
     good, bad = usable_samples(separate_tuples(samples, data.groups), features, data)
     assert [(b["origin"], b["reason"]) for b in bad.to_pylist()] == [(0, reason)]
     assert good.column("session").to_pylist() == [2]
