@@ -150,7 +150,7 @@ def build_segment(request: BuildRequest, job: Job, features: FeatureSet) -> Buil
             "--check-sql needs a job with samples.map; rows of samples.per are not cut into chunks"
         )
     context = replace(context, checks_all_rows=request.check_sql)
-    hashes, key = segment_hashes(job, features, listing)
+    hashes, key = segment_hashes(job, features, listing, request.day)
     existing = check_admissible(request, job, features, key, listing)
     if existing is None:
         directory = request.dataset / SEGMENTS / f"{key}-{request.attempt}"
@@ -185,11 +185,12 @@ def _commit(
 
 
 def segment_hashes(
-    job: Job, features: FeatureSet, listing: tuple[InputFile, ...]
+    job: Job, features: FeatureSet, listing: tuple[InputFile, ...], day: str | None
 ) -> tuple[tuple[str, str], str]:
     """Return the hashes of job and schema, and the hash in the segment's id."""
     hashes = hash_of(identity_of(job.data)), hash_of([asdict(f) for f in features.features])
-    return hashes, hash_of([*hashes, [asdict(f) for f in listing]])[:12]
+    days = [day for config in job.data.inputs.values() if "_day" in config.partitions][:1]
+    return hashes, hash_of([*hashes, [asdict(f) for f in listing], *days])[:12]
 
 
 def _write_segment(

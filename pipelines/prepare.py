@@ -49,7 +49,7 @@ def prepare(request: BuildRequest, job: Job, features: FeatureSet) -> BuildConte
     """
     folder, data = _input_folder(request), job.data
     listing = request.listing or list_inputs(folder, data.inputs)
-    context = context_of(job, request.job_path, features, folder, listing)
+    context = context_of(job, request.job_path, features, folder, listing, request.day)
     for note in context.notes if request.listing is None else ():
         request.progress(note)
     for name, config in data.inputs.items() if request.listing is None else ():
@@ -67,6 +67,7 @@ def context_of(
     features: FeatureSet,
     folder: Folder,
     listing: tuple[InputFile, ...],
+    day: str | None,
 ) -> BuildContext:
     """Return the context of some files, without `segment_root`; raises as `prepare`."""
     data = job.data
@@ -76,6 +77,7 @@ def context_of(
             file=str(job_path),
         )
     notes = list[str]()
+    paths_of = {name: [f.path for f in listing if f.source == name] for name in data.inputs}
     try:
         context = BuildContext(
             folder=folder,
@@ -87,9 +89,7 @@ def context_of(
             num_parts=count_parts(sum(f.num_bytes for f in listing if f.source in data.sources)),
             empty_rows={
                 name: _without_null_types(
-                    empty_rows(
-                        folder, name, config, [f.path for f in listing if f.source == name], notes
-                    ),
+                    empty_rows(folder, name, config, paths_of[name], notes, day),
                     features,
                 )
                 for name, config in data.inputs.items()

@@ -92,7 +92,7 @@ class BuildDataset(beam.PTransform):
         pipeline, features = input_or_inputs.pipeline, self._features
         request, job = with_groups(self._request, self._job, features)
         context = prepare(request, job, features)
-        _, key = segment_hashes(job, features, context.listing)
+        _, key = segment_hashes(job, features, context.listing, request.day)
         existing = check_admissible(request, job, features, key, context.listing)
         if existing is not None:
             return {
@@ -326,7 +326,7 @@ def _context_of_rows(
     num_parts: int,
 ) -> BuildContext:
     """Return the context of rows of a user's pipeline."""
-    context = context_of(job, path, features, Folder(""), listing)
+    context = context_of(job, path, features, Folder(""), listing, day=None)
     return replace(context, num_parts=num_parts, owns_workers=False, has_files=False)
 
 
@@ -451,7 +451,7 @@ def commit_pending(
     """
     request, job, features = pending.request, pending.job, pending.context.features
     parts = pending.context.segment_root
-    hashes, key = segment_hashes(job, features, listing)
+    hashes, key = segment_hashes(job, features, listing, request.day)
     reference = check_admissible(request, job, features, key, listing)
     if reference is None:
         # A step may run twice, even at the same time: each run finishes a copy of its own.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import date
 from pathlib import Path
 
 import pyarrow as pa
@@ -45,6 +46,7 @@ from pipelines.sources.rows import (
     InputSplit,
     RawRows,
     SplitsAndRejects,
+    with_positions,
 )
 from pipelines.sources.text_records import copy_first_lines
 from pipelines.sources.types import arrow_type, check_names, plain_schema
@@ -189,9 +191,13 @@ def read_split(
     """
     partitions = {n: kind for n, kind in config.partitions.items() if n in schema.names}
     values = typed_partitions(split.path, partitions)
-    file_schema = pa.schema([field for field in schema if field.name not in values])
+    if "_day" in partitions:
+        values["_day"] = pa.scalar(date.fromisoformat(schema.field("_day").metadata[_DAY].decode()))
+    file_schema = pa.schema([field for field in schema if field.name not in partitions])
     try:
         for rows in format_of(config).read(folder, split, config, file_schema):
+            if rows.table is not None and "_line" in partitions:
+                rows = replace(rows, table=with_positions(rows.table, "_line"))
             yield with_all_columns(rows, values, schema)
     except FileNotFoundError:
         yield RawRows(None, (_missing_file(split),))
@@ -209,6 +215,8 @@ def read_file(
 
 # Columns of sources.
 
+_DAY = b"day"
+"""Key of the metadata of column `_day` in the schema of a source, for the day of the segment."""
 _SHOWN_COLUMNS = 5
 """Of a file that lacks columns."""
 
@@ -219,11 +227,12 @@ def empty_rows(
     config: SourceConfig,
     paths: Sequence[str],
     notes: list[str] | None = None,
+    day: str | None = None,
 ) -> pa.Table:
     """Return an empty table with the columns of a source: its files', its partitions', `ORIGIN`.
 
     Undeclared columns are those of all readable files of `paths`, each in the widest type that it
-    has in any file; `notes` receives a line for each that some files lack.
+    has in any file; `notes` receives a line for files that lack some. `day` is that of the segment.
 
     Raises:
         SchemaError: no file is readable, SQL cannot hold a column, or a partition column is in the
@@ -236,6 +245,10 @@ def empty_rows(
                 f"column {field.name!r} of source {name!r} is in its files and in `partitions`; "
                 "remove it from `partitions` to read the column of the files"
             )
+        if field.name == "_day":
+            if day is None:
+                raise SchemaError(f"column '_day' of source {name!r} needs the day; use --day")
+            field = field.with_metadata({_DAY: day.encode()})
         schema = schema.append(field)
     check_names(schema.names, name)
     return schema.append(pa.field(ORIGIN, pa.int64())).empty_table()

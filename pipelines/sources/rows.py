@@ -141,6 +141,12 @@ def with_origins(table: pa.Table, file_index: int, positions: np.ndarray) -> pa.
     return table.append_column(ORIGIN, pa.array(positions + (file_index << POSITION_BITS)))
 
 
+def with_positions(table: pa.Table, name: str) -> pa.Table:
+    """Append the position of each row in its file as a column."""
+    positions = table[ORIGIN].to_numpy() & ((1 << POSITION_BITS) - 1)
+    return table.append_column(name, pa.array(positions))
+
+
 def file_and_row(origin: int, listing: Sequence[InputFile]) -> tuple[str, int]:
     """Return the path and the row in the file of an origin."""
     index, position = origin >> POSITION_BITS, origin & ((1 << POSITION_BITS) - 1)

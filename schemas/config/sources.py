@@ -10,6 +10,10 @@ from typing import Literal
 
 from schemas.errors import check_positive, suggest_name
 
+ROW_COLUMNS = {"_file": "string", "_line": "int64", "_day": "date"}
+"""Columns that partitions may declare, with their types: path of the file below the input, position
+in the file, and day of the segment."""
+
 FormatName = Literal["parquet", "csv", "jsonl", "avro"]
 
 
@@ -25,7 +29,8 @@ class SourceConfig:
     """Column name to Arrow type (`int64`, `string`, `list<int64>`, `timestamp`); all columns
     of a Parquet or Avro file when null; required for `jsonl`, and for `csv` in file order."""
     partitions: Mapping[str, str] = field(default_factory=dict)
-    """Column to Arrow type, for values in folder names such as `day=2026-03-01/`."""
+    """Column to Arrow type, for values in folder names such as `day=2026-03-01/`, and those of
+    `ROW_COLUMNS`."""
     delimiter: str = ","
     """One character between CSV fields."""
     quote: str | None = '"'
@@ -56,6 +61,9 @@ class SourceConfig:
         for name in self.partitions:
             if name in (self.columns or {}):
                 raise ValueError(f"columns and partitions both have {name!r}; remove it from one")
+            kind = ROW_COLUMNS.get(name, self.partitions[name])
+            if self.partitions[name] != kind:
+                raise ValueError(f"partitions must have {name!r} as {kind}; write {name}: {kind}")
         for name, kind in (self.columns or {}).items():
             if self.format == "csv" and kind.strip().startswith("list<"):
                 raise ValueError(

@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from pipelines.build import segment_hashes
 from pipelines.cli import main
 from pipelines.context import BuildContext, BuildRequest
 from pipelines.prepare import prepare
@@ -26,7 +27,7 @@ from pipelines.sources.rows import ORIGIN, InputSplit
 from pipelines.sources.types import arrow_type
 from pipelines.table.rows import expand
 from schemas.config.job import load_job
-from schemas.config.sources import SourceConfig
+from schemas.config.sources import ROW_COLUMNS, SourceConfig
 from schemas.errors import SchemaError
 from schemas.features import load_features
 from schemas.storage import Location
@@ -120,12 +121,15 @@ def test_rows_of_every_format_carry_the_columns_of_their_folders(kind: str, log:
         files=f"{kind}/**/*",
         format=kind,  # type: ignore[arg-type]
         columns={"x": "int64"},
-        partitions={"day": "date", "city": "string"},
+        partitions={"day": "date", "city": "string", **ROW_COLUMNS},
     )
     folder = folder_of(log)
     listing = list_inputs(folder, {"log": config})
-    empty = empty_rows(folder, "log", config, [f.path for f in listing])
-    assert empty.column_names == ["x", "day", "city", ORIGIN]
+    paths = [f.path for f in listing]
+    with pytest.raises(SchemaError, match="column '_day' of source 'log' needs the day; use --day"):
+        empty_rows(folder, "log", config, paths)
+    empty = empty_rows(folder, "log", config, paths, day="2026-04-05")
+    assert empty.column_names == ["x", "day", "city", *ROW_COLUMNS, ORIGIN]
     tables, rejects = [empty], 0
     for index, file in enumerate(listing):
         splits, _ = input_splits(folder, InputSplit("log", file.path, index), config)
@@ -136,9 +140,16 @@ def test_rows_of_every_format_carry_the_columns_of_their_folders(kind: str, log:
     table = pa.concat_tables(tables).drop_columns([ORIGIN])
     assert rejects == (2 if kind == "csv" else 0)
     assert table.to_pylist() == [
-        {"x": x, "day": date(2026, 3, day), "city": "\u00c5rhus"}
+        {
+            "x": x,
+            "day": date(2026, 3, day),
+            "city": "\u00c5rhus",
+            "_file": f"{kind}/day=2026-03-0{day}/city=%C3%85rhus/a.{kind}",
+            "_line": line,
+            "_day": date(2026, 4, 5),
+        }
         for day in (1, 2)
-        for x in (day, 10 * day)
+        for line, x in enumerate((day, 10 * day))
     ]
 
 
@@ -172,12 +183,19 @@ SCHEMA = 'feature {{ name: "{}" type: {} annotation {{ tag: "{}" }} }}\n'
 def job_of(directory: Path, more: str, columns: dict[str, str]) -> Path:
     directory.mkdir()
     (directory / "job.yaml").write_text(JOB.format(more=more))
-    text = "".join(
-        SCHEMA.format(name, kind, "label" if name == "x" else "kept")
-        for name, kind in columns.items()
-    )
+    text = "".join(SCHEMA.format(name, kind, "kept") for name, kind in columns.items())
     (directory / "schema.pbtxt").write_text(text)
     return directory / "job.yaml"
+
+
+@pytest.mark.parametrize("more", ["", ", partitions: {_day: date}"])
+def test_same_files_of_another_day_are_another_segment_if_the_job_reads_the_day(
+    more: str, tmp_path: Path
+) -> None:
+    path = job_of(tmp_path / "a", more, {"x": "INT"})
+    job, features = load_job(path), load_features(path.parent / "schema.pbtxt")
+    keys = {segment_hashes(job, features, (), f"2026-03-0{day}")[1] for day in (1, 2)}
+    assert len(keys) == (2 if more else 1)
 
 
 def prepared(job_path: Path, log: Path) -> tuple[BuildContext, list[str]]:
