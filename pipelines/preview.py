@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import groupby
@@ -145,6 +145,7 @@ def _run_stages(context: BuildContext, copies: Mapping[str, Excerpt]) -> dict[st
     num_rows = sum(p.num_rows for p in partitions)
     rejects = _rejects(rejected, reject_counts, num_rows)
     figures = estimates(context, samples, partitions, distinct, raw_rows)
+    stored = {file.path for part in partitions for file in part.files}
     described = {
         name: _source(context, name, excerpt, num_read[name]) for name, excerpt in copies.items()
     }
@@ -162,7 +163,7 @@ def _run_stages(context: BuildContext, copies: Mapping[str, Excerpt]) -> dict[st
             *context.notes,
             *_build_error(context, partitions, reject_counts),
             *_gate_notes(context, reject_counts, num_rows),
-            *notes_of(context, described, samples, rejects, figures),
+            *notes_of(context, described, samples, rejects, figures, stored),
         ],
     }
 
@@ -363,8 +364,9 @@ def notes_of(
     samples: SampleTable,
     rejects: Mapping[str, Any],
     figures: Mapping[str, Any],
+    stored: Collection[str],
 ) -> list[str]:
-    """Return notes on the result, one line each."""
+    """Return notes on the result, one line each; `stored` are the files of its parts."""
     data, notes = context.data, list[str]()
     source, num_samples = sources[data.sample_source], samples.rows.num_rows
     whole = all(each["whole"] for each in sources.values())
@@ -388,7 +390,7 @@ def notes_of(
     notes.extend(_split_notes(context, figures["splits"], num_samples, whole))
     if num_samples:
         factors = {name: group["dedup_factor"] for name, group in figures["groups"].items()}
-        notes.extend(group_warnings(factors, data.groups, files=()))
+        notes.extend(group_warnings(factors, data.groups, stored))
     labels = context.features.with_role("label")
     extremes = None
     if len(labels) == 1 and pc.count(samples.rows[labels[0]]).as_py() > 1:

@@ -110,6 +110,22 @@ class Column:
         return self.shape == "text" and not self.is_prose
 
     @property
+    def is_times(self) -> bool:
+        """Whether its integers are times since 1970 rather than ids."""
+        if (self.of or self.shape) != "int" or not len(self.values):
+            return False
+        words = self.words | {word.removesuffix("s") for word in self.words}
+        low, high = pc.quantile(self.values, [0.01, 0.99]).to_pylist()
+        in_range = any(_EARLY * unit <= low and high <= _LATE * unit for _, unit, _ in _EPOCHS)
+        return in_range and (bool(words & _TIME_WORDS) or not words & _ID_WORDS)
+
+    @property
+    def is_amounts(self) -> bool:
+        """Whether, by its name, its list has numbers rather than ids, such as prices."""
+        words = self.words | {word.removesuffix("s") for word in self.words}
+        return self.shape == "list" and bool(words & _DENSE_WORDS) and not words & {"id", "code"}
+
+    @property
     def is_prose(self) -> bool:
         """Whether its values are prose or URLs rather than short names."""
         if self.shape != "text":

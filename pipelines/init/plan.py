@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+import duckdb
 import pyarrow as pa
 import pyarrow.compute as pc
 
@@ -35,6 +36,9 @@ _NOT_NOUNS = {"id", "ids", "fixed", "inview", "list", "seq", "history", "of", "t
 _OVERLAP = {"int": 0.5, "text": 0.05}
 """Share of values that two columns must have in common to hold ids of the same kind, by shape:
 integers may be equal by chance."""
+_CHANCE = 5
+"""The least share of common integers, in terms of that by chance: the share of its range that a
+column has."""
 _FEW_ROWS = 1 << 10
 _MANY_ROWS = 1 << 16
 """Least rows of a table, and the size up to which it has 64 rows per value."""
@@ -218,21 +222,27 @@ def _graded_label(columns: Sequence[Column]) -> tuple[Column, float] | None:
 
 
 def _clicked_of(source: LogSource, columns: Sequence[Column]) -> tuple[Column, Column] | None:
-    """Return two columns of lists: the items shown, and the items of these that were clicked."""
-    lists = [c for c in columns if c.shape == "list" and not c.shown and c.expr == quoted(c.name)]
-    for shown in lists:
-        for clicked in lists:
-            if shown is clicked or shown.of != clicked.of or shown.of == "float":
+    """Return a list of the items shown, and the list, or the one, of these that was clicked."""
+    items = [c for c in columns if not c.shown and (c.of or c.shape) in ("int", "text")]
+    with duckdb.connect() as database:
+        database.register("log", source.rows.slice(0, TEXTS))
+        values = {
+            c.name: [row for (row,) in database.sql(f"SELECT {c.expr} FROM log").fetchall()]
+            for c in items
+            if c.num_distinct > 2
+        }
+    for shown in (c for c in items if c.shape == "list" and c.name in values):
+        for clicked in (c for c in items if c.name in values and c is not shown):
+            if (clicked.of or clicked.shape) != shown.of or len(clicked.values) >= len(
+                shown.values
+            ):
                 continue
-            if len(clicked.values) >= len(shown.values) or not len(clicked.values):
-                continue
-            pairs = zip(
-                source.rows[_raw_name(source, shown)].to_pylist(),
-                source.rows[_raw_name(source, clicked)].to_pylist(),
-                strict=True,
-            )
-            both = [(set(a), set(b)) for a, b in list(pairs)[:2000] if a and b]
-            if both and sum(b <= a for a, b in both) >= 0.95 * len(both):
+            one = clicked.shape != "list"
+            pairs = zip(values[shown.name], values[clicked.name], strict=True)
+            both = [(a, [b] if one else b) for a, b in pairs if a and b not in (None, [])]
+            of_these = sum(set(b) <= set(a) for a, b in both)
+            last = sum(b[0] in (a[0], a[-1]) for a, b in both) if one else 0  # it is a history
+            if both and of_these >= 0.95 * len(both) and last < 0.95 * len(both):
                 return shown, clicked
     return None
 
@@ -249,6 +259,8 @@ def _with_label(plan: Plan, source: LogSource, columns: list[Column]) -> list[Co
     pairs = next((c for c in columns if c.shown), None)
     both = _clicked_of(source, columns)
     named, graded = _named_label(columns), _graded_label(columns)
+    if both is not None and both[1].shape != "list" and named is not None:
+        both = None  # each row is a shown item, and has its slate
     used, shown, entry, sql = set[str](), None, item, item
     if pairs is not None:
         used, shown, entry = {pairs.name}, pairs, "pair_"
@@ -257,8 +269,10 @@ def _with_label(plan: Plan, source: LogSource, columns: list[Column]) -> list[Co
         label, why = "right(pair_, 1)", f"the 0 or 1 of each entry of {pairs.name}"
     elif both is not None:
         used, shown = {c.name for c in both}, both[0]
-        label = f"coalesce(list_contains({both[1].expr}, {item}), false)"
-        why = f"whether {both[1].name} has the entry of {shown.name}"
+        one = both[1].shape != "list"
+        chosen = f"{both[1].expr} = {item}" if one else f"list_contains({both[1].expr}, {item})"
+        label = f"coalesce({chosen}, false)"
+        why = f"whether {both[1].name} {'is' if one else 'has'} the entry of {shown.name}"
     elif named is not None and not named.values.null_count:
         _add(plan, named, "label", "0 or 1 in every row, and by its name")
         return [c for c in columns if c is not named]
@@ -299,11 +313,15 @@ def _role(column: Column, *, in_side: bool = False) -> tuple[Role, str]:
     if column.is_outcome and not in_side:
         return "kept", "by its name known only after the sample: a model must not read it"
     if column.shape == "list":
-        if column.of == "float":
+        if column.is_times:
+            return "kept", f"{column.why}; a list of integers that look like times"
+        if column.of == "float" or column.is_amounts:
             return "kept", f"{column.why}; a list of numbers that are no ids"
         return "sparse", f"{column.why}, {distinct} distinct values"
     if distinct <= 1:
         return "kept", "the same value in all of the first rows"
+    if column.is_times:
+        return "kept", "integers that look like times since 1970; make a time of them in SQL"
     if column.is_prose:
         return "kept", "a long text; make features of it in SQL"
     if column.is_row_id:
@@ -540,7 +558,15 @@ def _same_kind(one: Feature, other: Feature) -> bool:
         return True
     least = min(a.num_distinct, b.num_distinct)
     kind = "text" if type_of(a) == "BYTES" else "int"
-    return least >= _FEW[kind] and max(_share(a, b), _share(b, a)) >= _OVERLAP[kind]
+    share = max(_share(a, b), _share(b, a))
+    by_chance = 0.0 if kind == "text" else max(_density(a), _density(b))
+    return least >= _FEW[kind] and share >= max(_OVERLAP[kind], _CHANCE * by_chance)
+
+
+def _density(column: Column) -> float:
+    """Return the share of the integers of a column's range that it has."""
+    low, high = pc.min_max(column.values).as_py().values()
+    return 0.0 if low is None else column.num_distinct / (high - low + 1)
 
 
 def _nouns(column: Column) -> set[str]:

@@ -8,6 +8,7 @@ import json
 from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
+from typing import cast
 
 import duckdb
 import fastavro
@@ -371,7 +372,7 @@ def test_a_first_job_of_the_demo_builds_as_it_is(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_ids_keep_their_values_and_columns_distinct_names(tmp_path: Path) -> None:
     (tmp_path / "log").mkdir()
-    users = [r["user_id"] for r in rows()]
+    users = [cast(int, r["user_id"]) for r in rows()]
     columns = {
         "session_id": pa.array(users),
         "time": pa.array([r["ts"] for r in rows()], pa.timestamp("s")),
@@ -392,6 +393,36 @@ def test_ids_keep_their_values_and_columns_distinct_names(tmp_path: Path) -> Non
         expected = map(str, set(columns[name].to_pylist()))
         assert set(map(str, samples[name].to_pylist())) == set(expected)
     assert samples["item_id"].to_pylist() == samples["item_id_2"].to_pylist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("at", ["any place", "the end"])
+def test_chosen_one_of_a_list_is_the_label_unless_the_list_is_a_history(
+    at: str, tmp_path: Path
+) -> None:
+    """And columns of small integers of other kinds share no table, times and prices have none."""
+    draw = np.random.default_rng(0)
+    shown = [draw.choice(900, 8, replace=False).tolist() for _ in range(NUM_ROWS)]
+    chosen = [each[-1 if at == "the end" else int(draw.integers(8))] for each in shown]
+    log = {
+        "user": draw.integers(0, 150, NUM_ROWS), "ts": [r["ts"] for r in rows()],
+        "impressions": ["|".join(map(str, each)) for each in shown],
+        "reference": [str(each) for each in chosen], "step": draw.integers(1, 160, NUM_ROWS),
+        "prices": [draw.integers(30, 300, 8).tolist() for _ in range(NUM_ROWS)],
+        "published": draw.integers(1_700_000_000, 1_700_900_000, NUM_ROWS),
+    }  # fmt: skip
+    (tmp_path / "log").mkdir()
+    pq.write_table(pa.table(log), tmp_path / "log" / "log.parquet")
+    result = init(tmp_path / "log", tmp_path / "job")
+    tables = [t.features for t in load_job(tmp_path / "job" / "job.yaml").data.tables.values()]
+    kept = {"published": "kept", "prices": "kept"}
+    assert kept.items() <= cast(dict[str, str], result["columns"]).items()
+    if at == "the end":
+        assert (result["label"], result["num_samples"]) == (None, NUM_ROWS)
+        assert sorted(tables) == [("impressions",), ("reference",), ("step",), ("user",)]
+    else:
+        assert (result["label"], result["num_samples"]) == ("label", 8 * NUM_ROWS)
+        assert sorted(tables) == [("item",), ("step",), ("user",)]
 
 
 @pytest.mark.slow
