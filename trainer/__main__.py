@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
 from functools import partial
 from importlib.util import find_spec
@@ -35,7 +35,7 @@ from schemas.run_manifest import local_run
 from schemas.storage import Location
 from trainer.cli import WRITTEN, build_parser
 from trainer.recovery import Drain, DrainInterrupt, watch_stdin
-from trainer.run import check_no_run, has_run
+from trainer.run import check_no_run, has_run, run_lock
 
 __all__ = ["build_parser", "main"]
 
@@ -155,8 +155,9 @@ def _train_until(drain: Drain, arguments: argparse.Namespace) -> int:
     if arguments.forked:
         watch_stdin(drain)
     job = _check_inputs(arguments, may_follow=arguments.follow)
-    if not arguments.resume:
-        check_no_run(arguments.output)
+    with nullcontext() if isinstance(arguments.output, Location) else run_lock(arguments.output):
+        if not arguments.resume:
+            check_no_run(arguments.output)
     start_forked = None
     if arguments.may_fork and arguments.replicas > 1:
         from trainer.fork_server import start_fork_server

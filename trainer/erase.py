@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from schemas.config.job import TableConfig, load_job
+from schemas.config.job import Job, TableConfig, load_job
 from schemas.config.train import CheckpointConfig
 from schemas.errors import SchemaError, suggest_name
 from schemas.features import load_features
@@ -44,7 +44,7 @@ from trainer.checkpoint.manifest import (
     write_checkpoint_manifest,
 )
 from trainer.checkpoint.upload import RunUploader, work_folder
-from trainer.run import read_identity
+from trainer.run import read_identity, run_lock
 from trainer.stores.api import TableLayout
 from trainer.stores.factory import STORE
 
@@ -117,6 +117,11 @@ def erase_rows(run: Path, ids: NDArray[np.int64], table: str) -> dict[str, Any]:
     job = load_job(run / JOB)
     rows = np.unique(rows_of_ids(ids, table, table_of(job.data.tables, table, run)))
     check_unused(run)
+    with run_lock(run):
+        return _erase_locked(run, job, rows, table) | {"table": table, "num_ids": len(ids)}
+
+
+def _erase_locked(run: Path, job: Job, rows: Rows, table: str) -> dict[str, Any]:
     claim_leftovers(run, job.train.checkpoint, resume=True)
     checkpoints = run / CHECKPOINTS
     num_erased: dict[str, int] = {}
@@ -128,8 +133,6 @@ def erase_rows(run: Path, ids: NDArray[np.int64], table: str) -> dict[str, Any]:
     has_store = (run / STORE).is_dir()
     shutil.rmtree(run / STORE, ignore_errors=True)
     return {
-        "table": table,
-        "num_ids": len(ids),
         "num_rows": len(rows),
         "checkpoints": num_erased,
         "store": has_store,

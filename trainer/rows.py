@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from schemas.config.train import CacheConfig, StoresConfig, TrainConfig
 from schemas.dataset import Dataset
 from schemas.errors import SchemaError
+from schemas.locks import directory_lock
 from schemas.order import Order
 from trainer.checkpoint.load import (
     CheckpointRows,
@@ -325,23 +326,31 @@ class EmbeddingRows:
     def _open(self) -> Store:
         if self._store is None:
             self._check_widths()
-            is_log, is_remote = self._kind == "log", isinstance(self._kind, StoresConfig)
+            is_log = self._kind == "log"
             config = TrainConfig(
                 cache=CacheConfig(files="log" if is_log else "mmap"),
                 stores=self._kind if isinstance(self._kind, StoresConfig) else StoresConfig(),
             )
-            if is_remote:
-                self._directory.mkdir(parents=True, exist_ok=True)
-            self._store = self._opened.enter_context(
-                open_store(
-                    self._directory,
-                    self._layouts,
-                    config,
-                    job=Path.cwd() / "job.yaml",
-                    embedding="plain" if self._kind == "memory" else "cached",
-                    num_processes=None,
+            with ExitStack() as opened:
+                if self._kind != "memory":
+                    opened.enter_context(
+                        directory_lock(
+                            self._directory,
+                            "directory of rows is in use",
+                            "close those rows, or name another directory",
+                        )
+                    )
+                self._store = opened.enter_context(
+                    open_store(
+                        self._directory,
+                        self._layouts,
+                        config,
+                        job=Path.cwd() / "job.yaml",
+                        embedding="plain" if self._kind == "memory" else "cached",
+                        num_processes=None,
+                    )
                 )
-            )
+                self._opened.enter_context(opened.pop_all())
             tables = {table: CheckpointTable(each, ()) for table, each in self._layouts.items()}
             self._saved = CheckpointRows(tables)  # initial values
         return self._store

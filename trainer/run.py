@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -20,6 +21,7 @@ from schemas.dataset import Dataset, read_version
 from schemas.errors import SchemaError
 from schemas.files import replace_bytes, sync_file
 from schemas.layout import BLOCKS, JOB, SCHEMA, TRAIN
+from schemas.locks import directory_lock
 from schemas.manifest import canonical_json
 from schemas.run_log import (
     LEDGER,
@@ -110,6 +112,13 @@ def check_no_run(run: Path | Location) -> None:
         raise SchemaError(
             "output folder has a run already; use --resume or another folder", file=str(run)
         )
+
+
+def run_lock(run: Path) -> AbstractContextManager[None]:
+    """Return the lock of a run folder, whose files only its holder and its children change."""
+    return directory_lock(
+        run, "run is in use", "wait for that process or end it, or use another folder"
+    )
 
 
 def start_run(run: Path, job: Path | Location, dataset: Dataset, identity: RunIdentity) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import os
@@ -16,9 +15,12 @@ import numpy as np
 from schemas.arrays import Array
 from schemas.errors import SchemaError
 from schemas.files import replace_bytes
+from schemas.locks import lock_file
 from schemas.run_log import LEDGER, METRICS, LedgerEntry, StepMetric, to_line
 
 _BLOCK = 1 << 12
+LOCK_SEC = 10.0
+"""Longest wait for the former writer of a log."""
 LINES = "lines"
 """Name of the remembered lines among the arrays of a state."""
 
@@ -64,10 +66,16 @@ class LogWriter:
         The ledger is written first: a step is complete when its metric is written.
 
         Raises:
-            SchemaError: the disk is full, or a missing step is not remembered.
+            SchemaError: the disk is full, a missing step is not remembered, or the former writer
+                does not end its lines.
         """
         with (self._run / METRICS).open("r+b") as metrics, (self._run / LEDGER).open("r+b") as book:
-            fcntl.flock(metrics, fcntl.LOCK_EX)
+            if not lock_file(metrics, LOCK_SEC):
+                raise SchemaError(
+                    f"log of the run is locked by its former writer after {LOCK_SEC:g} s; end that "
+                    "process, which may be stopped, and continue with --resume",
+                    file=metrics.name,
+                )
             self.written = _truncate(metrics.fileno(), None)
             new = {step: lines for step, lines in self._lines.items() if step > self.written}
             if not new:

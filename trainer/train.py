@@ -42,7 +42,7 @@ from trainer.loop import Peers, TrainingLoop
 from trainer.metrics import Evaluation
 from trainer.options import TrainOptions
 from trainer.recovery import Drain, Watchdog, resume_hint
-from trainer.run import RunIdentity, read_identity, write_summary
+from trainer.run import RunIdentity, read_identity, run_lock, write_summary
 from trainer.run_checkpoints import RunCheckpoints, copy_bytes_of
 from trainer.run_log import truncate_logs
 from trainer.run_output import RunOutput
@@ -84,7 +84,7 @@ def train(
     job = load_job(job_path)
     config, drain = job.train, drain or Drain()
     device_of(config.device)
-    with Watchdog(config.limits.seconds()) as watchdog:
+    with run_lock(run), Watchdog(config.limits.seconds()) as watchdog:
         drain.on_request = watchdog.drain
         data = open_run(job_path, job, dataset_path, run, options, drain, progress, watchdog)
         checkpoint = first_checkpoint(run, options)

@@ -20,13 +20,13 @@ from scheduler.drivers.driver import Driver, DriverOptions, unnamed_jobs
 from scheduler.drivers.job_files import JobPaths, segment_command
 from scheduler.drivers.kubernetes.manifest import check_volumes, read_cluster
 from scheduler.drivers.submit import submit
-from scheduler.files import directory_lock
 from scheduler.planner.machine_sizes import cluster_schedule, fill_budget
 from schemas.config.job import load_job
 from schemas.config.parse import read_yaml
 from schemas.config.schedule import BudgetConfig, ScheduleConfig
 from schemas.errors import PlanError, SchemaError
 from schemas.files import replace_bytes
+from schemas.locks import directory_lock
 from schemas.machine import machine_budget
 from schemas.storage import Location
 

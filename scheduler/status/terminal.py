@@ -15,7 +15,6 @@ from rich.text import Text
 
 from scheduler.controller.journal import Incident
 from scheduler.controller.log import LOG
-from scheduler.files import is_locked
 from scheduler.planner.policy import counted
 from scheduler.status.board import Board, serving
 from scheduler.status.page import headline
@@ -35,6 +34,7 @@ from scheduler.status.view import (
 )
 from schemas.errors import SchemaError, printable
 from schemas.files import replace_bytes
+from schemas.locks import is_locked
 
 LATEST = 6
 """Incidents of the live view, newest last; decisions scroll above it."""

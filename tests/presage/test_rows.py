@@ -539,3 +539,20 @@ def test_loader_of_other_batches_is_refused(tmp_path: Path) -> None:
             presage.open_rows(loader, "mmap", tmp_path)
     with pytest.raises(ValueError, match=r"^directory is missing, which store='mmap' needs"):
         presage.open_rows(loader_of())
+
+
+@pytest.mark.parametrize("kind", ["mmap", "log"])
+def test_directory_of_rows_that_are_in_use_is_refused_until_they_are_closed(
+    kind: str, tmp_path: Path
+) -> None:
+    with opened(kind, tmp_path) as (loader, rows), opened(kind, tmp_path) as (_, second):
+        model, other = (Ranker(each, TRANSFORMS["as read"], "adam", 8) for each in (rows, second))
+        batch = next(iter(loader))
+        rows.advance(batch)
+        for _ in range(2):
+            with pytest.raises(SchemaError, match=r"^directory of rows is in use: pid \d+ on \S+ "):
+                second.advance(batch)
+        model(batch)
+        rows.close()
+        second.advance(batch)
+        other(batch)

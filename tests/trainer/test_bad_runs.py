@@ -1,8 +1,10 @@
 """What is wrong with values, runs and folders is said in one line, never by a loss of nothing."""
 
+import os
 import re
 import shutil
 from pathlib import Path
+from time import perf_counter
 
 import numpy as np
 import pyarrow as pa
@@ -11,11 +13,16 @@ import pytest
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
 from schemas.layout import MANIFEST, part_path
-from schemas.run_log import CHECKPOINTS, RUN_FILE
+from schemas.locks import LOCK
+from schemas.run_log import CHECKPOINTS, RUN_FILE, StepMetric
+from schemas.storage import Location
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import run_job
 from trainer.__main__ import main
 from trainer.data.decode import SAMPLES, BlockCounts, decode, spec_of
+from trainer.options import TrainOptions
+from trainer.run import verify_run
+from trainer.train import train
 
 
 @pytest.fixture(scope="module")
@@ -153,3 +160,28 @@ def test_batch_that_differs_from_the_index_is_said_or_refused_with_both_numbers(
     assert without in capsys.readouterr().err.splitlines()
     assert main(["train", str(job), *given[2:], str(tmp_path / "same")]) == 0
     assert "without an index" not in capsys.readouterr().err
+
+
+def test_second_process_is_refused_in_a_folder_that_one_trains(
+    job: Path, dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, refused = tmp_path / "run", list[str]()
+    arguments = ["train", str(job), "--dataset", str(dataset), "--output", str(run)]
+
+    def start_others(metric: StepMetric, num_steps: int) -> None:
+        for more in ([], ["--resume"], ["--replicas", "2", "--resume"], ["--start-from", str(run)]):
+            assert main([*arguments, *more, "--restarts", "0"]) == 1
+            refused.append(capsys.readouterr().err)
+        ids = tmp_path / "ids"
+        ids.write_text("1")
+        assert main(["erase", str(run), "--table", "items", "--ids", str(ids)]) == 1
+        refused.append(capsys.readouterr().err)
+
+    options = TrainOptions(steps=1)
+    train(job, Location.parse(dataset), run, options, clock=perf_counter, on_step=start_others)
+    assert len(set(refused)) == 1
+    holder = rf"error: run is in use: pid {os.getpid()} on \S+ since .* in {run}; wait for .*\n"
+    assert re.fullmatch(holder, refused[0])
+    assert not (run / LOCK).exists()
+    run_job(job, dataset, run, resume=True)
+    assert verify_run(run).problems == ()

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from schemas.errors import SchemaError
+from schemas.locks import lock_file
 from schemas.run_log import CHECKPOINTS, LEDGER, METRICS, LedgerEntry, StepMetric, to_line
 from schemas.storage import Location
 from tests.trainer.daily import DATES, make_days
@@ -284,6 +285,19 @@ def test_replica_s_line_that_ends_with_the_disk_is_refused_and_written_again(emp
     writer.write()
     for name in (METRICS, LEDGER):
         assert steps_in(empty / name) == [0, 1]
+
+
+def test_next_writer_does_not_wait_for_ever_for_one_that_is_stopped(
+    empty: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.run_log.LOCK_SEC", 0.05)
+    writer = LogWriter(empty)
+    with (empty / METRICS).open("rb") as stopped:
+        assert lock_file(stopped)
+        with pytest.raises(SchemaError, match=r"^log of the run is locked by its former writer"):
+            write_all(writer, range(1))
+    writer.write()
+    assert steps_in(empty / METRICS) == [0]
 
 
 @pytest.mark.parametrize("end", ["", "\n"])

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from schemas.dataset import open_dataset
+from schemas.locks import lock_file
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS
 from trainer.data import reader, shared_row_groups
-from trainer.data.decode import spec_of
+from trainer.data.decode import RowGroup, spec_of
 from trainer.data.reader import Reader
 from trainer.data.shared_row_groups import SharedRowGroups
 
@@ -122,3 +123,15 @@ def test_directory_that_others_may_have_made_is_refused(memory: Path, kind: str)
         parent.chmod(0o777)
     with pytest.raises(PermissionError, match="must be private to this user"):
         SharedRowGroups(memory, "ours")
+
+
+def test_process_that_is_stopped_while_it_decodes_is_not_waited_for(
+    memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_row_groups, "LOCK_SEC", 0.05)
+    shared, decoded = SharedRowGroups(memory, "ours"), RowGroup.__new__(RowGroup)
+    [folder] = memory.glob("presage-*/*")
+    with (folder / "group.lock").open("w") as stopped:
+        assert lock_file(stopped)
+        assert shared.get("group", lambda: decoded) is decoded
+    shared.close()

@@ -7,10 +7,8 @@ manifest lists it.
 
 from __future__ import annotations
 
-import fcntl
 import secrets
 import shutil
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -24,6 +22,7 @@ from schemas.errors import SchemaError
 from schemas.files import replace_bytes, sha256_of, sync_file
 from schemas.layout import MANIFEST
 from schemas.local_files import sync_directory
+from schemas.locks import lock_file
 from schemas.manifest import decode_manifest, encode_manifest
 from schemas.run_log import CHECKPOINTS, LEDGER, METRICS
 from trainer.checkpoint.format import RowsAndRecords, to_buffers, write_part
@@ -304,18 +303,7 @@ def missing_base(path: Path) -> SchemaError:
 def lock_checkpoints(checkpoints: Path) -> Iterator[bool]:
     """Lock a folder of checkpoints; yield False if another process holds the lock too long."""
     with checkpoints.with_suffix(".lock").open("a") as file:
-        deadline = time.monotonic() + LOCK_SEC
-        while not (is_locked := _try_lock(file.fileno())) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        yield is_locked
-
-
-def _try_lock(file: int) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
+        yield lock_file(file, LOCK_SEC)
 
 
 def set_aside(checkpoint: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import mmap
@@ -22,6 +21,7 @@ from schemas.cache_plan import reuse_distance
 from schemas.config.train import CacheConfig
 from schemas.dataset import Dataset
 from schemas.errors import SchemaError
+from schemas.locks import lock_file
 from schemas.machine import free_bytes
 from trainer.checkpoint.format import ROW_FILES, ArraySpec
 from trainer.embedding.changes import Changed
@@ -69,10 +69,10 @@ class SnapshotMemory:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         while True:
             file = os.open(self.path, flags, 0o600)
-            fcntl.flock(file, fcntl.LOCK_SH)
-            if os.fstat(file).st_nlink:
+            is_locked = lock_file(file, WAIT_SEC, shared=True)
+            if is_locked and os.fstat(file).st_nlink:
                 break
-            os.close(file)  # another process removed it as a leftover before it was locked
+            os.close(file)  # another process took it as a leftover before it was locked
         self._file = file
         if num_bytes > free_bytes(self.path.parent):
             self.remove()
@@ -168,17 +168,14 @@ def claim_memory(path: Path, *, wait_sec: float = WAIT_SEC) -> SnapshotMemory | 
             memory._file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:
             return None
-        try:
-            fcntl.flock(memory._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            memory.close()
-        else:
+        if lock_file(memory._file):
             stat = os.fstat(memory._file)
             if stat.st_nlink and stat.st_size > DATA_OFFSET:
                 memory.remap()
                 return memory
             memory.remove()
             return None
+        memory.close()
         if time.monotonic() > deadline:
             raise SchemaError(
                 f"another process still trains the run after {wait_sec:g} s; end it, or wait until "

@@ -14,7 +14,6 @@ that others have committed; these stay in the state.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
@@ -33,6 +32,7 @@ from typing import BinaryIO
 from schemas.config.train import CheckpointConfig
 from schemas.errors import SchemaError
 from schemas.layout import MANIFEST
+from schemas.locks import lock_file
 from schemas.run_log import CHECKPOINTS, METRICS
 from schemas.run_manifest import (
     ALL,
@@ -163,14 +163,12 @@ def locked_folder(output: Location, work: Path, suffix: str = "") -> Generator[P
     folder = work / f"{output.name}-{key}{suffix}"
     work.mkdir(parents=True, exist_ok=True)
     with folder.with_name(f"{folder.name}.lock").open("a") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not lock_file(lock):
             raise SchemaError(
                 "work folder of the run is used by another process of this machine; end it, or "
                 "wait for it",
                 file=str(folder),
-            ) from None
+            )
         folder.mkdir(exist_ok=True)
         yield folder
 

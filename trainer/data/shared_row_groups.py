@@ -8,7 +8,6 @@ by the next process that starts or closes.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import mmap
@@ -26,11 +25,14 @@ from typing import Any
 import numpy as np
 
 from schemas.arrays import Array
+from schemas.locks import lock_file
 from schemas.machine import SHARED_MEMORY, free_bytes
 from trainer.data.decode import Lists, RowGroup, whole_array
 
 MIN_FREE_BYTES = 2 << 30
 """Shared memory that must be free; containers often have 64 MiB."""
+LOCK_SEC = 30.0
+"""Longest wait for another process that decodes the same row group."""
 _LOCK = "lock"
 _ALIGNMENT = 64
 
@@ -60,7 +62,8 @@ class SharedRowGroups:
         with suppress(FileNotFoundError):
             return _load(path)
         with path.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not lock_file(lock, LOCK_SEC):
+                return decode()
             with suppress(FileNotFoundError):
                 return _load(path)
             _dump(decode(), path)
@@ -99,7 +102,9 @@ def _open_shared(directory: Path) -> int:
             lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         except FileNotFoundError:  # it was removed in between
             continue
-        fcntl.flock(lock, fcntl.LOCK_SH)
+        if not lock_file(lock, LOCK_SEC, shared=True):
+            os.close(lock)
+            raise TimeoutError(f"{directory} is locked")
         with suppress(FileNotFoundError):
             if os.fstat(lock).st_ino == (directory / _LOCK).stat().st_ino:
                 return lock
@@ -113,10 +118,8 @@ def _remove_unused(directory: Path) -> None:
     except OSError:  # another process creates or removes it
         return
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(directory, ignore_errors=True)
-    except BlockingIOError:
-        pass
+        if lock_file(lock):
+            shutil.rmtree(directory, ignore_errors=True)
     finally:
         os.close(lock)
 

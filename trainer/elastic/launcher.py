@@ -50,6 +50,7 @@ from trainer.elastic.shared_rows import BUFFER_BYTES, SharedStores, launch_share
 from trainer.follow import FollowedDataset
 from trainer.options import TrainOptions
 from trainer.recovery import Drain, DrainInterrupt, Watchdog, resume_hint
+from trainer.run import run_lock
 from trainer.run_checkpoints import check_room, copy_bytes_of
 from trainer.run_log import truncate_logs
 from trainer.run_output import rows_are_lost
@@ -285,6 +286,7 @@ def train_replicas(
                 training_folder(location, launch.work, config, resume=options.resume)
             )
             uploader = RunUploader(run, location, newest)
+        stack.enter_context(run_lock(run))
         with Watchdog(job.train.limits.seconds()) as watchdog:
             data = open_run(job_path, job, dataset_path, run, options, drain, progress, watchdog)
         launcher = Launcher(

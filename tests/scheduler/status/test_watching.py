@@ -1,6 +1,5 @@
 """A watched scheduler, and the commands that read its log."""
 
-import fcntl
 import json
 import re
 from io import StringIO
@@ -14,6 +13,7 @@ from scheduler.__main__ import main
 from scheduler.controller.log import LOG
 from scheduler.status import terminal
 from scheduler.status.terminal import ADDRESS, OFF, port_of, watching
+from schemas.locks import directory_lock
 from tests.scheduler.status.made import lived
 
 
@@ -34,10 +34,9 @@ def test_watching_serves_a_page_whose_address_lies_in_the_folder_meanwhile(tmp_p
 
 def test_watching_leaves_the_address_of_a_scheduler_that_holds_the_folder(tmp_path: Path) -> None:
     (tmp_path / ADDRESS).write_text("of another\n")
-    with (tmp_path / "lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        with watching(tmp_path, 0, Console(file=StringIO()), print):
-            pass
+    console = Console(file=StringIO())
+    with directory_lock(tmp_path, "", ""), watching(tmp_path, 0, console, print):
+        pass
     assert (tmp_path / ADDRESS).read_text() == "of another\n"
 
 
