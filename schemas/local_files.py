@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import uuid
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from schemas.errors import StorageError
 
 PARTIAL = ".partial"
 """Suffix of incomplete files."""
+_OF_PARTIAL = re.compile(rf"\..*\.[0-9a-f]{{32}}{re.escape(PARTIAL)}")
 
 
 @contextmanager
@@ -74,6 +76,16 @@ def sync_directory(directory: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def remove_incomplete(directory: Path, is_ours: Callable[[str], bool]) -> None:
+    """Delete incomplete files below a directory, and directories without files, as `remove_all`."""
+    for folder, _, names in os.walk(directory, topdown=False):
+        for path in (Path(folder, name) for name in names if name.endswith(PARTIAL)):
+            if _OF_PARTIAL.fullmatch(path.name) or is_ours(path.relative_to(directory).as_posix()):
+                path.unlink(missing_ok=True)
+        with suppress(OSError):  # it has files
+            Path(folder).rmdir()
 
 
 def list_files(directory: Path, prefix: str = "") -> Iterator[tuple[str, os.stat_result]]:

@@ -18,7 +18,7 @@ import time
 import uuid
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -33,6 +33,7 @@ from schemas.local_files import (
     link_new,
     list_files,
     partial_file,
+    remove_incomplete,
     sync_directory,
     write_flushed,
 )
@@ -469,12 +470,20 @@ class Location:
                 self.local.rmdir()
                 self.local.parent.rmdir()
 
-    def remove_all(self) -> int:
-        """Delete every file below this directory; return their bytes."""
-        entries = self.entries()
+    def remove_all(self, is_ours: Callable[[str], bool] | None = None) -> int:
+        """Delete every file below this directory, or those of ours; return their bytes.
+
+        Args:
+            is_ours: whether the program wrote the file of a relative path; others stay, with their
+                directories. None: nobody else writes here.
+        """
+        entries = [entry for entry in self.entries() if is_ours is None or is_ours(entry.path)]
         self.remove([entry.path for entry in entries])
-        if self.local is not None:
-            shutil.rmtree(self.local, ignore_errors=True)  # incomplete files, directories
+        if self.local is not None:  # incomplete files, directories
+            if is_ours is None:
+                shutil.rmtree(self.local, ignore_errors=True)
+            else:
+                remove_incomplete(self.local, is_ours)
         return sum(entry.num_bytes for entry in entries)
 
     def _object(self) -> tuple[Any, str]:

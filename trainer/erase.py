@@ -46,6 +46,7 @@ from trainer.checkpoint.manifest import (
 from trainer.checkpoint.upload import RunUploader, work_folder
 from trainer.run import read_identity, run_lock
 from trainer.stores.api import TableLayout
+from trainer.stores.bucket_files import clear_directory
 from trainer.stores.factory import STORE
 
 Rows = NDArray[np.int64]
@@ -131,7 +132,7 @@ def _erase_locked(run: Path, job: Job, rows: Rows, table: str) -> dict[str, Any]
                 raise _in_use(run, "a process that writes a checkpoint")
             num_erased = _erase_from_checkpoints(checkpoints, rows, table)
     has_store = (run / STORE).is_dir()
-    shutil.rmtree(run / STORE, ignore_errors=True)
+    clear_directory(run / STORE)
     return {
         "num_rows": len(rows),
         "checkpoints": num_erased,

@@ -34,7 +34,7 @@ from trainer.checkpoint.load import (
     verify_checkpoint,
     write_checkpoint,
 )
-from trainer.checkpoint.manifest import NewCheckpoint
+from trainer.checkpoint.manifest import STATE_FILE, NewCheckpoint
 from trainer.components import plans_of
 from trainer.embedding.cache import PlannedCache, RowsOfTables
 from trainer.embedding.ranks import world_size
@@ -50,9 +50,6 @@ from trainer.stores.api import (
 from trainer.stores.factory import open_store
 from trainer.stores.future_log import FutureLog, NextUseLookup
 from trainer.stores.local import LocalStore
-
-STATE_FILE = "state.pt"
-"""File of a checkpoint with the state that the loop passed to `save`."""
 
 
 class StepBatch(Protocol):

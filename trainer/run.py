@@ -34,7 +34,7 @@ from schemas.run_log import (
     read_metrics,
     to_line,
 )
-from schemas.run_manifest import read_newest_state
+from schemas.run_manifest import LOGS, read_newest_state
 from schemas.storage import Location
 
 # ---- Identity: what must be equal for a run to be continued ----
@@ -125,11 +125,24 @@ def start_run(run: Path, job: Path | Location, dataset: Dataset, identity: RunId
     """Create the folder of a new run of a job file.
 
     Raises:
-        SchemaError: the folder has a run already.
+        SchemaError: the folder has a run already, or a file of another kind that a run would
+            replace.
     """
     check_no_run(run)
     run.mkdir(parents=True, exist_ok=True)
-    (run / JOB).write_bytes(job.read_bytes())
+    contents = {
+        JOB: job.read_bytes(),
+        SCHEMA: read_version(dataset.directory, SCHEMA, dataset.manifest.schema_sha256),
+    }
+    for name in (JOB, SCHEMA, *LOGS, SUMMARY):  # equal or empty: of a start that was killed
+        path = run / name
+        if path.exists() and path.read_bytes() != contents.get(name, b""):
+            raise SchemaError(
+                f"output folder has another {name}, which the run would replace; use another "
+                "folder, or remove the file",
+                file=str(run),
+            )
+    (run / JOB).write_bytes(contents[JOB])
     for name in (METRICS, LEDGER):
         (run / name).write_text("", encoding="utf-8")
     write_dataset(run, dataset, identity)

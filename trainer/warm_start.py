@@ -8,7 +8,6 @@ so `--resume` never starts a second time.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -45,6 +44,7 @@ from trainer.checkpoint.manifest import (
     NewCheckpoint,
     complete_checkpoints,
     folder_name,
+    remove_checkpoint,
 )
 from trainer.components import build_components, layouts_of
 from trainer.data.decode import spec_of
@@ -265,4 +265,4 @@ def _remove_incomplete(run: Path) -> None:
             "another folder",
             file=str(run),
         )
-    shutil.rmtree(run / CHECKPOINTS / folder_name(0), ignore_errors=True)
+    remove_checkpoint(run / CHECKPOINTS / folder_name(0))

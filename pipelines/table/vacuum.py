@@ -12,6 +12,7 @@ finds that they are too old.
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Container, Iterator
 from contextlib import nullcontext, suppress
@@ -30,6 +31,24 @@ from schemas.versions import Versions, backoff
 
 REFUSED_PREFIX = ".refused-"
 """Names of the directories with the rejects of refused segments begin with it."""
+_HEX = "[0-9a-f]"
+_PLACES = re.compile(
+    rf"({SEGMENTS}/(?:{_HEX}{{12}}|erase)(?:-{_HEX}{{4,}})*(?=/)"
+    rf"|{INDEX_PREFIX}{_HEX}+/{_HEX}{{12}}[0-9a-f-]*_{_HEX}{{6}}(?=/)"
+    rf"|{re.escape(REFUSED_PREFIX)}{_HEX}+(?=/)"
+    rf"|(?:{TOMBSTONES}|{FITTED_DIRECTORY})/{_HEX}{{12}}(?:-{_HEX}{{6}})?\.(?:json|parquet)$"
+    rf"|{VOCABULARIES}/[^/]+/[0-9]{{5}}-{_HEX}{{12}}(?:-{_HEX}{{6}})?\.parquet$"
+    rf"|{MANIFESTS}/probe-[^/]+$)"
+)
+"""Places that commands make: directories of one attempt, and single files. Others are not ours."""
+_FILES = re.compile(
+    r"/(MANIFEST\.json|(blocks|events|files)\.parquet|(anomalies|statistics|job|schema)[^/]*"
+    r"|(samples|rejects)/[0-9][^/]*\.parquet"
+    r"|(access|buffers|edges|groups|lookups|tuples)/[^/]+/[0-9][^/]*\.parquet"
+    r"|(fitted|results|rows|schemas|shards|shuffle|vocabularies)/.+"
+    r"|[^/]+/((reuse|uses-[0-9]+)/)?[0-9]{5}\.parquet)"  # of an index
+)
+"""Files in directories of an attempt; others stay, with their directories."""
 _FILE_DIRECTORIES = (TOMBSTONES, VOCABULARIES, FITTED_DIRECTORY)
 
 
@@ -83,8 +102,7 @@ def _remove_unnamed(
     # Files first: while a directory of a version is there, so is the list of its files.
     for place in sorted(removed, key=lambda place: place.startswith(f"{SEGMENTS}/")):
         dataset.remove([entry.path for entry in removed[place]])
-        if "/" in place:
-            (dataset / place).remove_all()
+        (dataset / place).remove_all(lambda path: False)  # incomplete files, directories
     Versions(dataset).retire(superseded)
     remove_expired(dataset, now)
     return removed
@@ -168,19 +186,10 @@ def _places(dataset: Location) -> Iterator[tuple[str, list[Entry]]]:
     """Yield what is removed as a whole with its files: directories, and single files."""
     places: defaultdict[str, list[Entry]] = defaultdict(list)
     for entry in dataset.entries():
-        parts = entry.path.split("/")
-        top = parts[0]
-        if top == SEGMENTS or top.startswith(INDEX_PREFIX):
-            places["/".join(parts[:2])].append(entry)
-        elif top.startswith(REFUSED_PREFIX):
-            places[top].append(entry)
-        elif top in _FILE_DIRECTORIES or _is_probe(parts):
-            places[entry.path].append(entry)
+        match = _PLACES.match(entry.path)
+        if match and (match.end() == len(entry.path) or _FILES.fullmatch(entry.path, match.end())):
+            places[match[1]].append(entry)
     yield from sorted(places.items())
-
-
-def _is_probe(parts: list[str]) -> bool:
-    return parts[0] == MANIFESTS and parts[-1].startswith("probe-")
 
 
 def check_unused(dataset: Location) -> None:

@@ -37,7 +37,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 def addition(
-    job: Path, log: Path, dataset: Path, position: int | None = None, attempt: str = "more"
+    job: Path, log: Path, dataset: Path, position: int | None = None, attempt: str = "30fe30fe30fe"
 ) -> BuildRequest:
     """Return a request for one more segment."""
     found = request(job, log, dataset)

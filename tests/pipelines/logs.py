@@ -119,7 +119,7 @@ def request(job: Path, log: Path | str, dataset: Path) -> BuildRequest:
         input_root=log,
         dataset=Location.parse(dataset),
         beam_args=[IN_PROCESS],
-        attempt="test",
+        attempt="7e577e577e57",
     )
 
 

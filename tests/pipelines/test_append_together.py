@@ -62,7 +62,7 @@ def test_append_that_meets_a_faster_one_takes_the_place_after_it(
     def late(*arguments: object) -> object:
         if not outcomes:
             monkeypatch.setattr(module, "commit_manifest", commit_manifest)
-            build(addition(job, one / "log-2", dataset, attempt="faster"))
+            build(addition(job, one / "log-2", dataset, attempt="fa57fa57fa57"))
             monkeypatch.setattr(module, "commit_manifest", late)
         committed = commit_manifest(*arguments)  # type: ignore[arg-type]
         outcomes.append(committed is not None)
@@ -95,7 +95,7 @@ def test_segment_that_an_interrupted_build_may_have_committed_is_left_to_vacuum(
     with monkeypatch.context() as patch:
         patch.setattr(module, "commit_manifest", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            build(addition(job, one / "log-1", dataset, attempt="first"))
+            build(addition(job, one / "log-1", dataset, attempt="f125f125f125"))
     assert len(unnamed_places(dataset)) == (0 if is_committed else 2)  # a segment and its part
     assert len(open_dataset(dataset).segments) == 1 + is_committed
     build(addition(job, one / "log-1", dataset))

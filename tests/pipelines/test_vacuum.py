@@ -31,6 +31,7 @@ from schemas.leases import Lease
 from schemas.manifest import DatasetManifest, read_dataset
 from schemas.storage import MANIFESTS, Location, store_time
 from schemas.versions import Versions
+from tests.foreign import add_foreign, assert_untouched
 from tests.pipelines.appending import addition, changed, with_logs
 from tests.pipelines.logs import (
     IN_PROCESS,
@@ -186,7 +187,7 @@ def test_build_that_was_swept_commits_nothing(
     assert bytes_of(dataset) == before
     assert verify(dataset)["problems"] == []
     assert unnamed_places(dataset) == []
-    build(addition(one / "job" / "job.yaml", one / "log-1", dataset, attempt="again"))
+    build(addition(one / "job" / "job.yaml", one / "log-1", dataset, attempt="a9a19a9a1a9a"))
     assert verify(dataset)["problems"] == []
 
 
@@ -286,7 +287,7 @@ def test_job_that_is_used_again_outlasts_a_slow_vacuum(
 
     def late(*arguments: Any) -> Any:
         found = find(*arguments)
-        build(addition(one / "job" / "job.yaml", one / "log-2", dataset, attempt="again"))
+        build(addition(one / "job" / "job.yaml", one / "log-2", dataset, attempt="a9a19a9a1a9a"))
         return found
 
     monkeypatch.setattr(vacuum_module, "_supersede_unnamed", late)
@@ -326,7 +327,7 @@ def test_reader_opens_the_newest_version_if_files_of_its_version_are_removed(
 
     def late(*arguments: Any) -> Any:
         monkeypatch.setattr(dataset_module, "open_root", open_version)
-        build(replace(with_day, input_root=one / "log-2", replaces=True, attempt="new"))
+        build(replace(with_day, input_root=one / "log-2", replaces=True, attempt="0e30e30e30e3"))
         vacuum_later(dataset)
         dataset_module.committed_segment.cache_clear()
         return open_version(*arguments)
@@ -352,7 +353,7 @@ def test_segment_that_is_replaced_as_its_build_ends_is_kept_for_readers(
     def replaced_before(*arguments: Any) -> None:
         monkeypatch.setattr(build_module, "write_copies", write_copies)
         manifests.append(read_dataset(dataset))
-        build(replace(with_day, input_root=one / "log-2", replaces=True, attempt="new"))
+        build(replace(with_day, input_root=one / "log-2", replaces=True, attempt="0e30e30e30e3"))
         write_copies(*arguments)
 
     monkeypatch.setattr(build_module, "write_copies", replaced_before)
@@ -386,3 +387,17 @@ def test_vacuum_that_is_killed_leaves_no_version_behind(
     vacuum_later(dataset)
     sizes = [path.stat().st_size for path in sorted((dataset / MANIFESTS).glob("0*.json"))]
     assert [size > 0 for size in sizes][:-2] == [False] * (len(sizes) - 2)
+
+
+def test_files_of_others_in_a_dataset_stay(dataset: Path) -> None:
+    added = add_foreign(dataset)
+    copy = copy_of(dataset / LEFT[0], dataset / SEGMENTS / "backup")
+    added |= {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
+    age(dataset, 8 * DAY)
+    location = Location.parse(dataset)
+    assert vacuum(location, MIN_AGE)["segments"] == [f"{KEY}-dead"]
+    assert vacuum(location, MIN_AGE)["segments"] == []
+    assert_untouched(added)
+    written = {p.name for p in (dataset / LEFT[0]).rglob("*") if p.is_file() and p not in added}
+    assert written == set()
+    assert verify(dataset)["problems"] == []

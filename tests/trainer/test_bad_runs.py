@@ -12,16 +12,19 @@ import pytest
 
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
-from schemas.layout import MANIFEST, part_path
+from schemas.layout import JOB, MANIFEST, SCHEMA, part_path
 from schemas.locks import LOCK
-from schemas.run_log import CHECKPOINTS, RUN_FILE, StepMetric
+from schemas.run_log import CHECKPOINTS, METRICS, RUN_FILE, SUMMARY, StepMetric
 from schemas.storage import Location
+from tests.foreign import add_foreign, assert_untouched
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import run_job
 from trainer.__main__ import main
+from trainer.checkpoint.manifest import NewCheckpoint, complete_checkpoints
 from trainer.data.decode import SAMPLES, BlockCounts, decode, spec_of
 from trainer.options import TrainOptions
 from trainer.run import verify_run
+from trainer.stores.remote.wal import ShardLog
 from trainer.train import train
 
 
@@ -185,3 +188,57 @@ def test_second_process_is_refused_in_a_folder_that_one_trains(
     assert not (run / LOCK).exists()
     run_job(job, dataset, run, resume=True)
     assert verify_run(run).problems == ()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("files", ["mmap", "log"])
+def test_files_of_others_in_a_run_folder_stay(files: str, dataset: Path, tmp_path: Path) -> None:
+    job = write_job(tmp_path / "job", epochs="1", every_steps="1", files=files)
+    run = tmp_path / "run"
+    run.mkdir()
+    added = add_foreign(run)
+    run_job(job, dataset, run, steps=1, embedding="cached")
+    added |= add_foreign(run)
+    run_job(job, dataset, run, embedding="cached", resume=True)
+    added |= add_foreign(run)
+    checkpoints = complete_checkpoints(run / CHECKPOINTS)
+    assert [int(folder.name) for folder in checkpoints] == [1, 2]
+    lines = (run / METRICS).read_bytes().splitlines(keepends=True)
+    (run / METRICS).write_bytes(lines[0])  # the newest checkpoint is set aside, and saved again
+    added = {path: data for path, data in added.items() if checkpoints[-1] not in path.parents}
+    run_job(job, dataset, run, embedding="cached", resume=True)
+    assert_untouched(added)
+    assert verify_run(run).problems == ()
+    ids = tmp_path / "ids"
+    ids.write_text("1")
+    assert main(["erase", str(run), "--table", "items", "--ids", str(ids)]) == 0
+    for step in (3, 4, 5):
+        with NewCheckpoint(run / CHECKPOINTS, step) as checkpoint:
+            checkpoint.finish({}, {}, {}, keep=1)
+    assert [int(folder.name) for folder in complete_checkpoints(run / CHECKPOINTS)] == [5]
+    assert_untouched(added)
+    assert not (run / CHECKPOINTS / "00000001" / MANIFEST).exists()
+
+
+def test_store_process_leaves_files_of_others(tmp_path: Path) -> None:
+    added = add_foreign(tmp_path)
+    for name in ("base-mine.bin", "log-mine.bin", "base-old.partial"):
+        (tmp_path / name).write_bytes(b"mine")
+        added[tmp_path / name] = b"mine"
+    for _ in range(2):
+        log = ShardLog(tmp_path, sync=False)
+        assert list(log.load()) == []
+        number = log.begin_log()
+        log.write_base(number, [])
+        log.close()
+    assert_untouched(added)
+
+
+@pytest.mark.parametrize("name", [JOB, SCHEMA, METRICS, SUMMARY])
+def test_run_replaces_no_file_of_another_kind(
+    name: str, job: Path, dataset: Path, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(SchemaError, match=rf"^output folder has another {name}, .* in {tmp_path}"):
+        run_job(job, dataset, tmp_path)
+    assert (tmp_path / name).read_text() == "mine"

@@ -365,8 +365,8 @@ def test_what_a_newer_checkpoint_supersedes_is_dropped(tmp_path: Path) -> None:
     memory.create(0)
     early = snapshot_of(memory, 4, None, {"items": {1: 1}, "users": {}})
     write_snapshot(checkpoints, early, keep=1)
-    (checkpoints / "00000012.other.partial").mkdir()  # another process writes it
-    (checkpoints / "00000008.other.partial").mkdir()
+    (checkpoints / "00000012.0123abcd.partial").mkdir()  # another process writes it
+    (checkpoints / "00000008.0123abcd.partial").mkdir()
     newer = snapshot_of(memory, 9, None, {"items": {1: 2}, "users": {}})
     write_snapshot(checkpoints, newer, keep=1)
     for since in (None, 4):  # its base went with those that are not kept
@@ -376,7 +376,7 @@ def test_what_a_newer_checkpoint_supersedes_is_dropped(tmp_path: Path) -> None:
     assert write_snapshot(checkpoints, same, keep=1) == checkpoints / "00000009"
     assert sorted(path.name for path in checkpoints.iterdir()) == [
         "00000009",
-        "00000012.other.partial",
+        "00000012.0123abcd.partial",
     ]
     assert RowPart(checkpoints / "00000009" / "items").records.state.tolist() == [[2]]
 

@@ -7,9 +7,10 @@ manifest lists it.
 
 from __future__ import annotations
 
+import re
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,7 +26,8 @@ from schemas.local_files import sync_directory
 from schemas.locks import lock_file
 from schemas.manifest import decode_manifest, encode_manifest
 from schemas.run_log import CHECKPOINTS, LEDGER, METRICS
-from trainer.checkpoint.format import RowsAndRecords, to_buffers, write_part
+from schemas.storage import Location
+from trainer.checkpoint.format import ROW_FILES, RowsAndRecords, to_buffers, write_part
 from trainer.stores.api import TableLayout
 
 DENSE_FILE, PLAN_FILE = "dense.safetensors", "plan.safetensors"
@@ -33,6 +35,17 @@ DENSE_FILE, PLAN_FILE = "dense.safetensors", "plan.safetensors"
 PARTIAL, AHEAD = ".partial", ".ahead"
 """Suffixes of folders that are no checkpoints: one that is being written, and one that is newer
 than the logs of a run whose last lines were lost."""
+STATE_FILE = "state.pt"
+"""File of a checkpoint with the state that a loop passed to `EmbeddingRows.save`."""
+_STEP = "[0-9]{8,}"
+_FOLDER = re.compile(
+    rf"({_STEP})(?:(?:\.[0-9a-f]{{8}})?(?:{re.escape(PARTIAL)}|{re.escape(AHEAD)}))?"
+)
+_ROWS = rf"[^/]+/(?:{'|'.join(ROW_FILES)})\.npy"
+_FILE = re.compile(
+    "|".join((*map(re.escape, (MANIFEST, DENSE_FILE, PLAN_FILE, STATE_FILE)), _ROWS))
+)
+"""Names of folders and files of checkpoints; anything else is somebody else's."""
 _VERIFIED = 2
 LOCK_SEC = 10.0
 """Longest wait for another process that completes or removes a checkpoint."""
@@ -70,7 +83,11 @@ def complete_checkpoints(checkpoints: Path) -> list[Path]:
     """Return the folders of complete checkpoints, oldest first."""
     if not checkpoints.is_dir():
         return []
-    return sorted(p for p in checkpoints.iterdir() if p.name.isdigit() and (p / MANIFEST).is_file())
+    return [folder for folder in _step_folders(checkpoints) if (folder / MANIFEST).is_file()]
+
+
+def _step_folders(checkpoints: Path) -> list[Path]:
+    return sorted(p for p in checkpoints.iterdir() if re.fullmatch(_STEP, p.name))
 
 
 def step_of_newest(run: Path) -> int:
@@ -78,7 +95,7 @@ def step_of_newest(run: Path) -> int:
     checkpoints = run / CHECKPOINTS
     if not checkpoints.is_dir():
         return -1
-    folders = sorted((p for p in checkpoints.iterdir() if p.name.isdigit()), reverse=True)
+    folders = reversed(_step_folders(checkpoints))
     return next((int(p.name) for p in folders if (p / MANIFEST).is_file()), -1)
 
 
@@ -253,8 +270,8 @@ class NewCheckpoint:
             for path in map(checkpoints.joinpath, older_files):
                 if not is_locked or not path.is_file():  # without the lock it may be removed now
                     raise missing_base(path)
-            shutil.rmtree(self._folder, ignore_errors=True)
-            self._partial.rename(self._folder)
+            remove_checkpoint(self._folder)
+            _move_into(self._partial, self._folder)
             sync_directory(checkpoints)
             if is_locked:  # otherwise the next checkpoint does
                 remove_stale(checkpoints, keep)
@@ -278,6 +295,19 @@ class NewCheckpoint:
                 file=str(self._folder),
             ) from error
         return False
+
+
+def _move_into(partial: Path, folder: Path) -> None:
+    """Move a checkpoint to its place, where files of others may be; its manifest last."""
+    if not folder.exists():
+        partial.rename(folder)
+        return
+    files = [path for path in partial.rglob("*") if path.is_file()]
+    for path in sorted(files, key=lambda path: path.name == MANIFEST):
+        target = folder / path.relative_to(partial)
+        target.parent.mkdir(exist_ok=True)
+        path.replace(target)
+    shutil.rmtree(partial)
 
 
 def _sync_logs(run: Path) -> None:
@@ -310,7 +340,9 @@ def set_aside(checkpoint: Path) -> None:
     """Rename a checkpoint so that it is not used; it is removed when its step is saved again."""
     aside = checkpoint.with_name(f"{checkpoint.name}{AHEAD}")
     with lock_checkpoints(checkpoint.parent):
-        shutil.rmtree(aside, ignore_errors=True)
+        remove_checkpoint(aside)
+        if aside.exists():  # with files of others
+            aside = checkpoint.with_name(f"{checkpoint.name}.{secrets.token_hex(4)}{AHEAD}")
         checkpoint.rename(aside)
         sync_directory(checkpoint.parent)
 
@@ -318,7 +350,8 @@ def set_aside(checkpoint: Path) -> None:
 def remove_stale(checkpoints: Path, keep: int) -> None:
     """Remove all but the newest checkpoints, and every file that these do not need.
 
-    Files of later steps are kept: another process may be writing them.
+    Files of later steps are kept: another process may be writing them. So are those with names that
+    no checkpoint has: they are not ours.
     """
     complete = complete_checkpoints(checkpoints)
     kept = complete[-max(1, keep) :]
@@ -330,28 +363,21 @@ def remove_stale(checkpoints: Path, keep: int) -> None:
     for old in complete[: len(complete) - len(kept)]:
         (old / MANIFEST).unlink()  # first, so that it is never complete without its files
     for folder in checkpoints.iterdir():
-        step = folder.name.partition(".")[0]
-        if not folder.is_dir() or (step.isdigit() and int(step) > newest):
-            continue
-        if folder.name.endswith(PARTIAL):
-            shutil.rmtree(folder, ignore_errors=True)
-            continue
-        for path in folder.rglob("*"):
-            if path.is_file() and path.relative_to(checkpoints).as_posix() not in needed:
-                path.unlink()
-        _remove_empty(folder)
+        match = _FOLDER.fullmatch(folder.name)
+        if match and folder.is_dir() and int(match[1]) <= newest:
+            remove_checkpoint(folder, needed)
+
+
+def remove_checkpoint(folder: Path, needed: Collection[str] = ()) -> None:
+    """Remove the files of a checkpoint that are not needed, by path below `checkpoints/`."""
+
+    def is_stale(name: str) -> bool:
+        return _FILE.fullmatch(name) is not None and f"{folder.name}/{name}" not in needed
+
+    Location.parse(folder).remove_all(is_stale)
 
 
 def _needed_files(kept: Iterable[Path]) -> Iterable[str]:
     for folder in kept:
         yield f"{folder.name}/{MANIFEST}"
         yield from read_checkpoint_manifest(folder).files
-
-
-def _remove_empty(folder: Path) -> None:
-    if not any(path.is_file() for path in folder.rglob("*")):
-        shutil.rmtree(folder)
-        return
-    for inner in folder.iterdir():
-        if inner.is_dir() and not any(inner.iterdir()):
-            inner.rmdir()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 
 from schemas.arrays import Array
 from schemas.errors import SchemaError
+from schemas.storage import Location
 
 CHUNK_BYTES = 8 << 20
 """Maximum bytes of one read or write."""
@@ -332,3 +334,15 @@ class SortedRuns:
 
 def _run_name(run: int) -> str:
     return f"run-{run:05d}.bin"
+
+
+_STORE_FILE = re.compile(
+    r"token|([^/]+/)?(bucket-[0-9]+-[0-9]+|run-[0-9]+|final-[01]|resident)\.bin"
+    r"|store-[0-9]{3}/(lock|address|(base|log)-[0-9]{8,}\.(bin|partial))"
+)
+"""Names of the files of any store of a run."""
+
+
+def clear_directory(directory: Path) -> None:
+    """Delete the files of the stores of an earlier run; those of others stay."""
+    Location.parse(directory).remove_all(lambda path: _STORE_FILE.fullmatch(path) is not None)

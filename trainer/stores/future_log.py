@@ -15,7 +15,6 @@ process: a run resumes from its checkpoint.
 
 from __future__ import annotations
 
-import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
@@ -37,6 +36,7 @@ from trainer.stores.bucket_files import (
     BucketFiles,
     Entries,
     SortedRuns,
+    clear_directory,
     concatenate_entries,
 )
 
@@ -58,8 +58,8 @@ NextUses = Callable[[str, NDArray[np.int64]], NDArray[np.int64]]
 
 def log_store(layouts: Mapping[str, TableLayout], directory: Path) -> FutureLog:
     """Return an empty log; files of an earlier run are deleted."""
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(parents=True)
+    clear_directory(directory)
+    directory.mkdir(parents=True, exist_ok=True)
     return FutureLog(layouts, directory)
 
 

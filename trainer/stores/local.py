@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -30,7 +29,13 @@ from trainer.stores.api import (
     initial_records,
     merge_records,
 )
-from trainer.stores.bucket_files import MERGE_CHUNK_BYTES, BucketFiles, Entries, SortedRuns
+from trainer.stores.bucket_files import (
+    MERGE_CHUNK_BYTES,
+    BucketFiles,
+    Entries,
+    SortedRuns,
+    clear_directory,
+)
 
 _MAX_ROWS = 2**31 - 1
 """Rows of a table in one process: positions have 31 bits."""
@@ -86,10 +91,10 @@ def memory_store(layouts: Mapping[str, TableLayout]) -> LocalStore:
 
 def mmap_store(layouts: Mapping[str, TableLayout], directory: Path) -> LocalStore:
     """Return an empty store in files below `directory`; files of an earlier run are deleted."""
-    shutil.rmtree(directory, ignore_errors=True)
+    clear_directory(directory)
     tables: dict[str, ArrayTable] = {}
     for name, layout in layouts.items():
-        (directory / name).mkdir(parents=True)
+        (directory / name).mkdir(parents=True, exist_ok=True)
         tables[name] = MappedTable(layout, directory / name)
     return LocalStore(tables)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 import subprocess
 import threading
 import time
@@ -19,13 +18,14 @@ from schemas.decode import from_json
 from schemas.errors import SchemaError
 from trainer.runtime import close_pipes, end_children, is_readable, start_child
 from trainer.stores.api import StoreUnavailableError
+from trainer.stores.bucket_files import clear_directory
 from trainer.stores.remote.connection import Access, StoreConnection, unreachable_error
 from trainer.stores.remote.ownership import (
     MoveRequest,
     Ranges,
     StoreDescription,
 )
-from trainer.stores.remote.wire import DESCRIBE, MOVE, write_token
+from trainer.stores.remote.wire import DESCRIBE, MOVE, check_address, write_token
 
 logger = logging.getLogger(__name__)
 _START_SEC = 60.0
@@ -63,8 +63,9 @@ class StoreProcesses:
             return [process.pid for process in self._processes]
 
     def __enter__(self) -> StoreProcesses:
-        shutil.rmtree(self.directory, ignore_errors=True)
-        self.directory.mkdir(parents=True)
+        check_address("127.0.0.1", 0)
+        clear_directory(self.directory)
+        self.directory.mkdir(parents=True, exist_ok=True)
         self.token = write_token(self.directory / TOKEN)
         try:
             self._processes = [self._start(index, 0) for index in range(self._count)]

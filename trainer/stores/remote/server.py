@@ -48,6 +48,7 @@ from trainer.stores.remote.wire import (
     Request,
     TokenCheck,
     block_of,
+    check_address,
     check_host,
     read_certificate,
     record_bytes,
@@ -247,6 +248,7 @@ def run_store(
     ends = SimpleQueue[None]()  # a signal handler may not set an Event
     try:
         shard.load()
+        check_address(options.host, options.port)
         server = StoreServer(shard, options)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: ends.put(None))

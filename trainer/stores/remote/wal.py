@@ -12,6 +12,7 @@ import fcntl
 import json
 import mmap
 import os
+import re
 import struct
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -244,13 +245,13 @@ class ShardLog:
         """
         self.directory.mkdir(parents=True, exist_ok=True)
         self._lock = _lock_directory(self.directory)
-        for leftover in self.directory.glob("*.partial"):
+        for leftover in self._files("base", ".partial"):
             leftover.unlink()
-        bases = sorted(self.directory.glob("base-*.bin"))
+        bases = self._files("base")
         if not bases:
             return
         self._remove_before(bases[-1])
-        logs = sorted(self.directory.glob("log-*.bin"))
+        logs = self._files("log")
         yield from read_entries([bases[-1], *logs])
         self._open(int((logs or bases)[-1].stem.partition("-")[2]))
 
@@ -325,9 +326,14 @@ class ShardLog:
             self._log.close()
         self._log, self.number = log, number
 
+    def _files(self, kind: str, suffix: str = ".bin") -> list[Path]:
+        """Return the files of a kind, in order; others in the directory are not ours."""
+        name = re.compile(rf"{kind}-[0-9]{{8,}}{re.escape(suffix)}")
+        return sorted(path for path in self.directory.iterdir() if name.fullmatch(path.name))
+
     def _remove_before(self, base: Path) -> None:
         number = base.stem.partition("-")[2]
-        for old in [*self.directory.glob("base-*.bin"), *self.directory.glob("log-*.bin")]:
+        for old in [*self._files("base"), *self._files("log")]:
             if old.stem.partition("-")[2] < number:
                 old.unlink(missing_ok=True)
 

@@ -11,6 +11,7 @@ import hmac
 import json
 import os
 import secrets
+import socket
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,6 +28,8 @@ from schemas.errors import SchemaError
 from trainer.stores.api import TableLayout
 
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
+CONNECT_SEC = 5.0
+"""Longest wait for a connection of a process to itself."""
 Certificate = tuple[Path, Path]
 """PEM files: certificate chain and private key."""
 
@@ -41,6 +44,28 @@ def check_host(host: str, certificate: Certificate | None) -> None:
         raise ValueError(
             f"host must be loopback without TLS, got host={host!r}; give --tls-cert and --tls-key"
         )
+
+
+def check_address(host: str, port: int) -> None:
+    """Check that a server of this process can listen at an address and be reached there.
+
+    Args:
+        host: name or address of an interface.
+        port: to listen at; 0: a free one.
+
+    Raises:
+        SchemaError: it cannot, since the port is in use or the interface is down, for instance.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host, port), family=family).close()
+        with socket.create_server((host, 0), family=family) as server:
+            socket.create_connection(server.getsockname()[:2], CONNECT_SEC).close()
+    except OSError as error:
+        raise SchemaError(
+            f"no server can run at {host}:{port}: {error.strerror or error}; use another --host or "
+            "--port, or bring the interface up (ip link set lo up for loopback)"
+        ) from error
 
 
 def read_certificate(certificate: Certificate | None) -> tuple[bytes, bytes] | None:
