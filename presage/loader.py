@@ -152,8 +152,8 @@ class DataLoader(IterableDataset[Batch]):
         `options` are further arguments of the constructor.
         """
         config, (opened, selected) = load_job(job), _open(dataset)
-        order = order_of(config, opened)
         split = split or selected or TRAIN
+        order = order_of(config, opened, trains=split == TRAIN)
         if split == TRAIN:
             shuffle = order.config.shuffle == "blocks"
             options = {"epochs": order.epochs, "shuffle": shuffle, **options}

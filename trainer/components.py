@@ -44,11 +44,11 @@ class Components:
     optimizer: torch.optim.Optimizer
 
 
-def order_of(job: Job, dataset: Dataset) -> Order:
-    """Return the global order of a run.
+def order_of(job: Job, dataset: Dataset, *, trains: bool = True) -> Order:
+    """Return the global order of a run, or of one that does not train the dataset.
 
     Raises:
-        SchemaError: the dataset was built with other tables, or has no training samples.
+        SchemaError: the dataset was built with other tables, or has no samples to train.
     """
     if job.data.tables != dataset.job.data.tables:
         raise SchemaError(
@@ -57,7 +57,7 @@ def order_of(job: Job, dataset: Dataset) -> Order:
         )
     shuffle = dataset.job.data.oracle.order
     order = dataset.order(job.train.batch_samples, job.train.epochs, shuffle.shuffle, shuffle.seed)
-    if order.num_steps == 0:
+    if trains and order.num_steps == 0:
         raise SchemaError(
             "dataset has no training samples; move data.split.evaluation_from",
             file=str(dataset.directory),

@@ -87,7 +87,10 @@ def evaluate_components(
     columns = columns_of(dataset, job.train)
     spec = spec_of(dataset, job.train.dtype, columns.kept)
     reader = Reader(
-        dataset, order_of(job, dataset), spec, find_shared=uses_shared_features(job.train)
+        dataset,
+        order_of(job, dataset, trains=False),
+        spec,
+        find_shared=uses_shared_features(job.train),
     )
     model, device = job.train.model, components.embedding.device
     batches = (move_batch(batch, model, device) for batch in reader.evaluation_batches())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from schemas.config.job import Job
@@ -43,7 +44,8 @@ def copy_bytes_of(
     if every is None:
         return 0
     if components is None:
-        components = build_components(spec_of(span.dataset, job.train.dtype), job.train)
+        on_host = replace(job.train, device="cpu")  # a launcher may have no other device
+        components = build_components(spec_of(span.dataset, job.train.dtype), on_host)
     steps, layouts = range(first, span.horizon.end_step), components.store.layouts
     rows = copy_bytes(span.dataset, span.next_uses, layouts, steps, every, cache)
     return dense_bytes(components) + rows

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from schemas.paths import import_variables
+from schemas.paths import process_variables
 from tests.trainer.faults import DONE, FAULTS, FaultInjector, Faults
 from trainer.__main__ import main
 from trainer.compute import StepCompute
@@ -101,5 +101,5 @@ if FAULTS in os.environ:  # also in processes that are forked, not where modules
     install(Faults.from_json(os.environ[FAULTS]))
 
 if __name__ == "__main__":
-    os.environ |= import_variables()
+    os.environ |= process_variables()
     sys.exit(main())

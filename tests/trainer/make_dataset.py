@@ -342,8 +342,7 @@ def _write_row_groups(path: Path, table: pa.Table, block: np.ndarray) -> None:
 def _write_access(
     root: Path, job: Job, name: str, parts: list[tuple[pa.Table, np.ndarray, np.ndarray]]
 ) -> TableCounts:
-    rows: list[np.ndarray] = []
-    blocks: list[np.ndarray] = []
+    rows, blocks = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     num_blocks = 0
     for table, block, train in parts:
         for feature in job.data.tables[name].features:

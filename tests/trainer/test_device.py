@@ -1,8 +1,9 @@
 """What a GPU is fed, on any machine; a run on one against the processor's, where there is one."""
 
 import re
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
+from time import perf_counter
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,10 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map
 
-from schemas.config.job import load_job
+from schemas.accesses import SharedNextUses
+from schemas.config.job import Job, load_job
 from schemas.config.train import DenseOptimizerConfig
-from schemas.dataset import open_dataset
+from schemas.dataset import Dataset, open_dataset
 from schemas.errors import SchemaError
 from schemas.run_log import SUMMARY, read_summary
 from schemas.storage import Location
@@ -20,12 +22,19 @@ from tests.trainer.device_jobs import MODELS, with_device
 from tests.trainer.elsewhere import DEVICE, Elsewhere, MixedDevicesError, OnElsewhere, there
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import final_rows, losses_of, parts_of, reader_of, run_job
-from trainer.components import uses_shared_features
+from trainer.components import build_components, order_of, uses_shared_features
+from trainer.compute import StepCompute
+from trainer.context import RunContext
 from trainer.data.collate import move_batch
 from trainer.data.decode import spec_of
 from trainer.device import to_device
 from trainer.device_worker import DeviceMicrobatchWorker
+from trainer.embedding.cache import DirectSource
 from trainer.evaluate import evaluate_run
+from trainer.follow import Horizon, Span
+from trainer.options import TrainOptions
+from trainer.run_checkpoints import copy_bytes_of
+from trainer.run_rows import RunRows
 from trainer.step import MicrobatchWorker, PhaseTimer, train_batch, update_from_sums
 
 
@@ -208,6 +217,46 @@ def test_microbatches_of_a_replica_have_the_sums_of_the_processors(
                     left, right = left.sums, right.sums
                 torch.testing.assert_close(left, right, rtol=1e-9, atol=1e-11)
             update_from_sums(found, worker, components)
+
+
+def span_of(job: Job, dataset: Dataset) -> Span:
+    """Return all steps of a dataset."""
+    order = order_of(job, dataset)
+    horizon = Horizon(end_step=order.num_steps, known_end=order.num_steps, is_final=True)
+    return Span(dataset, order, horizon, SharedNextUses(dataset, order))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("elsewhere")
+def test_replica_that_joins_computes_a_step_with_initial_rows(few: Path, tmp_path: Path) -> None:
+    job_path = with_device(write_job(tmp_path / "job"), "cuda")
+    job, dataset = load_job(job_path), open_dataset(few)
+    on_host = replace(job, train=replace(job.train, device="cpu"))
+    spec = spec_of(dataset, job.train.dtype)
+    components = build_components(spec, on_host.train)
+    rows = RunRows(DirectSource(components.store), components.store, None)
+    context = RunContext(
+        *(tmp_path, job, TrainOptions(), span_of(job, dataset), components, rows),
+        0,
+        perf_counter,
+        is_replica=True,
+    )
+    with OnElsewhere(), StepCompute(context, PhaseTimer(perf_counter)) as compute:
+        compute.warm_up(0)
+        first = compute.compute(0, range(context.num_microbatches(0))).total()
+    with MicrobatchWorker(components.model, components.embedding) as worker:
+        wanted = worker.compute(compute.opened).total()
+    assert first.loss == pytest.approx(wanted.loss, rel=1e-12)
+
+
+def test_launcher_without_a_device_sizes_copies_for_replicas_that_have_one(
+    few: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    job, dataset = load_job(write_job(tmp_path / "job", every_steps="2")), open_dataset(few)
+    span = span_of(job, dataset)
+    on_device = replace(job, train=replace(job.train, device="cuda"))
+    assert copy_bytes_of(on_device, span, 0) == copy_bytes_of(job, span, 0) > 0
 
 
 def test_elsewhere_refuses_what_a_gpu_would() -> None:

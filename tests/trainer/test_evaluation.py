@@ -15,7 +15,7 @@ from schemas.layout import BLOCK, EVALUATION, TRAIN
 from schemas.manifest import canonical_json
 from schemas.storage import Location
 from tests.trainer.exact_metrics import auc, calibration, gauc, normalized_entropy
-from tests.trainer.make_dataset import write_job
+from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import parts_of, reader_of, run_job
 from tests.trainer.stores import TableOf, whole
 from tests.trainer.test_metric_streams import session_auc_by_hand
@@ -152,3 +152,15 @@ def test_run_trains_each_training_block_once_and_no_evaluation_block(
 
 def blocks(reader: Reader, batch: object) -> list[int]:
     return reader.blocks_of(batch.step).tolist()  # type: ignore[attr-defined]
+
+
+def test_segment_without_training_samples_is_evaluated(tmp_path: Path) -> None:
+    job = write_job(tmp_path / "job", epochs="1")
+    dataset = make_dataset(tmp_path / "dataset", job, [[(128, 0)], [(0, 60)]])
+    run_job(job, dataset, tmp_path / "run")
+    location = Location.parse(dataset)
+    [first, second] = open_dataset(location).segments
+    found = evaluate_run(job, location, tmp_path / "run", [second.id])
+    assert found.num_samples == 60
+    assert found.ne == evaluate_run(job, location, tmp_path / "run").ne
+    assert evaluate_run(job, location, tmp_path / "run", [first.id]).num_samples == 0

@@ -274,7 +274,7 @@ _ADVICE = "continue with the job and the dataset that it was trained with"
 
 def fingerprint_of(job: Job, dataset: Dataset) -> dict[str, Any]:
     """Return the fingerprint of a run, which the manifests of its checkpoints contain."""
-    order = order_of(job, dataset)
+    order = order_of(job, dataset, trains=False)
     return {
         **_model_fingerprint(job, dataset),
         "segments": [s.id for s in dataset.segments],

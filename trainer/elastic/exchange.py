@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import chain
@@ -28,6 +28,7 @@ from trainer.elastic.membership import ReplicaOptions
 from trainer.elastic.peer_state import PeerClient, PeerError
 from trainer.embedding.kernels.interface import RowSums
 from trainer.step import Node, PartialSums, Tree
+from trainer.stores.remote.wire import check_address
 
 SPLIT_AHEAD_STEPS = 2
 """Steps that splits are fixed in advance."""
@@ -129,6 +130,7 @@ class MeetingStore:
     """The key-value store through which replicas connect; served by this process."""
 
     def __init__(self, host: str, timeout_sec: float) -> None:
+        check_address(host, 0)
         listening = socket.create_server((host, 0))
         port = listening.getsockname()[1]
         self.address = f"{host}:{port}"
@@ -211,15 +213,13 @@ class GlooGroup:
             return [message]
         gathering = self._pool.submit(self._all_gather, self._group, message)
         try:
-            while True:
-                try:
-                    return gathering.result(ping_sec)
-                except TimeoutError:
-                    if not gathering.done() and not others_alive():
-                        self._pool.shutdown(wait=False)
-                        self._pool = ThreadPoolExecutor(1, "gather")
-                        raise RuntimeError("a member does not answer pings") from None
-        except RuntimeError as error:
+            while not wait([gathering], ping_sec).done:
+                if not others_alive():
+                    self._pool.shutdown(wait=False)
+                    self._pool = ThreadPoolExecutor(1, "gather")
+                    raise RuntimeError("a member does not answer pings")
+            return gathering.result()
+        except (RuntimeError, TimeoutError) as error:  # `gathering` may raise either
             self.leave()
             raise LostPeerError(f"a member did not answer: {error}") from error
 

@@ -98,9 +98,9 @@ class Embedding(nn.Module):
 
     def open(self, microbatches: Microbatches) -> None:
         """Gather the rows of a step for look-ups of its microbatches."""
-        self.gathered = self._source.gather(microbatches.step.train_step, microbatches.rows)
-        rows = {table: arena_rows(each) for table, each in self.gathered.items()}
-        self._set(microbatches, rows)
+        self._set(
+            microbatches, self._source.gather(microbatches.step.train_step, microbatches.rows)
+        )
 
     def add(self, microbatches: Microbatches) -> None:
         """Open more microbatches of the open step, among the same rows."""
@@ -111,13 +111,13 @@ class Embedding(nn.Module):
         """Open copies of the rows of a batch, for evaluation."""
         microbatches = single_microbatch(batch)
         records = reader.fetch(batch.step.train_step, microbatches.rows)
-        rows = {table: arena_rows(GatheredRows(each)) for table, each in records.items()}
-        self._set(microbatches, rows)
+        self._set(microbatches, {table: GatheredRows(each) for table, each in records.items()})
 
     def open_initial(self, microbatches: Microbatches, layouts: Mapping[str, TableLayout]) -> None:
         """Open initial values in place of the rows of a step, to compute it for nothing."""
-        rows = {t: initial_records(layouts[t], each) for t, each in microbatches.rows.items()}
-        self._set(microbatches, {t: arena_rows(GatheredRows(r)) for t, r in rows.items()})
+        rows = microbatches.rows.items()
+        initial = {table: initial_records(layouts[table], each) for table, each in rows}
+        self._set(microbatches, {table: GatheredRows(each) for table, each in initial.items()})
 
     def update_from_backward(self) -> None:
         """Update the rows of the only microbatch by their gradients in place, and release them.
@@ -190,8 +190,9 @@ class Embedding(nn.Module):
         train_step = self._steps_before + microbatches.step.train_step
         return rule_at(self._config.sparse_optimizer, train_step)
 
-    def _set(self, microbatches: Microbatches, rows: dict[str, ArenaRows]) -> None:
-        self._microbatches, self._rows, self._lookups = microbatches, rows, []
+    def _set(self, microbatches: Microbatches, gathered: Mapping[str, GatheredRows]) -> None:
+        self._microbatches, self.gathered, self._lookups = microbatches, gathered, []
+        self._rows = {table: arena_rows(each) for table, each in gathered.items()}
         self.add(microbatches)
 
     def _release(self, microbatches: Microbatches) -> None:
