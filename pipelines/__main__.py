@@ -38,10 +38,10 @@ if __name__ == "__main__":
 logging.basicConfig(level=os.environ.get("PRESAGE_LOG", "CRITICAL"))
 
 from pipelines.cli import build_parser, main
-from schemas.paths import import_variables
+from schemas.paths import prepare_process
 
 __all__ = ["build_parser", "hide_pandas", "main"]
 
 if __name__ == "__main__":
-    os.environ |= import_variables()
+    prepare_process()
     sys.exit(main())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -45,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(commands.unknown_command(command), file=sys.stderr)
         return 2
     # Child processes find these packages, and do not search their working directory.
-    os.environ |= import_module("schemas.paths").import_variables()
+    import_module("schemas.paths").prepare_process()
     package = import_module(f"{commands.PACKAGES[command]}.__main__")
     if commands.PACKAGES[command] == "pipelines":
         package.hide_pandas(command)

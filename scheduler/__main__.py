@@ -66,10 +66,10 @@ from schemas.paths import (
     ALLOW_OUTSIDE,
     ALLOW_OUTSIDE_HELP,
     ArgumentParser,
-    import_variables,
     local_path,
     network_warning,
     path_or_url,
+    prepare_process,
 )
 from schemas.storage import Location
 
@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None, prog: str = "python -m scheduler") -
     arguments = build_parser(prog).parse_args(argv)
     try:
         return arguments.run(arguments) or 0
-    except (SchemaError, PlanError, ValueError) as error:
+    except (SchemaError, PlanError, ValueError, OSError) as error:
         print(printable(f"error: {error}"), file=sys.stderr)
         return 1
 
@@ -391,5 +391,5 @@ COMMANDS = {
 
 
 if __name__ == "__main__":
-    os.environ |= import_variables()
+    prepare_process()
     sys.exit(main())

@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import argparse
 import os
+import pwd
 import re
+import sys
+import tempfile
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from io import TextIOWrapper
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn, TypeVar
 
@@ -21,6 +25,8 @@ from schemas.storage import Location
 T = TypeVar("T")
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
+MAX_NAME = 128
+"""Longest name, in characters: names of files are at most 255 bytes and have suffixes."""
 MOUNTS = Path("/proc/self/mountinfo")
 
 NETWORK_FILESYSTEMS = frozenset(
@@ -55,6 +61,16 @@ def check_names(key: str, names: Iterable[str]) -> None:
             raise ValueError(
                 f"{key} must be named with letters, digits, '_' and '-', got {name!r}; rename it"
             )
+        check_length(key, name)
+
+
+def check_length(key: str, name: str) -> None:
+    """Raise ValueError if a name is too long for files."""
+    if len(name) > MAX_NAME:
+        raise ValueError(
+            f"{key} must have at most {MAX_NAME} characters, got {len(name)} in {name[:16]!r}...; "
+            "shorten it"
+        )
 
 
 def is_below(path: str) -> bool:
@@ -237,11 +253,34 @@ def find_mount(path: Path, mounts: str) -> tuple[str, str]:
     return deepest
 
 
-def import_variables() -> dict[str, str]:
-    """Return environment variables with which child processes import these packages.
+def prepare_process() -> None:
+    """Prepare the process of a command for its environment; called before anything is done.
 
-    The root of the packages comes first on PYTHONPATH, and the working directory is not searched.
+    Libraries find a home and a user, and texts that the locale cannot print are escaped.
+    """
+    os.environ |= process_variables()
+    encoding = sys.getfilesystemencoding()
+    if encoding != "utf-8" and not all(map(str.isascii, (*sys.argv, str(Path.cwd())))):
+        sys.exit(f"error: file names must be UTF-8, got the encoding {encoding}; set PYTHONUTF8=1")
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            with suppress(OSError):  # not of a file that is read, too
+                stream.reconfigure(errors="backslashreplace")
+
+
+def process_variables() -> dict[str, str]:
+    """Return the environment variables of commands and their child processes.
+
+    They import these packages: their root comes first on PYTHONPATH, and the working directory is
+    not searched. A user id without an entry in the user database, as in many containers, gets a
+    name, and the temporary directory as its home.
     """
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     others = [path for path in paths if path and path != str(_ROOT)]
-    return {"PYTHONPATH": os.pathsep.join([str(_ROOT), *others]), "PYTHONSAFEPATH": "1"}
+    variables = {"PYTHONPATH": os.pathsep.join([str(_ROOT), *others]), "PYTHONSAFEPATH": "1"}
+    try:
+        pwd.getpwuid(os.getuid())
+    except KeyError:
+        defaults = {"HOME": tempfile.gettempdir(), "USER": f"uid-{os.getuid()}"}
+        variables |= {name: os.environ.get(name) or value for name, value in defaults.items()}
+    return variables

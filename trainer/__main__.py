@@ -29,7 +29,7 @@ from schemas.errors import PlanError, SchemaError, pluralize, printable
 from schemas.layout import BLOCKS
 from schemas.machine import num_cores
 from schemas.manifest import read_dataset
-from schemas.paths import import_variables, network_warning
+from schemas.paths import network_warning, prepare_process
 from schemas.run_log import EXIT_BEHIND, EXIT_LOST_ROWS, LEDGER, METRICS, RUN_FILE
 from schemas.run_manifest import local_run
 from schemas.storage import Location
@@ -423,5 +423,5 @@ def _show(arguments: argparse.Namespace, line: str) -> None:
 
 
 if __name__ == "__main__":
-    os.environ |= import_variables()
+    prepare_process()
     sys.exit(main())

@@ -13,7 +13,7 @@ from typing import IO, Any, Protocol
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from schemas.paths import import_variables
+from schemas.paths import process_variables
 from schemas.run_log import StepMetric
 
 
@@ -57,7 +57,7 @@ def start_child(
         [sys.executable, "-m", "trainer", *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE if answers else None,
-        env={**os.environ, **import_variables()},
+        env={**os.environ, **process_variables()},
         start_new_session=True,
         pass_fds=files,
     )

@@ -24,7 +24,7 @@ from schemas.config.job import parse_job
 from schemas.config.train import TrainConfig
 from schemas.dataset import open_dataset
 from schemas.hashing import NUM_SLOTS
-from schemas.paths import import_variables, is_below, schema_path
+from schemas.paths import is_below, process_variables, schema_path
 from schemas.run_log import STORE_ADDRESS
 from schemas.storage import Location
 
@@ -217,7 +217,7 @@ def read_load(paths: JobPaths, job: str, train: TrainConfig, time_sec: float) ->
 
 def environment() -> dict[str, str]:
     """Return this process's environment with our packages on PYTHONPATH."""
-    return {**os.environ, **import_variables()}
+    return {**os.environ, **process_variables()}
 
 
 def module_command(name: str) -> list[str]:

@@ -26,7 +26,7 @@ from schemas.config.transforms import (
 from schemas.errors import SchemaError, check_at_least, check_positive, suggest_name
 from schemas.hashing import MAX_ROW
 from schemas.layout import SAMPLE_WEIGHT
-from schemas.paths import NAME, check_names, path_or_url
+from schemas.paths import NAME, check_length, check_names, path_or_url
 from schemas.storage import Location
 
 MAX_GROUPS = 8
@@ -304,6 +304,7 @@ class Job:
                 "name must consist of letters, digits, '_' and '-' and not start with '-', got "
                 f"{self.name!r}; rename it"
             )
+        check_length("name", self.name)
 
 
 def load_job(path: str | Path | Location) -> Job:

@@ -205,6 +205,15 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
         {"data": {"groups": {"../user": ["user"]}}},
         "data.groups must be named with letters, digits, '_' and '-', got '../user'@; rename it",
     ),
+    "a group with a name that is longer than those of files": (
+        {"data": {"groups": {"g" * 300: ["user"]}}},
+        "data.groups must have at most 128 characters, got 300 in 'gggggggggggggggg'...@; "
+        "shorten it",
+    ),
+    "a job with a name that is longer than those of files": (
+        {"name": "j" * 300},
+        "name must have at most 128 characters, got 300 in 'jjjjjjjjjjjjjjjj'...@; shorten it",
+    ),
     "a table without a name": (
         {"data": {"tables": {"": {"features": ["user"], "num_rows": 1}}}},
         "data.tables must be named with letters, digits, '_' and '-', got ''@; rename it",

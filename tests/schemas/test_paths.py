@@ -17,8 +17,10 @@ from schemas.paths import (
     is_below,
     local_path,
     network_warning,
+    process_variables,
     schema_path,
 )
+from tests.conftest import REPOSITORY
 
 MOUNTS = """\
 22 27 0:21 / /proc rw,relatime - proc proc rw
@@ -161,3 +163,32 @@ def test_schema_outside_the_folder_of_the_job_needs_a_flag(tmp_path: Path) -> No
             schema_path(job, schema)
         assert f"in {job}; copy it there, or give --allow-outside" in str(error.value)
         assert schema_path(job, schema, allow_outside=True) == tmp_path / schema
+
+
+def test_user_without_an_entry_and_a_home_gets_both(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr(os, "getuid", lambda: 4_000_000_001)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    variables = process_variables()
+    assert (variables["HOME"], variables["USER"]) == (str(tmp_path), "uid-4000000001")
+    monkeypatch.setenv("HOME", "/home/given")
+    assert process_variables()["HOME"] == "/home/given"
+    monkeypatch.undo()
+    assert "HOME" not in process_variables()
+
+
+@pytest.mark.parametrize("package", ["pipelines", "trainer", "scheduler", "presage"])
+def test_command_in_a_locale_without_unicode_says_what_to_set(package: str, tmp_path: Path) -> None:
+    words = {"trainer": "verify", "scheduler": "status"}.get(package, "vacuum")
+    locale = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}
+    ended = subprocess.run(
+        [sys.executable, "-X", "utf8=0", "-m", package, words, os.fsencode(tmp_path / "\u00e9")],
+        env={**os.environ, **locale, "PYTHONIOENCODING": "ascii"},
+        cwd=REPOSITORY,
+        capture_output=True,
+        check=False,
+    )
+    message = b"error: file names must be UTF-8, got the encoding ascii; set PYTHONUTF8=1\n"
+    assert (ended.returncode, ended.stderr) == (1, message)

@@ -30,7 +30,7 @@ from schemas.decode import from_json
 from schemas.errors import SchemaError
 from trainer.agreement import Agreement, Member, ReplicaStatus
 from trainer.stores.remote.connection import Access
-from trainer.stores.remote.wire import Certificate, check_host
+from trainer.stores.remote.wire import Certificate, check_address, check_host
 
 logger = logging.getLogger(__name__)
 _TICK_MS = 10
@@ -229,15 +229,15 @@ class Lighthouse:
 
     def __init__(self, host: str, port: int, heartbeat_sec: float) -> None:
         """Listen to nothing yet."""
-        self._bind = f"{host}:{port}"
-        self._host = host
+        self._host, self._port = host, port
         self._heartbeat_ms = round(heartbeat_sec * 1000)
         self._server: LighthouseServer | None = None
         self.address = ""
 
     def __enter__(self) -> Lighthouse:
+        check_address(self._host, self._port)
         self._server = LighthouseServer(
-            bind=self._bind,
+            bind=f"{self._host}:{self._port}",
             min_replicas=1,
             join_timeout_ms=self._heartbeat_ms,
             quorum_tick_ms=_TICK_MS,
