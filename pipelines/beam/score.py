@@ -90,6 +90,8 @@ def score(
         )
         return {"files": files}
 
+    if output.local is not None:
+        output.local.mkdir(parents=True, exist_ok=True)  # fails here, not in a worker
     try:
         outputs = run_pipeline(add_transforms, list(beam_args), output, len(groups))
     except BaseException:

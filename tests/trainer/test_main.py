@@ -1,5 +1,7 @@
 import json
+import os
 import re
+import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -14,6 +16,7 @@ from schemas.config.job import load_job
 from schemas.config.schedule import BudgetConfig
 from schemas.errors import pluralize
 from schemas.run_log import LEDGER, METRICS, PHASES, RUN_FILE, read_metrics, read_summary
+from tests.conftest import REPOSITORY
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS
 from trainer.__main__ import _set_threads, _warn_if_useless, main
@@ -202,3 +205,34 @@ assert "torch" not in sys.modules
     )
     assert done.returncode == 0, done.stderr
     assert error in done.stderr
+
+
+def test_port_that_is_in_use_is_refused(
+    job: Path, dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "token").write_text("secret")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = str(server.getsockname()[1])
+        store = ["store", "--directory", str(tmp_path), "--token-file", str(tmp_path / "token")]
+        train = ["train", str(job), "--dataset", str(dataset), "--output", str(tmp_path / "run")]
+        for arguments in (store, [*train, "--replicas", "2", "--restarts", "0"]):
+            assert main([*arguments, "--port", port]) == 1
+            message = f"error: no server can run at 127.0.0.1:{port}: Address already in use; use "
+            assert capsys.readouterr().err.startswith(message)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="takes a network namespace of its own")
+def test_address_that_cannot_be_reached_is_refused() -> None:
+    """Without an interface: `unshare -n`."""
+    code = "from trainer.stores.remote.wire import check_address; check_address('127.0.0.1', 0)"
+    ended = subprocess.run(
+        ["unshare", "-n", sys.executable, "-c", code],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+    )
+    if "unshare" in ended.stderr:
+        pytest.skip(ended.stderr)
+    assert "SchemaError: no server can run at 127.0.0.1:0: Network is unreachable; use" in (
+        ended.stderr
+    )

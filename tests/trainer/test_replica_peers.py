@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from schemas.storage import Location
 from tests.trainer.certificates import make_certificate
 from trainer.__main__ import main
 from trainer.elastic.context import Rendezvous, write_rendezvous
+from trainer.elastic.exchange import GlooGroup, LostPeerError
 from trainer.elastic.peer_state import (
     CommittedStep,
     PeerClient,
@@ -107,6 +109,7 @@ NUM_ROWS, DIM = 60_000, 63
 SERVER = f"""
 import sys, tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 import numpy as np
 from schemas.config.train import TrainConfig
 from trainer.elastic.peer_state import MemoryRows, PeerServer
@@ -190,3 +193,14 @@ def test_rows_are_copied_in_rounds_while_steps_change_them_and_add_more(
     assert np.array_equal(records.values, expected.values)
     assert np.array_equal(records.state, expected.state)
     assert source.used is None
+
+
+def test_exchange_that_times_out_by_itself_is_a_lost_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def time_out(*arguments: object) -> None:
+        raise TimeoutError("of a socket")
+
+    group = GlooGroup("127.0.0.1", 1.0, 1.0)
+    monkeypatch.setattr(group, "_group", SimpleNamespace(abort=lambda: None))
+    monkeypatch.setattr(group, "_all_gather", time_out)
+    with pytest.raises(LostPeerError, match="a member did not answer: of a socket"):
+        group.all_gather(torch.zeros(1, dtype=torch.uint8), 0.01, lambda: True)

@@ -62,8 +62,9 @@ def check_address(host: str, port: int) -> None:
         with socket.create_server((host, 0), family=family) as server:
             socket.create_connection(server.getsockname()[:2], CONNECT_SEC).close()
     except OSError as error:
+        problem = str(error.strerror or error).partition(" (while")[0]
         raise SchemaError(
-            f"no server can run at {host}:{port}: {error.strerror or error}; use another --host or "
+            f"no server can run at {host}:{port}: {problem}; use another --host or "
             "--port, or bring the interface up (ip link set lo up for loopback)"
         ) from error
 
