@@ -16,6 +16,7 @@ import gzip
 import json
 import math
 import os
+import re
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -267,10 +268,16 @@ class Log:
         self.reader.restart(len(lines))
         self._open()
         kept = 0
-        for path in sorted(folder.glob("*.jsonl.gz"), reverse=True):
+        for path in reversed(_archived(folder)):
             kept += path.stat().st_size
             if kept > ARCHIVE_BYTES:
                 path.unlink()
+
+
+def _archived(folder: Path) -> list[Path]:
+    """Return the archived logs, the earliest first; files with other names are not ours."""
+    paths = folder.glob("*.jsonl.gz")
+    return sorted(path for path in paths if re.fullmatch(r"[0-9]{12,}\.jsonl\.gz", path.name))
 
 
 def snapshot_lines(state: State, journal: Journal, num_events: int) -> bytes:
@@ -308,7 +315,7 @@ def logs_of(path: Path) -> list[Path]:
     """Return the archived logs before a log, oldest first, and the log itself."""
     if path.name != LOG:
         return [path]
-    archived = sorted((path.parent / ARCHIVE).glob("*.jsonl.gz"))
+    archived = _archived(path.parent / ARCHIVE)
     first = next(map(_num_events, complete_lines(path)), 0) + 1
     # One with the entries of the log itself is left of a scheduler that was killed there.
     return [*(p for p in archived if int(p.name.partition(".")[0]) < first), path]

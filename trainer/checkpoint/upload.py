@@ -18,6 +18,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import threading
 import time
@@ -471,7 +472,12 @@ class RunUploader:
             assert newest is not None, "a state was committed"
             after = f"{newest.version.number + 1:08d}"
             entries = (self.output / OBJECTS).entries()
-            names = {f"{OBJECTS}/{entry.path}" for entry in entries if entry.path < after}
+            ours = re.compile("[0-9]{8,}-[0-9a-f]+/.+")  # others are not of an upload
+            names = {
+                f"{OBJECTS}/{entry.path}"
+                for entry in entries
+                if entry.path < after and ours.fullmatch(entry.path)
+            }
             self.output.remove(sorted(names - newest.manifest.objects))
 
 
