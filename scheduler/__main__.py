@@ -2,17 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import shlex
 import sys
-import threading
-import time
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import asdict, replace
-from datetime import UTC, datetime
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -23,6 +14,20 @@ if __name__ == "__main__":
             f"error: package schemas of {_root} is hidden by {_spec and _spec.origin}; run "
             "`presage`, or start in another folder"
         )
+    from schemas.entry import run_command
+
+    run_command(lambda: import_module("scheduler.__main__").main)
+
+import argparse
+import json
+import os
+import shlex
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
 
 from rich.console import Console, RenderableType
 
@@ -69,7 +74,6 @@ from schemas.paths import (
     local_path,
     network_warning,
     path_or_url,
-    prepare_process,
 )
 from schemas.storage import Location
 
@@ -388,8 +392,3 @@ COMMANDS = {
     "doctor": ("report what this machine lacks, and how to fix it", doctor.add_arguments, _doctor),
 }
 """Summary, function that adds the arguments, and function that runs, of each command."""
-
-
-if __name__ == "__main__":
-    prepare_process()
-    sys.exit(main())

@@ -9,13 +9,9 @@ from __future__ import annotations
 
 import argparse
 import os
-import pwd
 import re
-import sys
-import tempfile
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from io import TextIOWrapper
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn, TypeVar
 
@@ -44,7 +40,6 @@ backend is unknown, except `LOCAL_FUSE`."""
 LOCAL_FUSE = frozenset({"fuse.fuse-overlayfs", "fuse.lxcfs"})
 """Local FUSE filesystems, used by rootless containers; `fuseblk` is a local disk, too."""
 
-_ROOT = Path(__file__).resolve().parents[1]
 
 ALLOW_OUTSIDE = "--allow-outside"
 ALLOW_OUTSIDE_HELP = "allow data.schema outside the folder of the job file"
@@ -251,36 +246,3 @@ def find_mount(path: Path, mounts: str) -> tuple[str, str]:
         if path.is_relative_to(point) and len(point) >= len(deepest[0]):
             deepest = point, after.split(" ")[0]
     return deepest
-
-
-def prepare_process() -> None:
-    """Prepare the process of a command for its environment; called before anything is done.
-
-    Libraries find a home and a user, and texts that the locale cannot print are escaped.
-    """
-    os.environ |= process_variables()
-    encoding = sys.getfilesystemencoding()
-    if encoding != "utf-8" and not all(map(str.isascii, (*sys.argv, str(Path.cwd())))):
-        sys.exit(f"error: file names must be UTF-8, got the encoding {encoding}; set PYTHONUTF8=1")
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):
-            with suppress(OSError):  # not of a file that is read, too
-                stream.reconfigure(errors="backslashreplace")
-
-
-def process_variables() -> dict[str, str]:
-    """Return the environment variables of commands and their child processes.
-
-    They import these packages: their root comes first on PYTHONPATH, and the working directory is
-    not searched. A user id without an entry in the user database, as in many containers, gets a
-    name, and the temporary directory as its home.
-    """
-    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    others = [path for path in paths if path and path != str(_ROOT)]
-    variables = {"PYTHONPATH": os.pathsep.join([str(_ROOT), *others]), "PYTHONSAFEPATH": "1"}
-    try:
-        pwd.getpwuid(os.getuid())
-    except KeyError:
-        defaults = {"HOME": tempfile.gettempdir(), "USER": f"uid-{os.getuid()}"}
-        variables |= {name: os.environ.get(name) or value for name, value in defaults.items()}
-    return variables

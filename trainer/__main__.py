@@ -2,17 +2,8 @@
 
 from __future__ import annotations
 
-import argparse
-import json
-import logging
-import os
 import sys
-import tempfile
-import time
-from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
-from dataclasses import asdict
-from functools import partial
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -23,13 +14,27 @@ if __name__ == "__main__":
             f"error: package schemas of {_root} is hidden by {_spec and _spec.origin}; run "
             "`presage`, or start in another folder"
         )
+    from schemas.entry import run_command
+
+    run_command(lambda: import_module("trainer.__main__").main)
+
+import argparse
+import json
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import asdict
+from functools import partial
 
 from schemas.config.job import Job, load_job
 from schemas.errors import PlanError, SchemaError, pluralize, printable
 from schemas.layout import BLOCKS
 from schemas.machine import num_cores
 from schemas.manifest import read_dataset
-from schemas.paths import network_warning, prepare_process
+from schemas.paths import network_warning
 from schemas.run_log import EXIT_BEHIND, EXIT_LOST_ROWS, LEDGER, METRICS, RUN_FILE
 from schemas.run_manifest import local_run
 from schemas.storage import Location
@@ -420,8 +425,3 @@ def _show(arguments: argparse.Namespace, line: str) -> None:
     for name, value in json.loads(line).items():
         if value is not None:
             print(f"{name:>20} {value}")
-
-
-if __name__ == "__main__":
-    prepare_process()
-    sys.exit(main())

@@ -13,7 +13,7 @@ from typing import IO, Any, Protocol
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from schemas.paths import process_variables
+from schemas.entry import process_variables
 from schemas.run_log import StepMetric
 
 

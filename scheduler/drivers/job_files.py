@@ -23,8 +23,9 @@ from schemas.accesses import NextUses, open_table, slot_accesses
 from schemas.config.job import parse_job
 from schemas.config.train import TrainConfig
 from schemas.dataset import open_dataset
+from schemas.entry import process_variables
 from schemas.hashing import NUM_SLOTS
-from schemas.paths import is_below, process_variables, schema_path
+from schemas.paths import is_below, schema_path
 from schemas.run_log import STORE_ADDRESS
 from schemas.storage import Location
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from schemas.entry import process_variables
 from schemas.errors import SchemaError
 from schemas.paths import (
     ArgumentParser,
@@ -17,7 +18,6 @@ from schemas.paths import (
     is_below,
     local_path,
     network_warning,
-    process_variables,
     schema_path,
 )
 from tests.conftest import REPOSITORY

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from schemas.paths import process_variables
+from schemas.entry import process_variables
 from tests.trainer.faults import DONE, FAULTS, FaultInjector, Faults
 from trainer.__main__ import main
 from trainer.compute import StepCompute
