@@ -8,6 +8,7 @@ reads without a lease and relies on the time for which `vacuum` keeps what was r
 
 from __future__ import annotations
 
+import atexit
 import json
 import logging
 import os
@@ -18,6 +19,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from weakref import WeakKeyDictionary
 
 from schemas.errors import SchemaError
 from schemas.storage import Location, StorageError, store_time
@@ -69,6 +71,7 @@ class Lease:
         if self._thread is None:
             renewal = weakref.ref(self), self._ended, self._expiry_sec / RENEWALS
             self._thread = threading.Thread(target=_renew, args=renewal, daemon=True)
+            _renewals[self._thread] = self._ended
             self._thread.start()
 
     def release(self) -> None:
@@ -107,6 +110,17 @@ def _renew(lease: weakref.ref[Lease], ended: threading.Event, pause_sec: float) 
         if (current := lease()) is not None:
             current.renew()
         del current  # a lease ends when nobody refers to it
+
+
+_renewals: WeakKeyDictionary[threading.Thread, threading.Event] = WeakKeyDictionary()
+"""Threads of this process with their `ended`."""
+
+
+@atexit.register
+def _end_renewals() -> None:
+    for thread, ended in [*_renewals.items()]:
+        ended.set()
+        thread.join()
 
 
 def _release(file: Location, ended: threading.Event, process_id: int) -> None:

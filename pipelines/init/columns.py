@@ -64,12 +64,13 @@ _SHOWN = re.compile(r"\S*[^\s-]-[01]")
 _OFFSET = re.compile(r"\d[T ]\d\d?:.*[+-]\d\d(:?\d\d)?$")
 _CODE = re.compile(r"[A-Za-z0-9_]{1,24}|-?\d+(\.\d+)?")
 _NUMBERED = re.compile(r"[A-Za-z]{0,3}\d+|-?\d+\.\d+")
-_KEYWORDS = frozenset(
-    row[0]
-    for row in duckdb.connect()
-    .execute("SELECT keyword_name FROM duckdb_keywords() WHERE keyword_category <> 'unreserved'")
-    .fetchall()
-)
+with duckdb.connect() as _database:
+    _KEYWORDS = frozenset(
+        keyword
+        for (keyword,) in _database.execute(
+            "SELECT keyword_name FROM duckdb_keywords() WHERE keyword_category <> 'unreserved'"
+        ).fetchall()
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,25 +365,25 @@ def _text(name: str, expr: str, values: pa.Array) -> Column:
 
 def _times(expr: str, texts: pa.Array) -> tuple[str, pa.Array, str] | None:
     """Return (SQL, times, reason) of texts of which nearly all are times, else None."""
-    connection = duckdb.connect()
-    connection.execute("SET TimeZone = 'UTC'")
-    connection.register("_texts", pa.table({"x": texts}))
     casts = [("CAST(x AS TIMESTAMP)", "TRY_CAST(x AS TIMESTAMP)", "ISO times")]
     if any(_OFFSET.search(text) for text in texts.to_pylist() if text):
         zoned = "CAST({}(x AS TIMESTAMPTZ) AS TIMESTAMP)"  # a cast to TIMESTAMP ignores the zone
         casts = [(zoned.format("CAST"), zoned.format("TRY_CAST"), "ISO times with a zone, as UTC")]
     casts += [(f"strptime(x, '{f}')", f"try_strptime(x, '{f}')", f"times as {f}") for f in _FORMATS]
-    for sql, attempt, why in casts:
-        query = f"SELECT {attempt} AS t FROM _texts"
-        first = connection.sql(query + " LIMIT 100").to_arrow_table()["t"]
-        if 2 * first.null_count > len(first):
-            continue
-        times = one_chunk(connection.sql(query).to_arrow_table()["t"])
-        if times.null_count <= (1 - MANY) * len(times):
-            cast = sql.replace("x", expr, 1)
-            if "%z" in sql:
-                cast = f"CAST({cast} AS TIMESTAMP)"
-            return cast, times.cast(pa.timestamp("us"), safe=False), why
+    with duckdb.connect() as connection:
+        connection.execute("SET TimeZone = 'UTC'")
+        connection.register("_texts", pa.table({"x": texts}))
+        for sql, attempt, why in casts:
+            query = f"SELECT {attempt} AS t FROM _texts"
+            first = connection.sql(query + " LIMIT 100").to_arrow_table()["t"]
+            if 2 * first.null_count > len(first):
+                continue
+            times = one_chunk(connection.sql(query).to_arrow_table()["t"])
+            if times.null_count <= (1 - MANY) * len(times):
+                cast = sql.replace("x", expr, 1)
+                if "%z" in sql:
+                    cast = f"CAST({cast} AS TIMESTAMP)"
+                return cast, times.cast(pa.timestamp("us"), safe=False), why
     return None
 
 

@@ -378,7 +378,8 @@ def _query(folder: Folder, source: LogSource, expr: str) -> list[tuple[object, .
         return []
     rows = relation([str(Path(folder.root, file.path)) for file in source.files], source.config)
     try:
-        return duckdb.connect().sql(f"SELECT {expr} FROM {rows} AS {source.name}").fetchall()
+        with duckdb.connect() as connection:
+            return connection.sql(f"SELECT {expr} FROM {rows} AS {source.name}").fetchall()
     except duckdb.Error:
         return []
 
@@ -445,12 +446,14 @@ def evaluation_from(
         result = _query(folder, source, figures)
     else:
         rows = source.rows if source.is_whole else _spread_rows(folder, source, scratch, progress)
-        connection = duckdb.connect()
-        connection.register(source.name, rows)
-        try:
-            result = connection.sql(f"SELECT {figures} FROM {quoted_name(source.name)}").fetchall()
-        except duckdb.Error:  # the time is in a list that only the job unnests
-            result = []
+        with duckdb.connect() as connection:
+            connection.register(source.name, rows)
+            try:
+                result = connection.sql(
+                    f"SELECT {figures} FROM {quoted_name(source.name)}"
+                ).fetchall()
+            except duckdb.Error:  # the time is in a list that only the job unnests
+                result = []
     if not result or result[0][0] is None:
         return None
     return _rounded(*(_datetime(value) for value in result[0]))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import re
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,23 @@ from schemas.config.sources import SqlLimitsConfig
 from schemas.errors import SchemaError
 from schemas.storage import Location
 
-_thread_local = threading.local()  # a connection takes 20 ms to open; one per thread is kept
+
+class ThreadConnections(threading.local):
+    """Databases of a thread, which end with it: to open one takes 20 ms."""
+
+    @cached_property
+    def syntax(self) -> duckdb.DuckDBPyConnection:
+        """Database for the syntax of statements."""
+        return duckdb.connect()
+
+    @cached_property
+    def transforms(self) -> Connection:
+        """Database of transforms."""
+        return Connection()
+
+
+thread_connections = ThreadConnections()
+atexit.register(lambda: vars(thread_connections).clear())  # those of the main thread
 
 
 def parse(statement: str) -> Any:
@@ -48,9 +66,7 @@ def nodes(tree: Any) -> Iterator[dict[str, Any]]:
 
 
 def _call(function: str, text: str) -> str:
-    if not hasattr(_thread_local, "connection"):
-        _thread_local.connection = duckdb.connect()
-    row = _thread_local.connection.execute(f"SELECT {function}(?)", [text]).fetchone()
+    row = thread_connections.syntax.execute(f"SELECT {function}(?)", [text]).fetchone()
     assert row is not None, f"{function} gives one row"
     return str(row[0])
 

@@ -222,11 +222,12 @@ def _units(expression: Node) -> Iterator[Node]:
 @cache
 def _blocking_functions() -> frozenset[str]:
     """Return the functions that `TRY` does not take."""
-    rows = duckdb.connect().execute(
-        "SELECT DISTINCT function_name FROM duckdb_functions() "
-        "WHERE function_type IN ('aggregate', 'window') OR stability = 'VOLATILE'"
-    )
-    return frozenset(name for (name,) in rows.fetchall())
+    with duckdb.connect() as database:
+        rows = database.execute(
+            "SELECT DISTINCT function_name FROM duckdb_functions() "
+            "WHERE function_type IN ('aggregate', 'window') OR stability = 'VOLATILE'"
+        ).fetchall()
+    return frozenset(name for (name,) in rows)
 
 
 def _expressions(parts: Any) -> Iterator[Node]:

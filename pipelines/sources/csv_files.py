@@ -323,13 +323,15 @@ def _convert_column(
             return texts.cast(target), []
         except pa.ArrowInvalid:
             pass
-    connection = duckdb.connect(config={"threads": 1})
-    connection.execute("SET TimeZone = 'UTC'")
-    connection.register("texts", pa.table({"x": texts}))
-    fraction = f"regexp_matches(x, '{_FRACTION}')" if pa.types.is_integer(target) else "false"
-    cast = _cast_sql(target)
-    is_bad = f"x IS NOT NULL AND ({cast} IS NULL OR {fraction})"
-    result = connection.sql(f"SELECT {cast} AS value, {is_bad} AS bad FROM texts").to_arrow_table()
+    with duckdb.connect(config={"threads": 1}) as connection:
+        connection.execute("SET TimeZone = 'UTC'")
+        connection.register("texts", pa.table({"x": texts}))
+        fraction = f"regexp_matches(x, '{_FRACTION}')" if pa.types.is_integer(target) else "false"
+        cast = _cast_sql(target)
+        is_bad = f"x IS NOT NULL AND ({cast} IS NULL OR {fraction})"
+        result = connection.sql(
+            f"SELECT {cast} AS value, {is_bad} AS bad FROM texts"
+        ).to_arrow_table()
     rows = np.flatnonzero(result["bad"].to_numpy())
     return result["value"], rows.tolist()
 

@@ -7,7 +7,6 @@ int64 or float32.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -17,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from pipelines.samples.sql import Connection, name_errors, nodes, parse, run
+from pipelines.samples.sql import name_errors, nodes, parse, run, thread_connections
 from pipelines.samples.validate import check_type
 from schemas.arrays import combine_hashes, hash_values, is_list, offsets_of, one_chunk, ranges
 from schemas.config.job import SAMPLES, DataConfig
@@ -26,8 +25,6 @@ from schemas.errors import SchemaError, suggest_name
 from schemas.features import FeatureSet
 from schemas.fitted import FittedStats, FittedValues, Vocabulary, stats_key, value_type
 from schemas.hashing import hash_rows
-
-_thread_local = threading.local()
 
 
 def apply_transforms(
@@ -89,7 +86,7 @@ def apply_sql(table: pa.Table, expressions: Mapping[str, str]) -> pa.Table:
     if not expressions:
         return table
     selected = ", ".join(f'({text}) AS "{name}"' for name, text in expressions.items())
-    result = run(_connection(), f"SELECT {selected} FROM tuples", {"tuples": table})
+    result = run(thread_connections.transforms, f"SELECT {selected} FROM tuples", {"tuples": table})
     if result.num_rows != table.num_rows:
         raise SchemaError(
             f"transforms must give one value per row, got {result.num_rows} for {table.num_rows} "
@@ -119,13 +116,6 @@ def _check_finite(name: str, column: pa.ChunkedArray) -> None:
             f"transform {name!r} must give finite numbers, got {bad[0].as_py()} in {len(bad)} of "
             f"{len(values)} values; guard it with greatest, nullif or CASE"
         )
-
-
-def _connection() -> Connection:
-    """Return the thread's connection: to open one takes longer than the transforms of a group."""
-    if not hasattr(_thread_local, "connection"):
-        _thread_local.connection = Connection()
-    return _thread_local.connection
 
 
 # Declared transforms.

@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -124,6 +124,7 @@ def serving(
         yield f"http://{LOOPBACK}:{server.server_address[1]}/"
     finally:
         server.shutdown()
+        thread.join()
         server.server_close()
 
 
@@ -179,21 +180,21 @@ def is_local(host: str | None) -> bool:
 
 
 class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    block_on_close = False
+    daemon_threads = False  # so that `server_close` waits for them
 
     def __init__(self, board: Board, port: int, clock: Callable[[], float]) -> None:
         self.board = board
         self.clock = clock
-        self._free = threading.BoundedSemaphore(MAX_CONNECTIONS)
+        self._connections: set[Any] = set()
         super().__init__((LOOPBACK, port), _Handler)
 
     def process_request(
         self, request: socket.socket | tuple[bytes, socket.socket], client_address: Any
     ) -> None:
-        if not self._free.acquire(blocking=False):
+        if len(self._connections) == MAX_CONNECTIONS:
             self.shutdown_request(request)
             return
+        self._connections.add(request)
         super().process_request(request, client_address)
 
     def process_request_thread(
@@ -202,7 +203,14 @@ class _Server(ThreadingHTTPServer):
         try:
             super().process_request_thread(request, client_address)
         finally:
-            self._free.release()
+            self._connections.discard(request)
+
+    def server_close(self) -> None:
+        """Close the connections, too."""
+        for connection in [*self._connections]:
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+        super().server_close()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore clients that disconnect."""

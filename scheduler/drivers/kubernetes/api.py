@@ -344,9 +344,13 @@ class Watch:
         return tuple(pods)
 
     def stop(self) -> None:
-        """End the watch; its thread ends with its connection."""
+        """End the watch; wait for its thread for 5 s, as a server may not answer."""
         self._stopping.set()
-        self._api.interrupt()
+        for _ in range(50):
+            self._api.interrupt()  # it may have connected again
+            if not self._thread.is_alive():
+                return
+            self._thread.join(0.1)
 
     def take(self) -> list[WatchEvent]:
         """Return the events since the last call."""
