@@ -1,12 +1,14 @@
 """Every command with arguments for a small dataset, and what one leaves alive when it has returned.
 
-`python -m tests.commands PACKAGE COMMAND ...` runs one, and prints what it leaves.
+`python -m tests.commands FILE_BYTES PACKAGE COMMAND ...` runs one, in which files may have no more
+bytes, and prints what it leaves.
 """
 
 from __future__ import annotations
 
 import gc
 import json
+import resource
 import shutil
 import subprocess
 import sys
@@ -16,18 +18,23 @@ from concurrent.futures import Executor
 from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import duckdb
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from presage.completion import subparsers_of
+from scheduler.controller.log import LOG
 from schemas.entry import end_threads
 from tests.conftest import REPOSITORY
 from tests.integration.small_demo import write_small_demo
+from tests.scheduler.status.made import lived
 from tests.shared import hard_links, make_once
 
+MODEL = "model: {name: attention, history: clicked_items, target: item_id, top_layers: [128, 64]}"
 CHANGES = {
+    MODEL: "model: {bottom_layers: [16], top_layers: [16]}",
     "oracle: {batch_samples: 4096}": "block_samples: 128\n  oracle: {batch_samples: 128}",
     "\n  batch_samples: 4096": "\n  batch_samples: 128\n  checkpoint: {every_steps: 2, keep: 9}",
 }
@@ -64,7 +71,7 @@ COMMANDS = {
         "diff": "diff {in}/run {in}/run",
         "export": "export {in}/run --output {out}/model",
         "publish": "publish {in}/run --since 2 --output {out}/changes",
-        "apply": "apply {in}/model --changes {in}/changes --output {out}/model",
+        "apply": "apply {in}/model --changes {in}/none --output {out}/model",
         "erase": "erase {run} --ids {in}/ids --table users",
         "store": "store --directory {out}/store --token-file {in}/token --end-with-stdin",
         "migrate-slots": "migrate-slots --from grpc://127.0.0.1:1 --to grpc://127.0.0.1:1 "
@@ -85,7 +92,7 @@ COMMANDS = {
 }
 """Package -> command -> its words. `{in}`: see `inputs`; `{out}`: an empty folder; `{dataset}` and
 `{run}`: copies."""
-STATUS = {"replica": 1, "migrate-slots": 1, "agent": 1, "bild": 2}
+STATUS = {"replica": 1, "apply": 1, "migrate-slots": 1, "agent": 1, "bild": 2}
 """Exit statuses that are not 0."""
 
 
@@ -106,13 +113,13 @@ def _make_inputs(folder: Path) -> None:
     (folder / "token").write_text("0123456789abcdef")
     (folder / "trace.csv").write_text(TRACE)
     (folder / "speeds.csv").write_text(SPEEDS)
+    (folder / "scheduled").mkdir()
+    lived(3).write_log(folder / "scheduled" / LOG, 60)
     for words in (
         "pipelines generate {in}/job.yaml --output {in}/log --num-samples 1200",
         "pipelines build {in}/job.yaml --input {in}/log --output {in}/dataset",
         f"trainer {TRAIN} {{in}}/run",
         "trainer export {in}/run --output {in}/model --checkpoint 2",
-        "trainer publish {in}/run --since 2 --output {in}/changes",
-        "scheduler run {in}/job.yaml --input {in}/log --output {in}/scheduled",
     ):
         subprocess.run(python(words.format_map({"in": folder})), check=True, capture_output=True)
 
@@ -156,12 +163,12 @@ def _alive() -> Iterator[str]:
             yield f"{type(each).__name__} {each}"
 
 
-OF_LIBRARIES = (f"{REPOSITORY / '.venv'}/", f"{sys.prefix}/", "anon_inode:[event")
+OF_LIBRARIES = (f"{Path(sys.prefix).resolve()}/", f"{sys.prefix}/", "anon_inode:[event")
 """Files that libraries open once per process: fonts, and the descriptors by which gRPC waits."""
 KINDS = (duckdb.DuckDBPyConnection, Executor, pa.NativeFile, pq.ParquetFile)
 
 
-def _is_open(each: object) -> bool:
+def _is_open(each: Any) -> bool:
     if isinstance(each, pq.ParquetFile | pa.NativeFile):
         return not each.closed
     if isinstance(each, Executor):
@@ -172,15 +179,14 @@ def _is_open(each: object) -> bool:
 
 def main(arguments: Sequence[str]) -> int:
     """Run a command and print what it leaves alive, as the last line on stderr."""
-    package, *words = arguments
+    file_bytes, package, *words = arguments
     command = import_module(f"{package}.__main__").main
     before = left_alive(())
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(file_bytes), resource.RLIM_INFINITY))
     try:
         status = command(words)
     except SystemExit as end:
-        status = end.code
-    except KeyboardInterrupt:
-        status = 130
+        status = int(end.code or 0)  # of argparse
     end_threads()
     print(json.dumps(left_alive(before)), file=sys.stderr)
     return status
