@@ -75,8 +75,17 @@ def test_what_a_command_leaves_alive_is_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("file_bytes", [-1, FILE_BYTES], ids=["success", "failed writes"])
-@pytest.mark.parametrize(("package", "command"), ALL)
+@pytest.mark.parametrize(
+    ("package", "command", "file_bytes"),
+    [
+        *(pytest.param(*each, -1, id="-".join(each)) for each in ALL),
+        *(
+            pytest.param(*each, FILE_BYTES, id="-".join((*each, "failed writes")))
+            for each in ALL
+            if "{" in COMMANDS[each[0]][each[1]].replace("{in}", "") and each[1] not in WITH_BEAM
+        ),
+    ],
+)
 def test_command_leaves_nothing_alive(
     package: str, command: str, file_bytes: int, tmp_path: Path
 ) -> None:
@@ -112,10 +121,11 @@ def test_process_of_a_command_ends_well_fifty_times(
         assert_ended(done, {STATUS.get(command, 0)})
 
 
+LOADER = "presage.DataLoader(sys.argv[1], batch_samples=128)"
 LIBRARY = {
     "Dataset": "rows = iter(presage.Dataset(sys.argv[1]).batches()); next(rows)",
-    "DataLoader": "batches = iter(presage.DataLoader(sys.argv[1])); next(batches)",
-    "open_rows": "rows = presage.open_rows(presage.DataLoader(sys.argv[1]))",
+    "DataLoader": f"batches = iter({LOADER}); next(batches)",
+    "open_rows": f"loader = {LOADER}; rows = presage.open_rows(loader, 'memory'); next(iter(loader))",
 }
 """Programs that end while they read."""
 
@@ -130,9 +140,10 @@ LIBRARY = {
 )
 def test_program_that_uses_the_library_ends_well(name: str, times: int) -> None:
     program = f"import sys, presage; {LIBRARY[name]}"
+    words = [sys.executable, "-c", program, str(inputs() / "dataset")]
     for _ in range(times):
         with without_forking():
-            assert_ended(run([sys.executable, "-c", program, str(inputs() / "dataset")]), {0})
+            assert_ended(run(words), {0})
 
 
 def test_programs_use_all_names_of_the_library() -> None:
