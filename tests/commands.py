@@ -159,7 +159,7 @@ def _alive() -> Iterator[str]:
             if not target.startswith(OF_LIBRARIES):
                 yield f"file {file.name} {target}"
     for each in gc.get_objects():
-        if isinstance(each, KINDS) and _is_open(each):
+        if issubclass(type(each), KINDS) and _is_open(each):  # `__class__` of a module may warn
             yield f"{type(each).__name__} {each}"
 
 
