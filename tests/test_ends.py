@@ -125,7 +125,7 @@ LOADER = "presage.DataLoader(sys.argv[1], batch_samples=128)"
 LIBRARY = {
     "Dataset": "rows = iter(presage.Dataset(sys.argv[1]).batches()); next(rows)",
     "DataLoader": f"batches = iter({LOADER}); next(batches)",
-    "open_rows": f"loader = {LOADER}; rows = presage.open_rows(loader, 'memory'); next(iter(loader))",
+    "open_rows": f"data = {LOADER}; rows = presage.open_rows(data, 'memory'); next(iter(data))",
 }
 """Programs that end while they read."""
 
