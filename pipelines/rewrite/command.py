@@ -7,9 +7,10 @@ independent of their order, before it gets its name.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -58,21 +59,24 @@ from pipelines.sources.rejects import rejects_from_table, sorted_rejects
 from pipelines.sources.rows import ORIGIN, InputSplit
 from pipelines.sources.types import arrow_type
 from pipelines.stages import REJECTS, SAMPLES, read_rows
-from pipelines.table.rows import ContentHash, content_hash, hash_of_values, value_hashes
+from pipelines.table.indexes import INDEX_PREFIX
+from pipelines.table.rows import VIEW, ContentHash, content_hash, hash_of_values, value_hashes
 from pipelines.table.segment import directory_reference, publish_files, remove_partial
 from pipelines.workers import Worker
 from schemas.arrays import take_rows
 from schemas.config.job import DataConfig, Job, SamplesConfig, SessionConfig
-from schemas.dataset import Segment
+from schemas.dataset import Segment, open_dataset
 from schemas.errors import SchemaError, suggest_name
 from schemas.features import FeatureSet
-from schemas.files import sync_file
+from schemas.files import sha256_of, sync_file
 from schemas.group_files import read_group
-from schemas.layout import part_path
+from schemas.layout import BUILDS, JOB, SCHEMA, SEGMENTS, part_path
+from schemas.leases import LEASES
+from schemas.locks import directory_lock
 from schemas.machine import num_cores
-from schemas.manifest import read_segment
+from schemas.manifest import find_root, read_segment
 from schemas.samples import blocks_of_row_group, row_groups, tuples_of_samples
-from schemas.storage import Location
+from schemas.storage import MANIFESTS, Location
 
 KEY, TIME = "_key", "_time"
 """Temporary columns that order the rows."""
@@ -80,6 +84,14 @@ HIDDEN = (ORIGIN, LIST_INDEX, KEY, TIME)
 """Names that no column of the input may have."""
 ROWS = "rows"
 """Directory of the rewritten rows in a temporary directory, moved to the output at the end."""
+OWN_FILES = {
+    "star": re.compile(
+        rf"({MANIFESTS}|{LEASES}|{SEGMENTS}|{INDEX_PREFIX}[^/]*|{BUILDS})/"
+        rf"|({JOB}|{SCHEMA})(\.\w+)?$|{VIEW}$"
+    ),
+    "flat": re.compile(r"\d{5}\.parquet$"),
+}
+"""Paths of the files of an output, by layout: those of a rewrite that was killed."""
 ROW_TIME = "row_time"
 """Column added to a star schema whose rows have no time: a constant."""
 ORDER_SHARE = 0.01
@@ -90,7 +102,8 @@ ORDER_SHARE = 0.01
 class RewriteRequest:
     """Arguments of the command.
 
-    `folder` has Parquet files, `output` is new or empty. The layout `star` is a dataset, `flat`
+    `folder` has Parquet files, `output` is new, empty, or of the same rewrite that was killed. The
+    layout `star` is a dataset, `flat`
     plain Parquet with the same schema. `session` and `time`, which orders the rows of a session,
     are guessed when None. With `label` a model can be trained on the star schema.
     """
@@ -121,11 +134,7 @@ def rewrite(request: RewriteRequest) -> dict[str, Any]:
             f"--label must come with --layout star, got --layout {request.layout!r}; leave it out: "
             "a flat file keeps every column as it is"
         )
-    if request.output.exists():
-        raise SchemaError(
-            "output must be empty, got a directory with files; choose another --output",
-            file=str(request.output),
-        )
+    _check_output(request)
     folder = folder_of(request.folder)
     if folder.contains(request.output):
         raise SchemaError(
@@ -144,14 +153,52 @@ def rewrite(request: RewriteRequest) -> dict[str, Any]:
         )
     order = f"by {rows.time}" if rows.time else "in the order of the files"
     request.progress(f"session key: {rows.session}; rows of a session {order}")
-    local = request.output.local
-    beside = None if local is None else local.parent
-    if beside is not None:
-        beside.mkdir(parents=True, exist_ok=True)
-    prefix = f".{request.output.name}."
-    with TemporaryDirectory(prefix=prefix, dir=beside) as name:
+    with _scratch_of(request.output) as scratch:
         write = _write_star if request.layout == "star" else _write_flat
-        return write(request, rows, Path(name))
+        return write(request, rows, scratch)
+
+
+def _check_output(request: RewriteRequest) -> None:
+    """Raise SchemaError if the output has files that no rewrite of its layout writes."""
+    is_own = OWN_FILES[request.layout].match
+    if request.output.stat() is not None or not all(
+        is_own(entry.path) for entry in request.output.entries()
+    ):
+        raise _output_error(request)
+
+
+def _output_error(request: RewriteRequest) -> SchemaError:
+    return SchemaError(
+        "output must be empty, got a directory with files; choose another --output",
+        file=str(request.output),
+    )
+
+
+@contextmanager
+def _scratch_of(output: Location) -> Generator[Path]:
+    """Yield an empty directory beside a local output; it is removed after the body.
+
+    A killed process leaves it to the next one.
+
+    Raises:
+        SchemaError: another rewrite of the output runs.
+    """
+    if output.local is None:
+        with TemporaryDirectory(prefix="presage-rewrite-") as name:
+            yield Path(name)
+        return
+    scratch = output.local.with_name(f".{output.name}.rewrite")
+    lock = directory_lock(
+        scratch, "another rewrite has this output", "wait for it, or choose another --output"
+    )
+    with lock:
+        try:
+            for path in scratch.iterdir():
+                if path.is_dir():
+                    shutil.rmtree(path)
+            yield scratch
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
 
 
 def _result(
@@ -261,11 +308,24 @@ def _write_rows(
     request.progress("comparing all rows with the input")
     _check_equal(hash_input(rows, decoded), content)
     num_bytes = sum(p.num_bytes for p in parts)
-    if target.local is not None:
-        request.output.move_from(target.local)
-    else:
-        publish_files(target, request.output)
+    _move_files(request, target)
     return _result(request, rows, content, num_bytes, sum(p.num_sessions for p in parts))
+
+
+def _move_files(request: RewriteRequest, target: Location) -> None:
+    """Move the files to the output, which may have some or all of them from a killed rewrite.
+
+    Raises:
+        SchemaError: it has other files.
+    """
+    for entry in request.output.entries():
+        new = target / entry.path
+        if new.stat() is None or sha256_of(new) != sha256_of(request.output / entry.path):
+            raise _output_error(request)
+    if target.local is None:
+        publish_files(target, request.output)
+    elif request.output.local is None or not request.output.exists():
+        request.output.move_from(target.local)
 
 
 @dataclass(frozen=True, slots=True)
@@ -427,6 +487,9 @@ def _write_star(request: RewriteRequest, rows: Rows, building: Path) -> dict[str
     """Build a dataset that is committed if it equals the input; `building` is for the job."""
     types = {f.name: star_type(f.name, f.type) for f in rows.schema}
     check_microseconds(rows)
+    if request.output.local is not None and find_root(request.output) is None:
+        for name in {entry.path.partition("/")[0] for entry in request.output.entries()}:
+            (request.output / name).remove_all()  # of a rewrite that was killed
     job_folder = building / "job"
     job_folder.mkdir()
     write_job(job_folder, request, rows, types)
@@ -450,6 +513,9 @@ def _write_star(request: RewriteRequest, rows: Rows, building: Path) -> dict[str
             check=check,
         )
     )
+    if not contents:  # a rewrite that was killed has committed the segment
+        dataset = open_dataset(request.output)
+        check(dataset.segments[0].directory, dataset.job)
     result = _result(request, rows, contents[0], summary["dataset_bytes"], summary["num_sessions"])
     return {**result, "groups": summary["groups"]}
 

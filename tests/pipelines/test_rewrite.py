@@ -2,6 +2,9 @@
 
 import json
 import re
+import signal
+import subprocess
+import sys
 import uuid
 from datetime import UTC, date, datetime, time
 from decimal import Decimal
@@ -27,7 +30,8 @@ from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
 from schemas.manifest import find_root
 from schemas.storage import Location
-from tests.pipelines.logs import IN_PROCESS
+from tests.pipelines.appending import KILLED_AT
+from tests.pipelines.logs import IN_PROCESS, bytes_of
 from tests.pipelines.test_rows import by_view
 
 NUM = 600
@@ -615,3 +619,47 @@ def test_rewrite_of_real_sessions(
     assert len(hashes) == 1
     assert hashes.pop().endswith("-343183")
     assert sizes["star"]["bytes_after"] < sizes["flat"]["bytes_after"] < 3_680_017
+
+
+KILLED = {
+    "star": [
+        ("pipelines.build", "finish_segment"),
+        ("pipelines.table.root", "commit_root"),
+        ("pipelines.build", "write_copies"),
+        ("pipelines.rewrite.command", "_result"),
+    ],
+    "flat": [
+        ("pipelines.rewrite.command", "_check_equal"),
+        ("pipelines.rewrite.command", "_result"),
+    ],
+}
+"""By layout, calls at which a rewrite is killed."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "module", "function"), [(k, *call) for k, calls in KILLED.items() for call in calls]
+)
+def test_rewrite_that_was_killed_can_be_run_again(
+    layout: str, module: str, function: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, output = folder_of(tmp_path, columns(text=HELD["text"])), tmp_path / "out"
+    expected = run(capsys, folder, tmp_path / "expected", "--layout", layout)
+    (tmp_path / "beside").write_text("mine")
+    arguments = ["rewrite", str(folder), "--output", str(output), "--layout", layout, IN_PROCESS]
+    driver = KILLED_AT.format(module=module, function=function, before=0)
+    done = subprocess.run([sys.executable, "-c", driver, *arguments], capture_output=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    assert run(capsys, folder, output, "--layout", layout) == expected
+    assert bytes_of(output) == bytes_of(tmp_path / "expected")
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"in", "expected", "beside", "out"}
+    if layout == "star":
+        assert len(list((output / "segments").iterdir())) == 1
+    else:
+        (path,) = output.iterdir()
+        path.write_bytes(b"mine")
+        message = "output must be empty, got a directory with files"
+        assert main(arguments) == 1
+        assert message in capsys.readouterr().err
+        assert path.read_bytes() == b"mine"
