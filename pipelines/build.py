@@ -48,7 +48,9 @@ from pipelines.table.root import write_copies
 from pipelines.table.segment import (
     finish_segment,
     publish,
+    reads_day,
     segment_directory,
+    segment_key,
 )
 from pipelines.transforms.fit import publish_fitted, returned_files, stage_fitted
 from pipelines.workers import num_processes
@@ -189,8 +191,7 @@ def segment_hashes(
 ) -> tuple[tuple[str, str], str]:
     """Return the hashes of job and schema, and the hash in the segment's id."""
     hashes = hash_of(identity_of(job.data)), hash_of([asdict(f) for f in features.features])
-    days = [day for config in job.data.inputs.values() if "_day" in config.partitions][:1]
-    return hashes, hash_of([*hashes, [asdict(f) for f in listing], *days])[:12]
+    return hashes, segment_key(*hashes, listing, day if reads_day(job.data) else None)
 
 
 def _write_segment(

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from schemas.arrays import Jagged, jagged_of, offsets_of
 from schemas.config.job import Job, OrderConfig, parse_job
-from schemas.errors import SchemaError, pluralize
+from schemas.errors import SchemaError, pluralize, shown
 from schemas.features import FeatureSet, parse_features
 from schemas.files import (
     CheckedFile,
@@ -35,6 +35,7 @@ from schemas.files import (
 from schemas.layout import (
     BLOCK,
     BLOCKS,
+    EVALUATION,
     FILE_SHIFT,
     FILES,
     JOB,
@@ -105,6 +106,22 @@ class Segment:
         """One row per block in training order, with the columns of `layout.blocks_schema`."""
         return decode_parquet(read_verified(self.directory / BLOCKS, self.manifest.blocks_sha256))
 
+    @cached_property
+    def splits(self) -> dict[str, tuple[int, int]]:
+        """First position and number of blocks of each split that has blocks.
+
+        Raises:
+            SchemaError: those of the manifest are others.
+        """
+        stored = split_ranges(self.blocks)
+        claimed = {name: bounds for name, bounds in self.manifest.splits.items() if bounds[1]}
+        if claimed != stored:
+            raise SchemaError(
+                f"splits must be those of {BLOCKS}, {stored}, got {shown(claimed)}; rebuild it",
+                file=str(self.directory / MANIFEST),
+            )
+        return stored
+
     def file(self, path: str, texts_as_codes: bool = False, by_column: bool = False) -> CheckedFile:
         """Return a file of the segment; raise SchemaError if the segment does not list it."""
         if path not in self.files:
@@ -116,7 +133,7 @@ class Segment:
 
     def positions(self, split: str) -> NDArray[np.int64]:
         """Return the positions of a split's blocks in `blocks`."""
-        first, count = self.manifest.splits.get(split, (0, 0))
+        first, count = self.splits.get(split, (0, 0))
         return np.arange(first, first + count)
 
     def row_groups(self, split: str) -> bytes:
@@ -231,6 +248,13 @@ class IndexPart:
     def _files(self, *folders: str) -> list[CheckedFile]:
         paths = _parts_in(self.files, *folders)
         return [CheckedFile(self.directory, self.files[path]) for path in paths]
+
+
+def split_ranges(blocks: pa.Table) -> dict[str, tuple[int, int]]:
+    """Return (first position, number of blocks) of each split that has blocks."""
+    names = blocks["split"].to_pylist()
+    counts = {name: names.count(name) for name in (TRAIN, EVALUATION)}
+    return {n: (names.index(n), counts[n]) for n in (TRAIN, EVALUATION) if counts[n]}
 
 
 def _parts_in(files: Mapping[str, FileEntry], *folders: str) -> list[str]:

@@ -13,7 +13,7 @@ from functools import cache
 from itertools import repeat
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from schemas.errors import suggest_name
+from schemas.errors import MAX_SHOWN, shown, suggest_name
 
 T = TypeVar("T")
 
@@ -30,6 +30,8 @@ _SCALARS: Mapping[Any, tuple[str, str]] = {
     datetime: ("a time", "write 2026-01-31 or 2026-01-31T12:00:00"),
 }
 """What a value of each type must be, and what to write."""
+_EXACT = (str, int, bool)
+"""Types any of whose values is valid."""
 
 
 class DecodeError(ValueError):
@@ -68,7 +70,7 @@ def from_json(kind: type[T], value: Any, *, use_defaults: bool = False) -> T:
 
 
 def _value_of(kind: Any, value: Any, key: str, use_defaults: bool) -> Any:
-    if type(value) is kind and kind in (str, int, bool):
+    if type(value) is kind and (kind in _EXACT or (kind is float and math.isfinite(value))):
         return value
     if is_dataclass(kind):
         return _dataclass_of(kind, value, key, use_defaults)
@@ -88,6 +90,8 @@ def _value_of(kind: Any, value: Any, key: str, use_defaults: bool) -> Any:
         if not isinstance(value, list):
             raise _wrong_type(key, "a list", value, "write [a, b]")
         each = repeat(hints[0], len(value)) if hints[-1] is ... else hints
+        if hints[-1] is not ... and len(value) != len(hints):
+            raise _wrong_type(key, f"a list of {len(hints)} values", value, "write [a, b]")
         pairs = enumerate(zip(each, value, strict=True))
         return tuple(_value_of(*pair, f"{key}[{i}]", use_defaults) for i, pair in pairs)
     if isinstance(origin, type) and issubclass(origin, Mapping):
@@ -101,9 +105,9 @@ def _dataclass_of(kind: Any, value: Any, key: str, use_defaults: bool) -> Any:
     body = _mapping(value, key)
     for name in body:
         if name not in hints:
-            advice = suggest_name(name, hints)
+            advice = suggest_name(name[:MAX_SHOWN], hints)
             name = _join(key, name)
-            raise DecodeError(f"unknown key: {name}", name, advice, is_name=True)
+            raise DecodeError(f"unknown key: {name[:MAX_SHOWN]}", name, advice, is_name=True)
     values = {n: _value_of(hints[n], v, _join(key, n), use_defaults) for n, v in body.items()}
     for name in required:
         if name not in body:
@@ -184,7 +188,7 @@ def _join(key: str, name: str) -> str:
 
 
 def _wrong_type(key: str, rule: str, value: Any, advice: str) -> DecodeError:
-    text = {list: "a list", dict: "a mapping"}.get(type(value)) or repr(value)
+    text = {list: "a list", dict: "a mapping"}.get(type(value)) or shown(value)
     return DecodeError(f"{key or 'value'} must be {rule}, got {text}", key, advice)
 
 

@@ -70,6 +70,21 @@ def printable(text: str) -> str:
     )
 
 
+MAX_SHOWN = 200
+"""Longest text of a value in an error."""
+
+
+def shown(value: object) -> str:
+    """Return a value as an error shows it, cut if it is long.
+
+    Example:
+        >>> shown("a"), len(shown("a" * 1000))
+        ("'a'", 203)
+    """
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+
+
 def suggest_name(name: str, known: Iterable[str]) -> str:
     """Return advice that names the word of `known` closest to `name`.
 

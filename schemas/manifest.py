@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from datetime import date
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
 from schemas.decode import from_json
-from schemas.errors import SchemaError
+from schemas.errors import SchemaError, shown
 from schemas.layout import FORMAT_VERSION, MANIFEST
 from schemas.paths import NAME, is_below
 from schemas.storage import Location
@@ -24,6 +26,8 @@ from schemas.versions import Version, Versions, writer_id
 
 T = TypeVar("T")
 _CHECKSUM = "checksum"
+MAX_ID = 200
+"""Longest id of a segment or index, in characters."""
 
 
 # The JSON of dataclasses.
@@ -89,7 +93,9 @@ def decode_manifest(kind: type[T], data: bytes, path: Location | Path, remedy: s
         )
     try:
         _check_format(kind, body)
-        return from_json(kind, body)
+        manifest = from_json(kind, body)
+        _check_numbers(manifest)
+        return manifest
     except (ValueError, TypeError) as error:
         raise SchemaError(
             f"{error}; use the release that wrote the file or {remedy}",
@@ -97,10 +103,36 @@ def decode_manifest(kind: type[T], data: bytes, path: Location | Path, remedy: s
         ) from error
 
 
+_LIMITS = {
+    "batch_samples": (1, 1 << 40),
+    "epochs": (1, 1 << 31),
+    "shuffle_key": (0, (1 << 64) - 1),
+    "num_rows": (0, 1 << 63),
+}
+"""Lowest and highest value of numbers by their field; others are in [0, 2**63)."""
+
+
+def _check_numbers(value: Any, key: str = "") -> None:
+    """Raise ValueError if a whole number of a manifest is out of range; names its key."""
+    if isinstance(value, int):
+        low, high = _LIMITS.get(key.rpartition(".")[2], (0, (1 << 63) - 1))
+        if not low <= value <= high:
+            raise ValueError(f"{key} must be in [{low}, {high}], got {value}")
+    elif is_dataclass(value):
+        for each in (f for f in fields(value) if f.name != "fingerprint"):  # of any content
+            _check_numbers(getattr(value, each.name), f"{key}.{each.name}" if key else each.name)
+    elif isinstance(value, Mapping):
+        for name, each in value.items():
+            _check_numbers(each, f"{key}.{name}")
+    elif isinstance(value, tuple):
+        for each in value:
+            _check_numbers(each, key)
+
+
 def _check_format(kind: type, body: Mapping[str, Any]) -> None:
     for f in fields(kind):
         if f.name == "format" and body.get("format") != f.default:
-            raise ValueError(f"format must be {f.default}, got {body.get('format')!r}")
+            raise ValueError(f"format must be {f.default}, got {shown(body.get('format'))}")
 
 
 # The manifests of a dataset.
@@ -276,13 +308,18 @@ def new_index(batch_samples: int, epochs: int, shuffle: str, seed: int) -> Index
 
 
 def position_of(segment_id: str) -> int:
-    """Return the position that a segment's id starts with.
+    """Return the position that a segment's id starts with; raise SchemaError if it has none.
 
     Example:
         >>> position_of("00012-0123456789ab")
         12
     """
-    return int(segment_id.partition("-")[0])
+    position = segment_id.partition("-")[0]
+    if not position.isdecimal():
+        raise SchemaError(
+            f"segment id must start with a position, got {shown(segment_id)}; restore the manifest"
+        )
+    return int(position)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -387,6 +424,7 @@ def parse_root(version: Version, path: Location) -> DatasetManifest:
     parts = (part for index in manifest.indexes for part in index.parts.values())
     references = [name for r in (*manifest.segments, *parts) for name in (r.id, r.directory)]
     _check_ids([*references, *(index.id for index in manifest.indexes)], path)
+    _check_segments(manifest.segments, path)
     return manifest
 
 
@@ -456,12 +494,41 @@ def _read(kind: type[T], directory: Location, reference: Reference | None = None
 
 def _check_ids(ids: Iterable[str], path: Location) -> None:
     for name in ids:
-        if not NAME.fullmatch(name):
+        if len(name) > MAX_ID or not NAME.fullmatch(name):
             raise SchemaError(
-                f"id must consist of letters, digits, '_' and '-', got {name!r}; "
-                "restore the manifest",
+                f"id must consist of at most {MAX_ID} letters, digits, '_' and '-', got "
+                f"{name[:MAX_ID]!r}; restore the manifest",
                 file=str(path),
             )
+
+
+def _check_segments(segments: Sequence[Reference], path: Location) -> None:
+    """Raise SchemaError if a root names a segment twice, or segments out of order."""
+    for one, other in pairwise(segments):
+        if not one.position < other.position:
+            raise SchemaError(
+                f"segments must be in the order of their positions, each with its own, got "
+                f"{one.id} before {other.id}; restore the manifest",
+                file=str(path),
+            )
+    names: dict[str, str] = {}
+    for segment in segments:
+        try:
+            date.fromisoformat(segment.day or "2000-01-01")
+        except ValueError as error:
+            raise SchemaError(
+                f"day must be a date such as 2026-04-09, got {shown(segment.day)}; restore it",
+                file=str(path),
+            ) from error
+        unique = [segment.directory, segment.manifest_sha256]
+        for name in unique if segment.day is None else [*unique, segment.day]:
+            if name in names:
+                raise SchemaError(
+                    f"segments must differ in directory, manifest and day, got {name} of "
+                    f"{names[name]} and {segment.id}; restore the manifest",
+                    file=str(path),
+                )
+            names[name] = segment.id
 
 
 # A segment that is rewritten without erased ids gets another id and hash. The lineage of the root

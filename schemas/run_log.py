@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from schemas.decode import from_json
 from schemas.errors import SchemaError
 from schemas.manifest import canonical_json
 
@@ -130,7 +131,7 @@ def to_line(record: StepMetric | LedgerEntry | Decision | RunSummary) -> str:
 
 def read_metrics(path: Path) -> list[StepMetric]:
     """Read `metrics.jsonl`; raises as `read_lines`."""
-    return read_lines(path, lambda body: StepMetric(**body), "a step metric")
+    return read_lines(path, lambda body: from_json(StepMetric, body), "a step metric")
 
 
 def read_lines(path: Path, parse: Callable[[Any], T], what: str) -> list[T]:
@@ -164,8 +165,9 @@ def read_summary(path: Path) -> RunSummary:
         SchemaError: the file is missing or invalid.
     """
     try:
-        return RunSummary(**json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
+        body = json.loads(path.read_text(encoding="utf-8"))
+        return from_json(RunSummary, body, use_defaults=True)
+    except (OSError, ValueError) as error:
         raise SchemaError(
             f"summary of a finished run cannot be read: {error}; train again", file=str(path)
         ) from error

@@ -70,7 +70,7 @@ def evaluate_run(
     checkpoint = require_checkpoint(run)
     fingerprint = fingerprint_of(job, dataset)
     manifest = verify_checkpoint(checkpoint, fingerprint if segments is None else None)
-    check_model(manifest.fingerprint, fingerprint, str(checkpoint / MANIFEST))
+    check_model(manifest, fingerprint, str(checkpoint / MANIFEST))
     load_checkpoint(checkpoint, manifest, components, with_optimizer=False, with_rows=False)
     rows = open_rows(checkpoint, components.store.layouts)
     return evaluate_components(job, dataset, components, rows=rows)

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from schemas.config.job import TableConfig
 from schemas.config.train import TrainConfig
 from schemas.dataset import Dataset, read_version
-from schemas.errors import SchemaError
+from schemas.decode import from_json
+from schemas.errors import SchemaError, shown
 from schemas.files import replace_bytes, sync_file
 from schemas.layout import BLOCKS, JOB, SCHEMA, TRAIN
 from schemas.locks import directory_lock
@@ -41,6 +42,28 @@ from schemas.storage import Location
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RunOrigin:
+    """The warm start of a run (`warm_start.py`)."""
+
+    run: str
+    """Folder or URL of the other run, relative to this one if both are local."""
+    train_step: int
+    """Trained steps of its checkpoint."""
+    checkpoint_sha256: str
+    """Hash of the checkpoint's manifest."""
+    steps_before: int
+    """Steps trained up to the checkpoint, including those of preceding runs."""
+    trained: tuple[str, ...]
+    """Hashes of the segments that the other run and its predecessors trained."""
+    expire_days: int | None
+    """Days after which rows expire, None for never."""
+    segments: tuple[str, ...]
+    """Ids of the segments to train."""
+    tables: Mapping[str, Mapping[str, int]]
+    """By table, numbers of rows by what became of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RunIdentity:
     """What must be equal for a run to be continued: the content of `run.json`."""
 
@@ -54,8 +77,7 @@ class RunIdentity:
     """The job's train section without checkpoints, stores, cache, limits and threads."""
     chosen: bool = False
     """Whether `segments` were selected from those of the dataset."""
-    origin: Mapping[str, Any] | None = None
-    """Run, checkpoint and segments of a warm start (`warm_start.py`)."""
+    origin: RunOrigin | None = None
 
     @property
     def selected(self) -> tuple[str, ...] | None:
@@ -69,7 +91,7 @@ def identity_of(
     *,
     follows: bool,
     chosen: bool = False,
-    origin: Mapping[str, Any] | None = None,
+    origin: RunOrigin | None = None,
 ) -> RunIdentity:
     """Return the identity of a run of this job on this dataset."""
     m, train = dataset.manifest, asdict(config)
@@ -167,8 +189,8 @@ def read_identity(run: Path) -> RunIdentity:
         raise SchemaError("folder has no run; train first", file=str(run))
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
-        return RunIdentity(**{**body, "segments": tuple(body["segments"])})
-    except (ValueError, TypeError, KeyError) as error:
+        return from_json(RunIdentity, body, use_defaults=True)
+    except (ValueError, AttributeError) as error:
         raise SchemaError(
             "identity must be JSON with dataset and train, got other content; restore it",
             file=str(path),
@@ -207,7 +229,8 @@ def _check_equal(
     if difference is not None:
         name, before, now = difference
         raise SchemaError(
-            f"{name} must be that of the run, got {now!r} for {before!r}; {advice}", file=str(path)
+            f"{name} must be that of the run, got {shown(now)} for {shown(before)}; {advice}",
+            file=str(path),
         )
 
 
@@ -343,7 +366,7 @@ def read_ledger(path: Path) -> list[LedgerEntry]:
     try:
         return read_lines(
             path,
-            lambda body: LedgerEntry(**{**body, "blocks": tuple(body["blocks"])}),
+            lambda body: from_json(LedgerEntry, body),
             "a ledger entry",
         )
     except OSError as error:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from schemas.config.job import Job
 from schemas.config.train import WAIT
@@ -25,6 +25,7 @@ from trainer.options import TrainOptions
 from trainer.recovery import Drain, Watchdog
 from trainer.run import (
     RunIdentity,
+    RunOrigin,
     check_no_run,
     check_run,
     has_run,
@@ -80,10 +81,12 @@ def open_run(
             dataset = data.wait_for(0).dataset
         drain.check()
         _report_missing_index(dataset, job, options, progress)
-        origin: dict[str, Any] | None = None
+        origin: RunOrigin | None = None
         if warm_start is not None:
-            origin = write_initial_checkpoint(warm_start, run, job, dataset, options.expire_days)
-            origin["run"] = _name_of_origin(run, options)
+            name = _name_of_origin(run, options)
+            origin = write_initial_checkpoint(
+                warm_start, run, job, dataset, options.expire_days, name
+            )
     chosen = selected is not None
     identity = identity_of(dataset, config, follows=options.follow, chosen=chosen, origin=origin)
     start_run(run, job_path, dataset, identity)
@@ -234,11 +237,11 @@ def resumable_checkpoint(run: Path) -> Path | None:
     return reached[-1]
 
 
-def _restart_hint(run: Path, origin: Mapping[str, Any] | None) -> str:
+def _restart_hint(run: Path, origin: RunOrigin | None) -> str:
     """Return how to train a run again from its start."""
     if origin is None:
         return f"remove {run / CHECKPOINTS} and use --resume to train again from step 0"
-    old = origin["run"] if "://" in origin["run"] else os.path.normpath(run / origin["run"])
+    old = origin.run if "://" in origin.run else os.path.normpath(run / origin.run)
     return f"begin again in another folder with --start-from {old}"
 
 

@@ -361,7 +361,7 @@ def _summarize(context: RunContext, evaluation: Evaluation) -> RunSummary:
     run, options, source = context.run, context.options, context.rows.source
     metrics = read_metrics(run / METRICS)
     timed = metrics[1:] or metrics  # the first step includes the warm-up
-    seconds = sum(m.num_samples / m.samples_per_sec for m in timed)
+    seconds = sum(m.num_samples / m.samples_per_sec for m in timed if m.samples_per_sec)
     has_cache = options.embedding != "plain"
     accesses = source.num_accesses
     return RunSummary(
@@ -370,7 +370,7 @@ def _summarize(context: RunContext, evaluation: Evaluation) -> RunSummary:
         loss_first=metrics[0].loss,
         loss_last=metrics[-1].loss,
         **evaluation.metrics,
-        samples_per_sec=sum(m.num_samples for m in timed) / seconds,
+        samples_per_sec=sum(m.num_samples for m in timed) / seconds if seconds else 0.0,
         cache_hit_rate=1 - source.fetched_rows / accesses if has_cache and accesses else None,
         fetched_rows=source.fetched_rows if has_cache else 0,
         peak_rss_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from trainer.checkpoint.load import (
     check_model,
     fingerprint_of,
     load_state,
+    parse_fingerprint,
     read_dense,
     require_checkpoint,
     table_rows,
@@ -48,7 +49,7 @@ from trainer.checkpoint.manifest import (
 )
 from trainer.components import build_components, layouts_of
 from trainer.data.decode import spec_of
-from trainer.run import RunIdentity, check_schema, read_identity
+from trainer.run import RunIdentity, RunOrigin, check_schema, read_identity
 from trainer.stores.api import TableLayout
 
 
@@ -71,7 +72,8 @@ class WarmStart:
     @property
     def trained(self) -> tuple[str, ...]:
         """Hashes of the segments that this run and its predecessors trained."""
-        earlier = (self.identity.origin or {}).get("trained", ())
+        origin = self.identity.origin
+        earlier = () if origin is None else origin.trained
         return tuple(dict.fromkeys((*earlier, *self.identity.segments)))
 
     @property
@@ -82,7 +84,7 @@ class WarmStart:
 
 def steps_before(identity: RunIdentity) -> int:
     """Return the steps that preceding runs trained."""
-    return int((identity.origin or {}).get("steps_before", 0))
+    return 0 if identity.origin is None else identity.origin.steps_before
 
 
 @contextmanager
@@ -108,8 +110,9 @@ def untrained_segments(start: WarmStart, dataset: Dataset) -> tuple[str, ...]:
     Raises:
         SchemaError: there is none, or the other run is not finished.
     """
-    order, train_step = start.manifest.fingerprint.get("order", {}), start.manifest.train_step
-    steps = sum(-(-n // order["blocks_per_batch"]) for n in order["num_blocks"]) * order["epochs"]
+    file = str(start.checkpoint / MANIFEST)
+    order, train_step = parse_fingerprint(start.manifest, file).order, start.manifest.train_step
+    steps = sum(-(-n // order.blocks_per_batch) for n in order.num_blocks) * order.epochs
     if train_step < steps:
         raise SchemaError(
             f"run to start from is not finished: its checkpoint is of step {train_step} of "
@@ -128,14 +131,20 @@ def untrained_segments(start: WarmStart, dataset: Dataset) -> tuple[str, ...]:
 
 
 def write_initial_checkpoint(
-    start: WarmStart, run: Path, job: Job, dataset: Dataset, expire_days: int | None
-) -> dict[str, Any]:
+    start: WarmStart,
+    run: Path,
+    job: Job,
+    dataset: Dataset,
+    expire_days: int | None,
+    name: str,
+) -> RunOrigin:
     """Write the checkpoint of step 0 of a new run, which has no `run.json` yet.
 
-    The model of its job must match the other run's; `dataset` has the segments to train selected.
+    The model of its job must match the other run's, which has the `name`; `dataset` has the
+    segments to train selected.
 
     Returns:
-        The lineage of the run, `origin` of `run.json` without `run`.
+        The lineage of the run, `origin` of `run.json`.
 
     Raises:
         SchemaError: model, optimizers or tables differ, or rows expire and a segment has no day.
@@ -162,23 +171,25 @@ def write_initial_checkpoint(
             checkpoint.write_rows(table, layout, chunks)
         parts = {table: (f"{folder_name(0)}/{table}",) for table in layouts}
         checkpoint.finish(fingerprint, parts, {}, keep=1)
-    return {
-        "train_step": start.manifest.train_step,
-        "checkpoint_sha256": sha256_of(start.checkpoint / MANIFEST),
-        "steps_before": start.steps_before,
-        "trained": list(start.trained),
-        "expire_days": expire_days,
-        "segments": fingerprint["segments"],
-        "tables": counts,
-    }
+    return RunOrigin(
+        run=name,
+        train_step=start.manifest.train_step,
+        checkpoint_sha256=sha256_of(start.checkpoint / MANIFEST),
+        steps_before=start.steps_before,
+        trained=start.trained,
+        expire_days=expire_days,
+        segments=tuple(fingerprint["segments"]),
+        tables=counts,
+    )
 
 
-def summary_of_origin(origin: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def summary_of_origin(origin: RunOrigin | None) -> dict[str, Any] | None:
     """Return the fields of a run's origin that its summary contains."""
     if origin is None:
         return None
     names = ("run", "train_step", "checkpoint_sha256", "segments", "tables")
-    return {name: origin[name] for name in names}
+    body = asdict(origin)
+    return {name: body[name] for name in names}
 
 
 def rows_used(dataset: Dataset, segments: Iterable[Segment], table: str) -> NDArray[np.int64]:
@@ -243,7 +254,7 @@ def _kept_rows(
 def _check_compatible(start: WarmStart, job: Job, dataset: Dataset) -> None:
     check_schema(start.run / RUN_FILE, start.identity, dataset)
     file = start.checkpoint / MANIFEST
-    check_model(start.manifest.fingerprint, fingerprint_of(job, dataset), str(file))
+    check_model(start.manifest, fingerprint_of(job, dataset), str(file))
     spec = spec_of(dataset, job.train.dtype)
     components = build_components(spec, job.train)
     dense = read_dense(start.checkpoint)

@@ -59,6 +59,7 @@ from pipelines.table.root import commit_manifest, write_copies
 from pipelines.table.segment import (
     directories_of,
     finish_segment,
+    rewritten_key,
     segment_directory,
 )
 from pipelines.table.vacuum import check_unused, remove_replaced
@@ -96,7 +97,6 @@ from schemas.manifest import (
     DatasetManifest,
     Reference,
     Root,
-    hash_of,
     read_root,
     read_segment,
     shuffle_key_of,
@@ -284,15 +284,12 @@ def _write_segments(
 def _new_reference(old: Reference, directory: Location, anomalies: str) -> Reference:
     """Write the anomalies of a rewritten segment; return its reference.
 
-    The new id has the position of the old one, and a hash of the old id and the new content, from
-    which nothing about the deleted samples can be derived.
+    The new id has the position of the old one.
     """
-    new = read_segment(directory)
     position, _, key = old.id.partition("-")
-    content = [key, new.blocks_sha256, new.files_sha256, dict(new.fitted)]
     reference = replace(
         old,
-        id=f"{position}-{hash_of(content)[:12]}",
+        id=f"{position}-{rewritten_key(key, read_segment(directory))}",
         manifest_sha256=sha256_of(directory / MANIFEST),
         path=directory.name,
         shuffle_key=shuffle_key_of(old),

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,7 +27,7 @@ from pipelines.shuffle import SHUFFLE
 from pipelines.sources.rejects import RejectCounts
 from schemas.arrays import join_times
 from schemas.config.job import DataConfig
-from schemas.dataset import type_name
+from schemas.dataset import split_ranges, type_name
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet
 from schemas.files import (
@@ -41,11 +42,9 @@ from schemas.layout import (
     BLOCK,
     BLOCKS,
     DATA_DIRECTORIES,
-    EVALUATION,
     FILES,
     MANIFEST,
     SPLIT_TIME,
-    TRAIN,
     inverse_column,
     part_path,
 )
@@ -56,16 +55,10 @@ from schemas.manifest import (
     Reference,
     SegmentManifest,
     TableCounts,
+    hash_of,
     write_manifest,
 )
 from schemas.storage import Location
-
-
-def split_ranges(blocks: pa.Table) -> dict[str, tuple[int, int]]:
-    """Return (first position, number of blocks) of each split that has blocks."""
-    names = blocks["split"].to_pylist()
-    counts = {name: names.count(name) for name in (TRAIN, EVALUATION)}
-    return {n: (names.index(n), counts[n]) for n in (TRAIN, EVALUATION) if counts[n]}
 
 
 def group_counts(results: Sequence[PartResult]) -> dict[str, GroupCounts]:
@@ -246,6 +239,29 @@ def directories_of(entries: Iterable[FileEntry]) -> tuple[str, ...]:
 def sum_bytes(entries: Sequence[FileEntry], *prefixes: str) -> int:
     """Return the bytes of all files whose paths have one of the prefixes."""
     return sum(e.num_bytes for e in entries if e.path.startswith(prefixes))
+
+
+def segment_key(
+    job_sha256: str, schema_sha256: str, listing: Sequence[InputFile], day: str | None
+) -> str:
+    """Return the hash in the id of a segment that was built; `day` is None unless rows have it."""
+    days = [] if day is None else [day]
+    return hash_of([job_sha256, schema_sha256, [asdict(f) for f in listing], *days])[:12]
+
+
+def reads_day(data: DataConfig) -> bool:
+    """Return whether the SQL may read the day of the segment, in column `_day`."""
+    return any("_day" in config.partitions for config in data.inputs.values())
+
+
+def rewritten_key(old_key: str, manifest: SegmentManifest) -> str:
+    """Return the hash in the id of a rewritten segment.
+
+    It is that of the old one and the new content, from which nothing about deleted samples can be
+    derived.
+    """
+    content = [manifest.blocks_sha256, manifest.files_sha256, dict(manifest.fitted)]
+    return hash_of([old_key, *content])[:12]
 
 
 def directory_reference(directory: Location) -> Reference:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from pipelines.sources.rows import microseconds
-from pipelines.table.commit import anomalies_text_of
-from pipelines.table.segment import split_ranges, sum_bytes
+from pipelines.table.commit import anomalies_text_of, position_of_day
+from pipelines.table.segment import reads_day, rewritten_key, segment_key, sum_bytes
 from schemas.accesses import TableAccesses
 from schemas.arrays import (
     Jagged,
@@ -53,7 +54,7 @@ from schemas.layout import (
     part_path,
     reuse_schema,
 )
-from schemas.manifest import GroupCounts, IndexEntry, TableCounts
+from schemas.manifest import GroupCounts, IndexEntry, TableCounts, previous_names
 from schemas.oracle import NextUseTracker, unique_per_block
 from schemas.order import Order
 from schemas.reuse import ReuseCounts
@@ -82,6 +83,7 @@ def verify(path: Path | Location) -> dict[str, Any]:
     for segment in dataset.segments:
         problems.extend(f"{segment.id}/{p}" for p in segment_problems(segment, dataset))
     sound = not problems
+    problems.extend(reference_problems(dataset))
     problems.extend(type_problems(dataset))
     for index in dataset.manifest.indexes:
         for segment in dataset.segments:
@@ -95,6 +97,22 @@ def verify(path: Path | Location) -> dict[str, Any]:
         "num_blocks": sum(s.manifest.num_blocks for s in dataset.segments),
         "problems": problems,
     }
+
+
+def reference_problems(dataset: Dataset) -> Iterator[str]:
+    """Yield a line for each segment whose id or day in the root is not that of its manifest."""
+    for segment in dataset.segments:
+        manifest, (_, _, key) = segment.manifest, segment.id.partition("-")
+        label = segment.day if reads_day(dataset.job.data) else None
+        hashes = manifest.job_sha256, manifest.schema_sha256
+        built = segment_key(*hashes, manifest.listing, label)
+        earlier = previous_names(dataset.manifest.lineage, segment.id)
+        keys = {rewritten_key(name.partition("-")[2], manifest) for name in earlier}
+        if key != built and key not in keys:
+            yield f"{segment.id}: id must end with {built}, the hash of job, schema and input"
+        day = segment.day and date.fromisoformat(segment.day)
+        if day and position_of_day(day) != segment.reference.position:
+            yield f"{segment.id}: position must be {position_of_day(day)}, that of {day}"
 
 
 def segment_problems(segment: Segment, dataset: Dataset) -> Iterator[str]:
@@ -167,13 +185,15 @@ def count_problems(segment: Segment, dataset: Dataset, counts: StoredCounts) -> 
         "num_sessions": (m.num_sessions, num_sessions(segment, dataset.job.data)),
         "num_blocks": (m.num_blocks, segment.blocks.num_rows),
         "num_rejects": (m.num_rejects, num_rejects(segment)),
-        "splits": (dict(m.splits), split_ranges(segment.blocks)),
         "input_bytes": (m.input_bytes, sum(f.num_bytes for f in m.listing)),
         "dataset_bytes": (m.dataset_bytes, _bytes(segment, *DATA_DIRECTORIES)),
         "oracle_bytes": (m.oracle_bytes, _bytes(segment, "access/", "edges/")),
         "columns": (dict(m.columns), counts.types),
     }
     for group, group_counts in counts.groups().items():
+        if group not in m.groups:
+            yield f"MANIFEST.json: groups lacks {group}"
+            continue
         unique = int(segment.num_unique(group).sum())
         claims[num_unique_column(group)] = m.groups[group].num_unique, unique
         claims[f"groups.{group}"] = asdict(m.groups[group]), asdict(group_counts)

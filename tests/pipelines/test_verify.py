@@ -301,7 +301,7 @@ CLAIMS = {
     "input_bytes": ({"input_bytes": 1}, "input_bytes is 1, stored are "),
     "dataset_bytes": ({"dataset_bytes": 1}, "dataset_bytes is 1, stored are "),
     "oracle_bytes": ({"oracle_bytes": 1}, "oracle_bytes is 1, stored are "),
-    "splits": ({"splits": {"train": (0, 3)}}, "splits is {'train': (0, 3)}, stored are "),
+    "splits": ({"splits": {"train": (0, 3)}}, "splits must be those of blocks.parquet, "),
     "list values of a group": ({"num_values": 1}, "groups.user is {"),
     "a dedup factor": ({"dedup_factor": 1.0}, "groups.user is {"),
     "look-ups": ({"num_lookups": 1}, "tables.items is {"),
@@ -328,7 +328,7 @@ def test_verify_counts_again_what_a_manifest_claims(
         manifest = replace(manifest, **change)
     mended(copy, manifest)
     problems = verify(copy)["problems"]
-    assert any(f"MANIFEST.json: {problem}" in p for p in problems), problems
+    assert any(problem in p and "MANIFEST.json" in p for p in problems), problems
 
 
 @pytest.mark.parametrize("name", ["weight", "num_lookups", "num_lookups_dedup"])

@@ -257,5 +257,5 @@ def test_ids_and_paths_that_lead_elsewhere_are_refused(tmp_path: Path) -> None:
         {"indexes": (replace(index, parts={"00000-abc": named}),)},
     ):
         write(tmp_path, replace(DATASET, **part))
-        with pytest.raises(SchemaError, match="id must consist of letters"):
+        with pytest.raises(SchemaError, match="id must consist of at most 200 letters"):
             read_dataset(tmp_path)

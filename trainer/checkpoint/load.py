@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ from schemas.arrays import Array, find_sorted
 from schemas.config.job import Job
 from schemas.config.train import CacheConfig
 from schemas.dataset import Dataset
-from schemas.errors import SchemaError, suggest_name
+from schemas.decode import DecodeError, from_json
+from schemas.errors import SchemaError, check_at_least, shown, suggest_name
 from schemas.layout import MANIFEST
 from schemas.run_log import CHECKPOINTS
 from trainer.checkpoint.format import (
@@ -272,6 +273,69 @@ def open_rows(checkpoint: Path, layouts: Mapping[str, TableLayout]) -> Checkpoin
 _ADVICE = "continue with the job and the dataset that it was trained with"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableFingerprint:
+    """A table in a fingerprint: its layout, and how ids become rows."""
+
+    dim: int
+    state_width: int
+    dtype: str
+    seed: int
+    rows: str
+    num_rows: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OrderFingerprint:
+    """The order in a fingerprint."""
+
+    num_blocks: tuple[int, ...]
+    """Of each segment."""
+    blocks_per_batch: int
+    epochs: int
+    shuffle: str
+    seed: int
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "blocks_per_batch", "epochs")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fingerprint:
+    """What `fingerprint_of` returns, as the manifest of a checkpoint has it."""
+
+    model: str
+    dense_optimizer: str
+    sparse_optimizer: str
+    tables: Mapping[str, TableFingerprint]
+    features: Mapping[str, str]
+    """Column to role."""
+    segments: tuple[str, ...]
+    """Ids."""
+    segments_sha256: tuple[str, ...]
+    order: OrderFingerprint
+    cache: Mapping[str, Any]
+
+    def __post_init__(self) -> None:
+        if len(self.segments) != len(self.segments_sha256):
+            raise ValueError(
+                f"segments must have a hash each, got {len(self.segments_sha256)} for "
+                f"{len(self.segments)}"
+            )
+
+
+def parse_fingerprint(manifest: CheckpointManifest, file: str) -> Fingerprint:
+    """Return the fingerprint of a checkpoint of `train`.
+
+    Raises:
+        SchemaError: it is not one, or one of another model class (`open_rows`).
+    """
+    try:
+        return from_json(Fingerprint, manifest.fingerprint)
+    except DecodeError as error:
+        raise SchemaError(f"fingerprint.{error}; {_ADVICE}", file=file) from error
+
+
 def fingerprint_of(job: Job, dataset: Dataset) -> dict[str, Any]:
     """Return the fingerprint of a run, which the manifests of its checkpoints contain."""
     order = order_of(job, dataset, trains=False)
@@ -326,15 +390,16 @@ def has_plan_of(manifest: CheckpointManifest, cache: CacheConfig) -> bool:
     return manifest.fingerprint.get("cache") == _cache_fingerprint(cache)
 
 
-def check_model(actual: Mapping[str, Any], expected: Mapping[str, Any], file: str) -> None:
+def check_model(manifest: CheckpointManifest, expected: Mapping[str, Any], file: str) -> None:
     """Check that a checkpoint is of the same model, trained on any dataset.
 
     Raises:
         SchemaError: they differ; names the first difference.
     """
+    actual = asdict(parse_fingerprint(manifest, file))
     for name in ("model", "dense_optimizer", "sparse_optimizer", "features"):
-        _check(name, actual.get(name), expected[name], file)
-    tables = actual.get("tables", {})
+        _check(name, actual[name], expected[name], file)
+    tables = actual["tables"]
     _check("tables", sorted(tables), sorted(expected["tables"]), file)
     for table, old in tables.items():
         new = dict(expected["tables"][table])
@@ -348,32 +413,32 @@ def _check(name: str, actual: Any, expected: Any, file: str) -> None:
     if difference is not None:
         name, actual, expected = difference
         raise SchemaError(
-            f"checkpoint must have {name}={expected!r}, got {actual!r}; {_ADVICE}", file=file
+            f"checkpoint must have {name}={shown(expected)}, got {shown(actual)}; {_ADVICE}",
+            file=file,
         )
 
 
-def _check_position(
-    actual: Mapping[str, Any], expected: Mapping[str, Any], train_step: int, file: str
-) -> None:
+def _check_position(manifest: CheckpointManifest, expected: Mapping[str, Any], file: str) -> None:
     """Check that the trained steps of a checkpoint are the first ones of the dataset."""
-    names, hashes = actual.get("segments", []), actual.get("segments_sha256", [])
+    actual = parse_fingerprint(manifest, file)
+    names, hashes = actual.segments, actual.segments_sha256
     for number, (name, sha256) in enumerate(zip(names, hashes, strict=True)):
         now = expected["segments"][number : number + 1]
         _check(f"segments[{number}]", [name], now, file)
         now = expected["segments_sha256"][number]
         _check(f"segments[{number}].sha256", sha256[:12], now[:12], file)
-    order, now = actual.get("order", {}), expected["order"]
+    order, now = actual.order, expected["order"]
     for key in ("blocks_per_batch", "shuffle", "seed"):
-        _check(f"order.{key}", order.get(key), now[key], file)
+        _check(f"order.{key}", getattr(order, key), now[key], file)
     if len(expected["segments"]) == len(names):
-        _check("order.epochs", order.get("epochs"), now["epochs"], file)
+        _check("order.epochs", order.epochs, now["epochs"], file)
         return
-    steps = sum(-(-n // now["blocks_per_batch"]) for n in order["num_blocks"])
-    if train_step > steps:
+    steps = sum(-(-n // now["blocks_per_batch"]) for n in order.num_blocks)
+    if manifest.train_step > steps:
         raise SchemaError(
             f"dataset may grow only in the first epoch, which had {steps} steps on "
-            f"{len(names)} segments: the checkpoint is of step {train_step}, and the dataset has "
-            f"{len(expected['segments'])} segments; train the larger dataset as a new run",
+            f"{len(names)} segments: the checkpoint is of step {manifest.train_step}, and the "
+            f"dataset has {len(expected['segments'])} segments; train the larger one as a new run",
             file=file,
         )
 
@@ -477,8 +542,8 @@ def verify_checkpoint(
     manifest = read_checkpoint_manifest(checkpoint)
     if fingerprint is not None:
         file = str(checkpoint / MANIFEST)
-        check_model(manifest.fingerprint, fingerprint, file)
-        _check_position(manifest.fingerprint, fingerprint, manifest.train_step, file)
+        check_model(manifest, fingerprint, file)
+        _check_position(manifest, fingerprint, file)
     parts = {part for parts in manifest.parts.values() for part in parts}
     names = [n for n in manifest.files if with_rows or n.rpartition("/")[0] not in parts]
     verify_files(checkpoint, {name: manifest.files[name] for name in names})

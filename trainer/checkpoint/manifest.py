@@ -19,12 +19,13 @@ from types import TracebackType
 from typing import Any, BinaryIO
 
 from schemas.arrays import Array
-from schemas.errors import SchemaError
+from schemas.errors import SchemaError, shown
 from schemas.files import replace_bytes, sha256_of, sync_file
 from schemas.layout import MANIFEST
 from schemas.local_files import sync_directory
 from schemas.locks import lock_file
 from schemas.manifest import decode_manifest, encode_manifest
+from schemas.paths import is_below
 from schemas.run_log import CHECKPOINTS, LEDGER, METRICS
 from schemas.storage import Location
 from trainer.checkpoint.format import ROW_FILES, RowsAndRecords, to_buffers, write_part
@@ -118,7 +119,17 @@ def read_checkpoint_manifest(folder: Path) -> CheckpointManifest:
     """
     path = folder / MANIFEST
     data = path.read_bytes() if path.is_file() else b""
-    return decode_manifest(CheckpointManifest, data, path, _alternative_to(folder, None))
+    manifest = decode_manifest(CheckpointManifest, data, path, _alternative_to(folder, None))
+    parts = [part for table in manifest.parts.values() for part in table]
+    needed = [f"{part}/{name}.npy" for part in parts for name in ROW_FILES]
+    for name in (*manifest.files, *needed):
+        if name not in manifest.files or not is_below(name):
+            raise SchemaError(
+                f"manifest must list each file of a table, below the checkpoints, got "
+                f"{shown(name)}; {_alternative_to(folder, None)}",
+                file=str(path),
+            )
+    return manifest
 
 
 def checksum_of(path: Path) -> FileChecksum:
