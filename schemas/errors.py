@@ -130,6 +130,15 @@ def check_at_least(config: object, lowest: int, *names: str) -> None:
             raise ValueError(f"{name} must be at least {lowest}, got {value}; raise it")
 
 
+def check_at_most(config: object, highest: int, *names: str) -> None:
+    """Raise ValueError if a named attribute, or a number in it, exceeds a limit."""
+    for name in names:
+        value = getattr(config, name)
+        for number in value if isinstance(value, tuple) else (value,):
+            if number is not None and number > highest:
+                raise ValueError(f"{name} must be at most {highest}, got {number}; lower it")
+
+
 def check_positive(config: object, *names: str) -> None:
     """Raise ValueError if one of the named durations is not above 0; None is accepted."""
     for name in names:

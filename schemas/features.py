@@ -6,6 +6,7 @@ each column of the samples. Each dataset holds a copy.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +24,10 @@ Role = Literal["sparse", "dense", "label", "weight", "label_time", "kept"]
 ROLES: tuple[str, ...] = get_args(Role)
 """`sparse`: ids of an embedding table; `dense`: a number that the model reads; `kept`: stored, but
 not read by models."""
+
+
+MAX_FEATURES = 10_000
+"""Maximum features of a schema."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,13 +143,18 @@ def _features_of(proto: schema_pb2.Schema) -> FeatureSet:
     defaults = _defaults(proto)
     features = tuple(_feature(f, defaults.get(f.name)) for f in proto.feature)
     names = [f.name for f in features]
-    for name in names:
+    if len(names) > MAX_FEATURES:
+        raise SchemaError(
+            f"schema must have at most {MAX_FEATURES:,} features, got {len(names):,}; leave out "
+            "those that no model reads"
+        )
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise SchemaError(f"duplicate feature: {name!r}; keep one")
         if not is_below(name):  # buffers of a list feature are in a folder of its name
             raise SchemaError(
                 f"feature name must not contain '..' or start with '/', got {name!r}; rename it"
             )
-        if names.count(name) > 1:
-            raise SchemaError(f"duplicate feature: {name!r}; keep one")
     return FeatureSet(features)
 
 

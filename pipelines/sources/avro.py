@@ -7,16 +7,16 @@ without logical types, for which fastavro would create Python objects; Arrow cas
 
 from __future__ import annotations
 
+import bz2
 import io
 import json
+import lzma
 import os
 import zlib
-from bz2 import decompress as bz2_decompress
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from decimal import MAX_PREC, Context, Decimal
 from functools import partial
-from lzma import decompress as lzma_decompress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,10 +24,10 @@ import fastavro
 import numpy as np
 import pyarrow as pa
 
+from pipelines.sources import limits
 from pipelines.sources.listing import Folder, first_line
 from pipelines.sources.rejects import Reject, file_reject, isolate_bad
 from pipelines.sources.rows import (
-    MAX_COPIED_BYTES,
     InputSplit,
     RawRows,
     SplitsAndRejects,
@@ -139,7 +139,10 @@ def _decode_block(block: _Block, codec: str, schema: Any) -> tuple[list[dict[str
         return [], "no sync marker at its end"
     records: list[dict[str, Any]] = []
     try:
-        content = io.BytesIO(decompress(codec, block.data))
+        data = decompress(codec, block.data)
+        if block.num_records > len(data) + limits.MAX_EMPTY_ROWS:
+            return [], f"{block.num_records} rows in {len(data)} bytes"
+        content = io.BytesIO(data)
         for _ in range(block.num_records):
             record = fastavro.schemaless_reader(
                 content, schema, None, handle_unicode_errors="surrogateescape"
@@ -158,20 +161,35 @@ def decompress(codec: str, data: bytes) -> bytes:
     """Decompress a block.
 
     Raises:
-        ValueError: the codec is unknown, or a checksum is wrong. Codecs raise errors of their own.
+        ValueError: the codec is unknown, a checksum is wrong, or the block is larger than
+            `limits.MAX_BLOCK_BYTES`. Codecs raise errors of their own.
     """
+    most = limits.MAX_BLOCK_BYTES + 1
     if codec == "null":
-        return data
-    if codec == "deflate":
-        return zlib.decompress(data, -15)
-    if codec == "snappy":
-        return _decompress_snappy(data)
-    if codec == "zstandard":
-        with pa.CompressedInputStream(pa.BufferReader(data), "zstd") as stream:
-            return stream.read()
-    if codec in ("bzip2", "xz"):
-        return {"bzip2": bz2_decompress, "xz": lzma_decompress}[codec](data)
-    raise ValueError(f"unknown codec {codec!r}")
+        content = data
+    elif codec == "deflate":
+        stream = zlib.decompressobj(-15)
+        content = stream.decompress(data, most)
+        if len(content) < most and not stream.eof:
+            raise ValueError("an incomplete deflate stream")
+    elif codec == "snappy":
+        content = _decompress_snappy(data)
+    elif codec == "zstandard":
+        with pa.CompressedInputStream(pa.BufferReader(data), "zstd") as file:
+            content = file.read(most)
+    elif codec in ("bzip2", "xz"):
+        with {"bzip2": bz2.BZ2File, "xz": lzma.LZMAFile}[codec](io.BytesIO(data)) as file:
+            content = file.read(most)
+    else:
+        raise ValueError(f"unknown codec {codec!r}")
+    if len(content) >= most:
+        raise ValueError(_large_block(f"more than {limits.MAX_BLOCK_BYTES >> 20} MiB"))
+    return content
+
+
+def _large_block(size: str) -> str:
+    limit = f"{limits.MAX_BLOCK_BYTES >> 20} MiB"
+    return f"a block of {size}, where {limit} is the limit: write the file with smaller blocks"
 
 
 def _decompress_snappy(data: bytes) -> bytes:
@@ -182,6 +200,8 @@ def _decompress_snappy(data: bytes) -> bytes:
         shift += 7
         if not byte & 0x80:
             break
+    if size > limits.MAX_BLOCK_BYTES:
+        raise ValueError(_large_block(f"{size} bytes"))
     content = pa.Codec("snappy").decompress(body, decompressed_size=size, asbytes=True)
     if zlib.crc32(content) != checksum:
         raise ValueError("a wrong checksum")
@@ -264,20 +284,32 @@ def copy_avro_rows(
 ) -> tuple[int, bool]:
     """Copy the first blocks of a file; see `Format.copy_rows`."""
     with folder.open(path) as file:
-        copied, end, whole = 0, 0, True
-        for block in fastavro.block_reader(file):
+        header, size = read_header(file), folder.size(path)
+        copied, end = 0, header.num_bytes
+        for block in _blocks(file, header, end, size, with_data=False):
+            copied, end = copied + block.num_records, block.end
             if copied >= rows:
-                whole = False
                 break
-            copied, end = copied + block.num_records, block.offset + block.size
         file.seek(0)
-        copy.write_bytes(file.read(end) if end else file.read(MAX_COPIED_BYTES))
-    return copied, whole
+        copy.write_bytes(file.read(end))
+    return copied, end == size
 
 
 # Headers and blocks of files.
 
 _MARKER_BYTES = 16
+_MAGIC = b"Obj\x01"
+_HEADER = fastavro.parse_schema(
+    {
+        "type": "record",
+        "name": "header",
+        "fields": [
+            {"name": "magic", "type": {"type": "fixed", "name": "magic", "size": len(_MAGIC)}},
+            {"name": "meta", "type": {"type": "map", "values": "bytes"}},
+            {"name": "sync", "type": {"type": "fixed", "name": "sync", "size": _MARKER_BYTES}},
+        ],
+    }
+)
 _SEARCH_BYTES = 1 << 20
 
 _MAX_DIGITS = 76
@@ -322,14 +354,21 @@ def read_header(file: BinaryIO) -> Header:
         ValueError: it is not an Avro file.
     """
     try:
-        reader = fastavro.reader(file)
-        schema = json.loads(reader.metadata["avro.schema"])
-        codec = reader.metadata.get("avro.codec", "null")
+        header = fastavro.schemaless_reader(file, _HEADER, None)
+        assert isinstance(header, dict), "its schema is a record's"
+        if header["magic"] != _MAGIC:
+            raise ValueError(f"no {_MAGIC!r} at its start")
+        text, codec = header["meta"]["avro.schema"], header["meta"].get("avro.codec", b"null")
+        if len(text) > limits.MAX_SCHEMA_BYTES:
+            raise ValueError(f"a schema of {len(text)} bytes")
+        schema = json.loads(text)
+        limits.check_schema(schema)
+        fastavro.parse_schema(schema)
+    except RecursionError as error:
+        raise ValueError("a schema that is nested too deeply") from error
     except Exception as error:  # fastavro has no error type of its own
         raise ValueError(first_line(error)) from error
-    num_bytes = file.tell()
-    file.seek(num_bytes - _MARKER_BYTES)
-    return Header(schema, codec, file.read(_MARKER_BYTES), num_bytes)
+    return Header(schema, codec.decode(errors="replace"), header["sync"], file.tell())
 
 
 def _blocks(
@@ -465,6 +504,8 @@ class _TypeConversion:
             if isinstance(digits, int) and isinstance(scale, int) and 0 < digits <= _MAX_DIGITS:
                 return pa.decimal256(digits, scale), partial(_decimal, scale)
         if name == "array":
+            if self._takes_no_bytes(kind["items"]):
+                raise ValueError(f"items of {path!r} must be values, got those of no bytes")
             items, convert = self._type(kind["items"], path)
             return pa.large_list(items), convert and (lambda v: v and [convert(x) for x in v])
         if name == "map":
@@ -479,6 +520,22 @@ class _TypeConversion:
         if name in ("enum", "fixed"):
             return (pa.string() if name == "enum" else pa.binary(kind["size"])), None
         return self._type(name, path)
+
+    def _takes_no_bytes(self, kind: Any) -> bool:
+        """Return whether values are stored in no bytes: any number of them fits into a block."""
+        if isinstance(kind, list):
+            return False
+        if isinstance(kind, str):
+            return kind == "null" or (
+                kind not in _PRIMITIVE and self._takes_no_bytes(self._named_type(kind))
+            )
+        if kind["type"] == "record":
+            return all(self._takes_no_bytes(field["type"]) for field in kind["fields"])
+        if kind["type"] == "fixed":
+            return not kind["size"]
+        if kind["type"] in ("array", "map", "enum"):
+            return False
+        return self._takes_no_bytes(kind["type"])
 
     def _union(self, kinds: list[Any], path: str) -> _TypeAndConverter:
         if not kinds:

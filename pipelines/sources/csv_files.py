@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv as pc_csv
 
-from pipelines.sources import text_records
+from pipelines.sources import limits
 from pipelines.sources.listing import Folder
 from pipelines.sources.rejects import Reject, file_reject, rest_of_file_reject, sort_key
 from pipelines.sources.rows import InputSplit, RawRows, with_origins
@@ -101,10 +101,13 @@ class _CsvReader:
             return
         stream = self._stream
         while self._data or not stream.final:
-            size = len(self._data)
-            if last_line_end(self._data, stream.final):
+            size, end = len(self._data), last_line_end(self._data, stream.final)
+            if end and not self._data[:end].strip(b"\r\n"):
+                self._consume(end)
+            elif end:
                 yield self._read_block()
-            elif size >= text_records.MAX_ROW_BYTES:
+                stream.found_rows()
+            elif size >= limits.MAX_ROW_BYTES:
                 yield RawRows(None, (self._skip_line(),))
             if stream.problem and len(self._data) == size:
                 reject = rest_of_file_reject(self._split.path, self._row, stream.problem)
@@ -114,9 +117,7 @@ class _CsvReader:
 
     def _fill(self) -> None:
         """Read one more block, up to the maximum size of a row."""
-        self._data += self._stream.read(
-            min(_BLOCK_BYTES, text_records.MAX_ROW_BYTES - len(self._data))
-        )
+        self._data += self._stream.read(min(_BLOCK_BYTES, limits.MAX_ROW_BYTES - len(self._data)))
 
     def _skip_header(self) -> Reject | None:
         """Skip a byte order mark and the header; return a reject if they are wrong."""
@@ -124,8 +125,13 @@ class _CsvReader:
         if reason:
             return file_reject(self._split.path, reason)
         self._data = self._data.removeprefix(codecs.BOM_UTF8)
-        if not self._config.header or not self._data.strip(b"\r\n"):
+        if not self._config.header:
             return None
+        while not self._data.strip(b"\r\n"):
+            self._consume(last_line_end(self._data, self._stream.final))
+            if self._stream.final or self._stream.problem:
+                return None
+            self._fill()
         start = len(self._data) - len(self._data.lstrip(b"\r\n"))
         match = self._dialect.record.match(self._data, start)
         end = match.end() if match else last_line_end(self._data, self._stream.final)
@@ -183,7 +189,7 @@ class _CsvReader:
                 parsed = self._parse(data[: records.num_bytes])
                 if not any("\n" in t or "\r" in t for _, _, t in parsed.invalid):
                     return records, self._checked(parsed, records)
-        records = scan(data, final, len(data) >= text_records.MAX_ROW_BYTES, dialect)
+        records = scan(data, final, len(data) >= limits.MAX_ROW_BYTES, dialect)
         good = b"".join(_with_line_end(data[start:end]) for start, end in records.good_ranges)
         return records, self._checked(self._parse(dialect.without_escapes(good)), records)
 

@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.json as pa_json
 
-from pipelines.sources import text_records
+from pipelines.sources import limits
 from pipelines.sources.listing import Folder, first_line
 from pipelines.sources.rejects import (
     Reject,
@@ -107,13 +107,17 @@ def read_jsonl(
             file.seek(split.offset)
         stream = TextStream(file, split.num_bytes)
         while not (stream.final or stream.problem):
-            data += stream.read(min(_BLOCK_BYTES, text_records.MAX_ROW_BYTES - len(data)))
+            data += stream.read(min(_BLOCK_BYTES, limits.MAX_ROW_BYTES - len(data)))
             if position == split.first_row == 0 and utf16_reason(data):
                 yield RawRows(None, (file_reject(split.path, utf16_reason(data)),))
                 return
             end = last_line_end(data, stream.final)
             if end:
                 block, data = data[:end], data[end:]
+                if not block.strip(b"\r\n"):
+                    position += num_line_ends(block)
+                    continue
+                stream.found_rows()
                 table = _parse_good_block(block, config.columns, schema)
                 if table is not None:
                     positions = position + np.arange(table.num_rows)
@@ -123,7 +127,7 @@ def read_jsonl(
                 numbered = list(enumerate(_split_lines(block), position))
                 position += len(numbered)
                 yield from _read_lines(numbered, split, config.columns, schema)
-            elif len(data) >= text_records.MAX_ROW_BYTES:
+            elif len(data) >= limits.MAX_ROW_BYTES:
                 text = _reject_text(data)
                 size, data = stream.skip_line(data)
                 yield RawRows(None, (Reject(split.path, position, long_line_reason(size), text),))

@@ -34,14 +34,12 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from pipelines.sources import limits
 from pipelines.sources.listing import Folder, first_line, is_transient
 from pipelines.sources.rows import MAX_COPIED_BYTES
 from schemas.config.sources import SourceConfig
 
 # Lines.
-
-MAX_ROW_BYTES = 16 << 20
-"""Maximum bytes of a row with its line end; longer ones are rejected as malformed."""
 
 SHOWN_BYTES = 4000
 """Maximum bytes of a row that are copied into its reject."""
@@ -90,6 +88,7 @@ class TextStream:
         """
         self.final = False
         self.problem = ""
+        self._barren_bytes = 0
         self._file = file
         self._bytes_left = num_bytes
 
@@ -112,12 +111,21 @@ class TextStream:
                 raise
             self.problem = first_line(error)
             return b""
+        self._barren_bytes += len(data)
+        if self._barren_bytes > limits.MAX_BARREN_BYTES:
+            size = limits.MAX_BARREN_BYTES >> 20
+            self.problem = f"{size} MiB without the end of a row; remove long and empty lines"
+            return b""
         if self._bytes_left is not None:
             self._bytes_left -= len(data)
             if not data and self._bytes_left:
                 self.problem = f"the file is {self._bytes_left} bytes shorter than when listed"
         self.final = not data and not self.problem
         return data
+
+    def found_rows(self) -> None:
+        """Note that what was read so far has rows."""
+        self._barren_bytes = 0
 
     def skip_line(self, data: bytes) -> tuple[int, bytes]:
         r"""Read to the end of a line without keeping it.
@@ -171,7 +179,7 @@ def num_lines(data: bytes, start: int, end: int) -> int:
 
 def long_line_reason(num_bytes: int) -> str:
     """Return the reject reason of a line that was skipped for its length."""
-    return f"row must be at most {MAX_ROW_BYTES >> 20} MiB, got a line of {num_bytes} bytes"
+    return f"row must be at most {limits.MAX_ROW_BYTES >> 20} MiB, got a line of {num_bytes} bytes"
 
 
 def utf16_reason(data: bytes) -> str:
@@ -481,7 +489,7 @@ class _Scan:
     def _wait(self, start: int, field_start: int) -> None:
         """Keep an incomplete record until more is read; reject its line if the buffer is full."""
         if self.full and start == 0:
-            reason = f"row does not end within {MAX_ROW_BYTES >> 20} MiB"
+            reason = f"row does not end within {limits.MAX_ROW_BYTES >> 20} MiB"
             self._reject_line(start, field_start, reason)
 
     def _reject_line(self, start: int, field_start: int, reason: str) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from pipelines.sources.limits import check_num_columns
 from schemas.arrays import is_list, one_chunk
 from schemas.errors import SchemaError, suggest_name
 
@@ -210,6 +211,10 @@ def plain_schema(schema: pa.Schema, source: str, path: str) -> pa.Schema:
 
 def check_names(names: Sequence[str], source: str, path: str | None = None) -> None:
     """Raise SchemaError if SQL, which ignores the case of ASCII, takes two columns for one."""
+    try:
+        check_num_columns(len(names))
+    except ValueError as error:
+        raise SchemaError(f"data.sources.{source}: {error}", file=path) from error
     seen = dict[bytes, str]()
     for name in names:
         other = seen.setdefault(name.encode().lower(), name)

@@ -6,11 +6,17 @@ from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import Literal
 
-from schemas.errors import check_at_least, check_positive
+from schemas.errors import check_at_least, check_at_most, check_positive
 from schemas.paths import parse_store_address
 
 WAIT, SAVE, EVALUATE, START, DRAIN = "wait", "save", "evaluate", "start", "drain"
 """Activities of a trainer besides the phases of a step."""
+
+
+MAX_WIDTH = 1 << 16
+"""Largest width of a row or layer."""
+MAX_LAYERS = 1000
+MAX_THREADS = 1 << 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +46,9 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "max_history", "num_heads", "cross_layers", "cross_rank")
+        widths = ("max_history", "num_heads", "cross_rank", "bottom_layers", "top_layers")
+        check_at_most(self, MAX_WIDTH, *widths)
+        check_at_most(self, MAX_LAYERS, "cross_layers")
         for name in ("bottom_layers", "top_layers"):
             widths = getattr(self, name)
             if any(width < 1 for width in widths):
@@ -242,6 +251,8 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "embedding_dim", "batch_samples", "epochs", "num_threads")
+        check_at_most(self, MAX_WIDTH, "embedding_dim")
+        check_at_most(self, MAX_THREADS, "num_threads")
         size = self.microbatch_samples
         if size is not None and (size < MIN_MICROBATCH_SAMPLES or size & (size - 1)):
             raise ValueError(

@@ -20,11 +20,11 @@ from pipelines.samples.tuples import separate_tuples
 from pipelines.samples.validate import check_columns, usable_samples
 from pipelines.sources.csv_files import read_csv
 from pipelines.sources.formats import empty_rows, read_split
+from pipelines.sources.limits import MAX_ROW_BYTES
 from pipelines.sources.listing import folder_of
 from pipelines.sources.parquet import read_parquet
 from pipelines.sources.rejects import Reject, file_reject, rejects_from_table
 from pipelines.sources.rows import CHUNK_ROWS, ORIGIN, InputSplit, RawRows
-from pipelines.sources.text_records import MAX_ROW_BYTES
 from schemas.config.job import DataConfig, SourceConfig, load_job
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet, load_features

@@ -18,7 +18,7 @@ import pytest
 from pipelines.init.files import find_sources
 from pipelines.sources import csv_files as csv_source
 from pipelines.sources import jsonl as jsonl_source
-from pipelines.sources import text_records
+from pipelines.sources import limits, text_records
 from pipelines.sources.formats import empty_rows, input_splits, read_split
 from pipelines.sources.listing import folder_of
 from pipelines.sources.rejects import Reject, rejects_from_table
@@ -85,7 +85,7 @@ def test_csv_rows_are_those_of_a_reader_that_takes_one_byte_at_a_time(
     block, max_row, max_quoted = limits
     monkeypatch.setattr(csv_source, "_BLOCK_BYTES", block)
     monkeypatch.setattr(text_records, "_READ_BYTES", max(1, block // 2))
-    monkeypatch.setattr(text_records, "MAX_ROW_BYTES", max_row)
+    monkeypatch.setattr(limits, "MAX_ROW_BYTES", max_row)
     monkeypatch.setattr(text_records, "MAX_QUOTED_BYTES", max_quoted)
     draw = random.Random(f"{quote} {limits}")
     mark = (quote or '"').encode()
@@ -175,7 +175,7 @@ def test_json_lines_are_accepted_or_rejected_one_by_one(
     block: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jsonl_source, "_BLOCK_BYTES", block)
-    monkeypatch.setattr(text_records, "MAX_ROW_BYTES", 60 if block <= 60 else 16 << 20)
+    monkeypatch.setattr(limits, "MAX_ROW_BYTES", 60 if block <= 60 else 16 << 20)
     draw = random.Random(block)
     config = SourceConfig(files="*", format="jsonl", columns={"a": "int64"})
     for _ in range(80 if block > 1 else 30):

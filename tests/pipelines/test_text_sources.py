@@ -206,7 +206,7 @@ def test_compressed_lines_are_read_and_a_truncated_file_keeps_what_it_has(
 
 
 def test_line_without_end_costs_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipelines.sources.text_records.MAX_ROW_BYTES", 1 << 20)
+    monkeypatch.setattr("pipelines.sources.limits.MAX_ROW_BYTES", 1 << 20)
     monkeypatch.setattr("pipelines.sources.jsonl._BLOCK_BYTES", 1 << 18)
     data = line(0) + b"\n" + b"{" + b" " * (8 << 20) + b"}\n" + line(2)
     rows, rejects = jsonl(tmp_path, data, split_bytes=1 << 22)
