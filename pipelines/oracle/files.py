@@ -198,9 +198,11 @@ class ArrayFile:
 
     def read_into(self, target: NDArray[Any], start: int) -> None:
         """Fill an array with what is stored from a byte."""
-        if len(target):
-            count = os.preadv(self._file.fileno(), [target.data], start)
-            assert count == target.nbytes, "the temporary file was cut"
+        left = target.data.cast("B") if len(target) else b""
+        while left:  # one call reads at most 2 GiB
+            count = os.preadv(self._file.fileno(), [left], start)
+            assert count, "the temporary file was cut"
+            left, start = left[count:], start + count
 
     def read_lists(self, stored: StoredLists) -> Jagged:
         """Return lists."""

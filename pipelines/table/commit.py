@@ -104,6 +104,12 @@ def find_place(
     existing = find_segment(manifest, key)
     if existing is not None:
         check_day(request.dataset, existing, request.day)
+        if request.position not in (None, existing.position):
+            raise SchemaError(
+                f"segment {existing.id} already exists, not at position {request.position}; leave "
+                "--position out",
+                file=str(request.dataset),
+            )
         return existing
     if manifest is None:
         return Place(None, (), None, free_position((), request.position, request.dataset))

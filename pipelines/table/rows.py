@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -192,7 +193,7 @@ def _files(segment: Segment, *folders: str, numbered: bool = False) -> str:
 def _literal(value: object) -> str:
     if value is None:
         return "NULL"
-    if isinstance(value, bool | int | float):
+    if isinstance(value, bool | int) or (isinstance(value, float) and math.isfinite(value)):
         return repr(value).lower() if isinstance(value, bool) else repr(value)
     return "'" + str(value).replace("'", "''") + "'"
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import duckdb
 import numpy as np
@@ -16,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from pipelines.samples.sql import name_errors, nodes, parse, run, thread_connections
+from pipelines.samples.sql import name_errors, parse, run, thread_connections
 from pipelines.samples.validate import check_type
 from schemas.arrays import combine_hashes, hash_values, is_list, offsets_of, one_chunk, ranges
 from schemas.config.job import SAMPLES, DataConfig
@@ -239,7 +240,7 @@ def truncate_lists(column: pa.Array, count: int, from_end: bool) -> pa.Array:
 
 
 def clip(values: pa.Array, minimum: float | None, maximum: float | None) -> pa.Array:
-    """Return numbers clipped to a range; integers stay integers, values that are not finite null.
+    """Return numbers clipped to a range; integers stay integers, results that are not finite null.
 
     Raises:
         SchemaError: a limit of integers is not an integer.
@@ -275,7 +276,9 @@ def normalize(values: pa.Array, stats: FittedStats) -> pa.Array:
 
 
 def bucketize(values: pa.Array, boundaries: NDArray[np.float64]) -> pa.Array:
-    """Return the number of boundaries that are at most x, as int64; NaN becomes null.
+    """Return the number of boundaries that are at most x, as int64.
+
+    Infinities are compared like numbers; NaN becomes null.
 
     Example:
         >>> bucketize(pa.array([0.5, 1.0, 7.0]), np.array([1.0, 5.0])).to_pylist()
@@ -394,14 +397,22 @@ def columns_of(expression: str) -> set[str]:
         >>> sorted(columns_of("ln(1 + len(list_filter(history, lambda x: x > age)))"))
         ['age', 'history']
     """
-    tree = parse(f"SELECT ({expression})")
-    lambdas = [n["lhs"] for n in nodes(tree) if n.get("class") == "LAMBDA"]
-    parameters = {name for lhs in lambdas for name in _column_names(lhs)}
-    return _column_names(tree) - parameters
+    return set(_free_columns(parse(f"SELECT ({expression})"), frozenset()))
 
 
-def _column_names(tree: object) -> set[str]:
-    return {n["column_names"][-1] for n in nodes(tree) if n.get("class") == "COLUMN_REF"}
+def _free_columns(tree: Any, parameters: frozenset[str]) -> Iterator[str]:
+    """Yield the columns in a syntax tree that are no parameters of a lambda around them."""
+    if isinstance(tree, list):
+        for each in tree:
+            yield from _free_columns(each, parameters)
+    elif isinstance(tree, dict):
+        if tree.get("class") == "LAMBDA":
+            inner = _free_columns(tree["lhs"], frozenset())
+            yield from _free_columns(tree["expr"], parameters.union(inner))
+        elif tree.get("class") != "COLUMN_REF":
+            yield from _free_columns(list(tree.values()), parameters)
+        elif tree["column_names"][0] not in parameters:
+            yield tree["column_names"][-1]
 
 
 # Checks before a build.

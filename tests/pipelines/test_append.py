@@ -18,6 +18,7 @@ from pipelines.table.rows import expand
 from pipelines.table.verify import verify
 from schemas.accesses import TableAccesses, indexed_steps
 from schemas.dataset import Segment, open_dataset
+from schemas.errors import SchemaError
 from schemas.layout import SEGMENTS
 from schemas.manifest import commit_root, read_dataset, read_root
 from schemas.oracle import next_use
@@ -28,6 +29,7 @@ from tests.pipelines.appending import DEFAULT, EXTRA, addition, changed, with_lo
 from tests.pipelines.logs import (
     IN_PROCESS,
     SCHEMA,
+    built,
     bytes_of,
     copy_of,
     raw_rows,
@@ -299,3 +301,11 @@ def test_added_columns_are_answered_by_segments_that_were_built_before(
     assert set(rows["price"].to_pylist()[old:]) == {1.5}
     assert set(rows["kind"].to_pylist()[old:]) == {0, 1, 2}
     assert main(["oracle", str(dataset), "--json"]) == 0
+
+
+def test_segment_that_exists_at_another_position_is_refused(tmp_path: Path) -> None:
+    dataset = built(tmp_path, 60)
+    again = addition(tmp_path / "job" / "job.yaml", tmp_path / "log", dataset, position=7)
+    with pytest.raises(SchemaError, match=r"already exists, not at position 7; leave --position"):
+        build(again)
+    assert not build(replace(again, position=0))["built"]

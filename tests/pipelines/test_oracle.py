@@ -1,6 +1,7 @@
 """Numbers of rows and next uses, in one range or in many, in bounded memory."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -236,3 +237,13 @@ def test_oracle_prints_the_load_of_each_table(
         assert sum(load["reuse"]) + load["never"] == table["num_accesses"]
         assert load["never"] == table["num_unique_rows"]
         assert 0 < load["most_rows_per_step"] <= table["num_unique_rows"]
+
+
+def test_array_that_one_call_does_not_read_is_read_in_several(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda file, into, at: read(file, [into[0][:1000]], at))
+    with ArrayFile(tmp_path) as file:
+        numbers = np.arange(5_000, dtype=np.int64)
+        assert np.array_equal(file.read(file.write(numbers)), numbers)

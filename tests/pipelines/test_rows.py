@@ -13,7 +13,15 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines.build import build
-from pipelines.table.rows import VIEW, ContentHash, content_hash, expand, value_hashes, view_sql
+from pipelines.table.rows import (
+    VIEW,
+    ContentHash,
+    _literal,
+    content_hash,
+    expand,
+    value_hashes,
+    view_sql,
+)
 from schemas.dataset import open_dataset
 from schemas.storage import Location
 from tests import real_logs
@@ -202,3 +210,9 @@ def test_content_hash_takes_narrower_types_for_the_same_values() -> None:
     table = pa.table({"a": pa.array([1, -2], pa.int8()), "b": pa.array(["x", None])})
     wide = table.cast(pa.schema({"a": pa.int64(), "b": pa.large_string()}))
     assert content_hash([wide]) == content_hash([table])
+
+
+def test_defaults_of_the_view_are_numbers_of_any_kind() -> None:
+    for value in (1.5, float("nan"), float("inf"), float("-inf")):
+        ((found,),) = duckdb.sql(f"SELECT CAST({_literal(value)} AS DOUBLE)").fetchall()
+        assert np.array_equal(found, value, equal_nan=True)
