@@ -13,6 +13,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from importlib import import_module
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
@@ -31,13 +32,20 @@ PRELOADED = ["trainer.elastic.launcher", "trainer.elastic.worker", "trainer.trai
 class ForkedChild:
     """A forked process: as much of `subprocess.Popen` as a launcher uses."""
 
-    stdout = None
-
     def __init__(self, arguments: Sequence[str]) -> None:
-        """Fork a process that runs `python -m trainer` with some arguments, in its own session."""
+        """Fork a process that runs `python -m trainer` with some arguments, in its own session.
+
+        A replica writes the error that ends it to a pipe; other commands inherit the output.
+        """
         read, write = os.pipe()
-        with Connection(read, writable=False) as stdin:
-            self._process = ForkServerProcess(target=_run, args=(list(arguments), stdin))
+        self.stdout: IO[bytes] | None = None
+        with ExitStack() as pipes:
+            files = [pipes.enter_context(Connection(read, writable=False))]
+            if arguments[0] == "replica":
+                output, end = os.pipe()
+                self.stdout = os.fdopen(output, "rb")
+                files.append(pipes.enter_context(Connection(end, readable=False)))
+            self._process = ForkServerProcess(target=_run, args=(list(arguments), files))
             self._process.start()
         self.stdin: IO[bytes] | None = os.fdopen(write, "wb")
         assert self._process.pid is not None, "it was started"
@@ -117,12 +125,13 @@ def run_restarted(
     raise AssertionError("the last process returns or raises")
 
 
-def _run(arguments: list[str], stdin: Connection) -> None:
-    """Run a command in a forked process, with another standard input."""
+def _run(arguments: list[str], files: list[Connection]) -> None:
+    """Run a command in a forked process, with another standard input, and perhaps output."""
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     gc.freeze()  # a collection would copy what it visits
     os.setsid()
-    os.dup2(stdin.fileno(), 0)
-    stdin.close()
+    for number, file in enumerate(files):
+        os.dup2(file.fileno(), number)
+        file.close()
     Path("/proc/self/comm").write_text(f"presage-{arguments[0]}", encoding="utf-8")
     raise SystemExit(import_module("trainer.__main__").main(arguments, forked=True))

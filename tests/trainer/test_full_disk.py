@@ -2,6 +2,8 @@
 
 import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -91,3 +93,27 @@ def test_line_of_a_step_on_a_full_disk_is_refused_by_name_and_the_run_goes_on(
         run_job(job, dataset, run, resume=True)
     run_job(job, dataset, run, resume=True)
     assert compare_runs(tmp_path / "plain", run).difference is None
+
+
+@pytest.mark.slow
+def test_replicas_on_a_full_disk_end_with_the_file_and_the_way_out(
+    dataset: Path, tmp_path: Path
+) -> None:
+    job, run = write_job(tmp_path / "job", dtype="float32"), tmp_path / "run"
+    driver = (
+        "import os, resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (2_000, 2_000)); "
+        'os.execv(sys.executable, [sys.executable, "-m", "trainer", *sys.argv[1:]])'
+    )
+    arguments = ["train", str(job), "--dataset", str(dataset), "--output", str(run)]
+    done = subprocess.run(
+        [sys.executable, "-c", driver, *arguments, "--replicas", "2"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 1
+    assert re.fullmatch(
+        r"error: replica \d failed: no room on disk for the line of a step: File too large in "
+        rf"{run}/(metrics|ledger)\.jsonl; free some and continue with --resume",
+        done.stderr.splitlines()[-1],
+    )

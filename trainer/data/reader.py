@@ -360,7 +360,7 @@ class Reader:
         try:
             return shared.get(self._shared_name(key), lambda: self._decode(key))
         except OSError as error:
-            if error.errno != errno.ENOSPC:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
             return self._decode(key)
 

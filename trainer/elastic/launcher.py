@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 import signal
 import subprocess
 import time
@@ -54,7 +55,14 @@ from trainer.run import run_lock
 from trainer.run_checkpoints import check_room, copy_bytes_of
 from trainer.run_log import truncate_logs
 from trainer.run_output import rows_are_lost
-from trainer.runtime import ChildProcess, close_pipes, end_children, request_leave, start_child
+from trainer.runtime import (
+    ChildProcess,
+    close_pipes,
+    end_children,
+    is_readable,
+    request_leave,
+    start_child,
+)
 from trainer.setup import Rollbacks, first_checkpoint, open_run, with_rollbacks
 from trainer.stores.api import RowsLostError
 from trainer.stores.remote.wire import write_token
@@ -66,6 +74,7 @@ StartChild = Callable[[Sequence[str]], ChildProcess]
 _POLL_SEC, URL_POLL_SEC = 0.1, 2.0
 """Interval of looking at processes and at a run's folder, and at its URL."""
 _END_SEC = 10.0
+_MAX_ERROR_BYTES = 1 << 12
 
 
 class AttemptMonitor:
@@ -133,6 +142,8 @@ class LocalReplicas:
         self._count, self._restarts = launch.count, launch.restarts
         self._processes: dict[int, ChildProcess] = {}
         self._hung: set[int] = set()
+        self._errors: dict[int, bytes] = {}
+        """Last bytes of the output of each replica, which is the error that it ended with."""
 
     @property
     def pids(self) -> dict[int, int]:
@@ -172,6 +183,7 @@ class LocalReplicas:
                 )
             for number in sorted(running):
                 status = self._processes[number].poll()
+                self._read_error(number)
                 if status is None:
                     continue
                 running.discard(number)
@@ -185,8 +197,11 @@ class LocalReplicas:
                         )
                     continue
                 if status > 0 and status != EXIT_BEHIND and (drain.asked or status != EXIT_HUNG):
+                    error = self._errors[number].decode(errors="replace").strip()
                     raise SchemaError(
-                        f"replica {number} failed with status {status}; see its error above"
+                        f"replica {number} failed: {error}"
+                        if error
+                        else f"replica {number} failed with status {status}; see its error above"
                     )
                 if status in (0, -signal.SIGTERM):
                     if running and not drain.asked and not finished:
@@ -198,6 +213,16 @@ class LocalReplicas:
         if not self._count and monitor.is_finished:
             # until all replicas have agreed on the end
             time.sleep(1 + 2 * self._launch.heartbeat_sec)
+
+    def _read_error(self, number: int) -> None:
+        """Read what a replica has written to its output, if that is a pipe, without waiting."""
+        pipe, last = self._processes[number].stdout, self._errors.get(number, b"")
+        while pipe is not None and is_readable(pipe, 0.0):
+            data = os.read(pipe.fileno(), _MAX_ERROR_BYTES)
+            if not data:
+                break
+            last = (last + data)[-_MAX_ERROR_BYTES:]
+        self._errors[number] = last
 
     def _mark_hung(self, number: int) -> bool:
         """Return whether a replica hung for the second time; it is not restarted then."""
@@ -215,6 +240,7 @@ class LocalReplicas:
             raise SchemaError(f"replica {number} ended too often: {why}; continue with --resume")
         self._restarts -= 1
         close_pipes(self._processes[number])
+        self._errors.pop(number, None)
         self._processes[number] = self._start(number, 1)
 
     def _start(self, number: int, expected: int) -> ChildProcess:
@@ -224,8 +250,8 @@ class LocalReplicas:
 
 
 def start_replica(arguments: Sequence[str]) -> subprocess.Popen[bytes]:
-    """Start a process with this one's output."""
-    return start_child(arguments, answers=False)
+    """Start a process; it writes the error that ends it to a pipe."""
+    return start_child(arguments, answers=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+import sys
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from schemas.config.job import Job, load_job
 from schemas.config.train import SAVE, WAIT, LimitsConfig
 from schemas.dataset import Dataset
-from schemas.errors import SchemaError
+from schemas.errors import PlanError, SchemaError
 from schemas.paths import path_or_url
 from schemas.run_log import PHASES
 from schemas.storage import Location
@@ -71,8 +72,21 @@ def run_replica(
             folder = stack.enter_context(replica_folder(folder, work, options.number, config))
         location = Location.parse(run)
         stack.enter_context(report_lost_rows(location, rendezvous.attempt))
+        stack.enter_context(_write_error())
         with RunOutput(folder, location, rendezvous.attempt) as output:
             _train(output, job, rendezvous, options, clock, drain, progress)
+
+
+@contextmanager
+def _write_error() -> Generator[None]:
+    """Write the error of the body to standard output, by which a launcher names it."""
+    try:
+        yield
+    except (SchemaError, PlanError, ValueError, OSError) as error:
+        if not isinstance(error, BehindError | RowsLostError):
+            sys.stdout.write(f"{error}\n")
+            sys.stdout.flush()
+        raise
 
 
 def _train(
