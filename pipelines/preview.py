@@ -35,7 +35,7 @@ from pipelines.exchange import Received
 from pipelines.prepare import prepare
 from pipelines.quality.gate import reject_findings
 from pipelines.samples.lookups import broadcast_sides, key_column, key_type
-from pipelines.samples.sql import LIST_INDEX
+from pipelines.samples.sql import LIST_INDEX, PREVIEW_TIME
 from pipelines.samples.tuples import Tuples, in_evaluation
 from pipelines.sources.formats import Excerpt, copy_excerpt
 from pipelines.sources.listing import (
@@ -106,6 +106,10 @@ def preview(
 
 def _preview(request: BuildRequest, folder: Folder, rows: int) -> dict[str, Any]:
     job, features = load_request(request)
+    limits = job.data.samples.limits
+    limits = replace(limits, time=min(limits.time, PREVIEW_TIME))
+    samples = replace(job.data.samples, limits=limits)
+    job = replace(job, data=replace(job.data, samples=samples))
     data = job.data
     files = find_files(folder, data.inputs)
     all_files = [file for name in files for file in files[name]]

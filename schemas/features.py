@@ -26,6 +26,8 @@ ROLES: tuple[str, ...] = get_args(Role)
 not read by models."""
 
 
+MAX_CHARACTERS = 4 << 20
+"""Longest schema."""
 MAX_FEATURES = 10_000
 """Maximum features of a schema."""
 
@@ -117,6 +119,12 @@ def parse_features(text: str, name: str) -> FeatureSet:
     Raises:
         SchemaError: it is invalid, or a role is unknown.
     """
+    if len(text) > MAX_CHARACTERS:
+        raise SchemaError(
+            f"schema must have at most {MAX_CHARACTERS:,} characters, got {len(text):,}; leave out "
+            "features that no model reads",
+            file=name,
+        )
     try:
         proto = text_format.Parse(text, schema_pb2.Schema())
     except text_format.ParseError as error:

@@ -8,6 +8,7 @@ import re
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,8 @@ _ORIGIN_ERRORS = {
 _CANDIDATES = re.compile(r"^(?:Did you mean|Candidate \w+:) (.+?)\??$", re.MULTILINE)
 _MISSING_FIELD = re.compile(r'^Binder Error: Could not find key "(.*)" in struct$')
 _MAX_CANDIDATES = 3
+PREVIEW_TIME = timedelta(seconds=10)
+"""Time limit of a statement in `preview`, unless that of the job is shorter."""
 
 
 class SqlError(SchemaError):
@@ -296,7 +299,7 @@ def name_errors(key: str) -> Iterator[None]:
     except LimitError as error:
         raise SchemaError(
             f"{key} {error} for one chunk of rows; look for a join without a condition, or raise "
-            "data.samples.limits"
+            f"data.samples.limits; `preview` waits {PREVIEW_TIME.seconds} s at most"
         ) from error
 
 

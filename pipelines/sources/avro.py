@@ -298,13 +298,13 @@ def copy_avro_rows(
 # Headers and blocks of files.
 
 _MARKER_BYTES = 16
-_MAGIC = b"Obj\x01"
-_HEADER = fastavro.parse_schema(
+MAGIC = b"Obj\x01"
+HEADER = fastavro.parse_schema(
     {
         "type": "record",
         "name": "header",
         "fields": [
-            {"name": "magic", "type": {"type": "fixed", "name": "magic", "size": len(_MAGIC)}},
+            {"name": "magic", "type": {"type": "fixed", "name": "magic", "size": len(MAGIC)}},
             {"name": "meta", "type": {"type": "map", "values": "bytes"}},
             {"name": "sync", "type": {"type": "fixed", "name": "sync", "size": _MARKER_BYTES}},
         ],
@@ -354,10 +354,10 @@ def read_header(file: BinaryIO) -> Header:
         ValueError: it is not an Avro file.
     """
     try:
-        header = fastavro.schemaless_reader(file, _HEADER, None)
+        header = fastavro.schemaless_reader(file, HEADER, None)
         assert isinstance(header, dict), "its schema is a record's"
-        if header["magic"] != _MAGIC:
-            raise ValueError(f"no {_MAGIC!r} at its start")
+        if header["magic"] != MAGIC:
+            raise ValueError(f"no {MAGIC!r} at its start")
         text, codec = header["meta"]["avro.schema"], header["meta"].get("avro.codec", b"null")
         if len(text) > limits.MAX_SCHEMA_BYTES:
             raise ValueError(f"a schema of {len(text)} bytes")

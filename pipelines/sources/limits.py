@@ -17,7 +17,7 @@ MAX_BLOCK_BYTES = 64 << 20
 MAX_EMPTY_ROWS = 1 << 16
 """Maximum rows of a block of Avro beyond one a byte."""
 MAX_SCHEMA_BYTES = 16 << 20
-"""Maximum bytes of the schema in a file, or of `schema.pbtxt`."""
+"""Maximum bytes of the schema in a file."""
 MAX_COLUMNS = 10_000
 """Maximum columns of a source, nested fields included."""
 MAX_DEPTH = 64

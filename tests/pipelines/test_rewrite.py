@@ -623,9 +623,7 @@ def test_rewrite_of_real_sessions(
 
 KILLED = {
     "star": [
-        ("pipelines.build", "finish_segment"),
         ("pipelines.table.root", "commit_root"),
-        ("pipelines.build", "write_copies"),
         ("pipelines.rewrite.command", "_result"),
     ],
     "flat": [

@@ -214,5 +214,6 @@ def test_content_hash_takes_narrower_types_for_the_same_values() -> None:
 
 def test_defaults_of_the_view_are_numbers_of_any_kind() -> None:
     for value in (1.5, float("nan"), float("inf"), float("-inf")):
-        ((found,),) = duckdb.sql(f"SELECT CAST({_literal(value)} AS DOUBLE)").fetchall()
+        statement = f"SELECT CAST({_literal(value)} AS DOUBLE)"
+        ((found,),) = duckdb.execute(statement).fetchall()
         assert np.array_equal(found, value, equal_nan=True)

@@ -163,7 +163,7 @@ def test_statement_ends_at_its_limit_and_the_next_one_runs(
 
 
 def test_limit_says_which_key_of_the_job_and_the_way_out() -> None:
-    text = "^data.samples.map must end within 0.3 s for one chunk of rows; .* data.samples.limits$"
+    text = "^data.samples.map must end within 0.3 s for one chunk of rows; .* data.samples.limits; "
     with pytest.raises(SchemaError, match=text), name_errors("data.samples.map"):
         Connection(SHORT).query(CROSS_JOIN.format("sum(a.i * b.i)"))
 

@@ -559,7 +559,7 @@ def test_run_at_a_url_starts_from_a_run_at_a_url(tmp_path: Path) -> None:
 def origin_of(run: Path) -> str:
     origin = read_identity(run).origin
     assert origin is not None
-    return str(origin["run"])
+    return origin.run
 
 
 def test_history_and_report_read_the_runs_below_a_url(
