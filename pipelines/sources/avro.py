@@ -357,13 +357,15 @@ def read_header(file: BinaryIO) -> Header:
         header = fastavro.schemaless_reader(file, HEADER, None)
         assert isinstance(header, dict), "its schema is a record's"
         if header["magic"] != MAGIC:
-            raise ValueError(f"no {MAGIC!r} at its start")
+            raise EOFError
         text, codec = header["meta"]["avro.schema"], header["meta"].get("avro.codec", b"null")
         if len(text) > limits.MAX_SCHEMA_BYTES:
             raise ValueError(f"a schema of {len(text)} bytes")
         schema = json.loads(text)
         limits.check_schema(schema)
         fastavro.parse_schema(schema)
+    except EOFError as error:
+        raise ValueError("cannot read header - is it an avro file?") from error
     except RecursionError as error:
         raise ValueError("a schema that is nested too deeply") from error
     except Exception as error:  # fastavro has no error type of its own
