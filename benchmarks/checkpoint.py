@@ -28,6 +28,7 @@ import torch
 
 from benchmarks.logs import DEMO_JOB, build_dataset, read_job, write_job_file, write_result
 from pipelines.demo_log.log import GeneratorConfig, write_log
+from schemas.accesses import SharedNextUses
 from schemas.config.job import load_job
 from schemas.dataset import open_dataset
 from schemas.run_log import CHECKPOINTS
@@ -95,7 +96,8 @@ def measure(
             )
         components.embedding.set_source(source)
         planned = config.cache if embedding == "cached" else None
-        span = Span(dataset, order, Horizon(end_step=last, known_end=last, is_final=True))
+        horizon = Horizon(end_step=last, known_end=last, is_final=True)
+        span = Span(dataset, order, horizon, SharedNextUses(dataset, order))
         rows = RunRows(source, store)
         stack.callback(rows.close)
         clock = time.perf_counter
