@@ -548,8 +548,3 @@ def combine_hashes(hashes: Sequence[NDArray[np.uint64]]) -> NDArray[np.uint64]:
     for more in hashes[1:]:
         total = splitmix64(total * np.uint64(31) + more)
     return total
-
-
-def hash_tuples(table: pa.Table, columns: Sequence[str]) -> NDArray[np.uint64]:
-    """Return one hash per row over some columns of a table, independent of their order."""
-    return combine_hashes([hash_values(table[name]) for name in sorted(columns)])

@@ -475,7 +475,7 @@ class Location:
 
         Args:
             is_ours: whether the program wrote the file of a relative path; others stay, with their
-                directories. None: nobody else writes here.
+                directories. None: only the program writes here.
         """
         entries = [entry for entry in self.entries() if is_ours is None or is_ours(entry.path)]
         self.remove([entry.path for entry in entries])

@@ -236,7 +236,7 @@ def _failed_samples(
 def _checks(features: FeatureSet, data: DataConfig) -> Iterator[tuple[tuple[str, ...], Check, str]]:
     """Yield (columns, check, reason) in the order of the checks.
 
-    They refuse what training refuses, too: there nobody knows file and row.
+    They include what training refuses, where file and row are unknown.
     """
     for role, name in (("session key", data.session.key), ("session time", data.session.time)):
         yield (name,), _is_missing, f"{role} {name!r} must not be null"

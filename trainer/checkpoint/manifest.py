@@ -46,7 +46,7 @@ _ROWS = rf"[^/]+/(?:{'|'.join(ROW_FILES)})\.npy"
 _FILE = re.compile(
     "|".join((*map(re.escape, (MANIFEST, DENSE_FILE, PLAN_FILE, STATE_FILE)), _ROWS))
 )
-"""Names of folders and files of checkpoints; anything else is somebody else's."""
+"""Names of folders and files of checkpoints; other files are the user's."""
 _VERIFIED = 2
 LOCK_SEC = 10.0
 """Longest wait for another process that completes or removes a checkpoint."""
