@@ -406,7 +406,7 @@ def _free_columns(tree: Any, parameters: frozenset[str]) -> Iterator[str]:
         for each in tree:
             yield from _free_columns(each, parameters)
     elif isinstance(tree, dict):
-        if tree.get("class") == "LAMBDA":
+        if tree.get("syntax_type") == "LAMBDA_KEYWORD":  # `->` is JSON's
             inner = _free_columns(tree["lhs"], frozenset())
             yield from _free_columns(tree["expr"], parameters.union(inner))
         elif tree.get("class") != "COLUMN_REF":

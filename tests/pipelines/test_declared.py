@@ -231,4 +231,5 @@ def test_columns_of_an_expression_are_those_it_names() -> None:
     lambdas = "CASE WHEN a > 1 THEN list_transform(b, lambda x: x + c) END"
     assert columns_of(lambdas) == {"a", "b", "c"}
     assert columns_of('"odd name" + 1') == {"odd name"}
+    assert columns_of("(j -> '$.a')::INT + (j ->> k)") == {"j", "k"}
     assert columns_of("len(list_filter(h, lambda a: a > b)) + a") == {"h", "a", "b"}
