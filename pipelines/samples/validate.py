@@ -193,6 +193,11 @@ def check_type(feature: Feature, kind: pa.DataType) -> None:
         raise SchemaError(
             f"feature {feature.name!r} must be {feature.type}, got {kind}; change SQL or its type"
         )
+    if feature.role in _NUMBERS and pa.types.is_timestamp(kind):
+        raise SchemaError(
+            f"{feature.role} feature {feature.name!r} must be a number, got {kind}; make one of it "
+            f"in SQL, such as epoch({feature.name})"
+        )
 
 
 # Values.
@@ -321,6 +326,8 @@ def _limits(
 
 def _outside(column: pa.Array, comparison: str, limit: float) -> NDArray[np.bool_] | None:
     values = column.flatten() if is_list(column.type) else column
+    if pa.types.is_timestamp(values.type):
+        values = values.cast(pa.int64())
     extremes = pc.min_max(values)
     extreme = extremes["min" if comparison == "less" else "max"].as_py()
     if extreme is None or not (extreme < limit if comparison == "less" else extreme > limit):
