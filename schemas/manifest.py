@@ -108,6 +108,7 @@ _LIMITS = {
     "epochs": (1, 1 << 31),
     "shuffle_key": (0, (1 << 64) - 1),
     "num_rows": (0, 1 << 63),
+    "status": (-64, 255),  # of a process, negative if a signal ended it
 }
 """Lowest and highest value of numbers by their field; others are in [0, 2**63)."""
 

@@ -47,6 +47,7 @@ SERVER_FILES = {
     "trainer/elastic/membership.py",
     "trainer/elastic/peer_state.py",
     "trainer/stores/remote/server.py",
+    "trainer/stores/remote/wire.py",  # whether a server can run at an address
 }
 
 

@@ -458,7 +458,7 @@ def commit_pending(
         directory = parts.parent / f"{key}-{parts.name}-{uuid.uuid4().hex[:6]}"
         with discarded_on_error(request.dataset, directory):
             _copy_parts(parts, directory)
-            context = replace(pending.context, segment_root=directory)
+            context = replace(pending.context, segment_root=directory, listing=listing)
             results = {**values, "parts": deserialize_results(values["parts"])}
             finish_segment_files(request, context, hashes, results)
             reference = commit_segment(request, job, features, key, directory)

@@ -34,7 +34,7 @@ REFUSED_PREFIX = ".refused-"
 _HEX = "[0-9a-f]"
 _PLACES = re.compile(
     rf"({SEGMENTS}/(?:{_HEX}{{12}}|erase)(?:-{_HEX}{{4,}})*(?=/)"
-    rf"|{INDEX_PREFIX}{_HEX}+/{_HEX}{{12}}[0-9a-f-]*_{_HEX}{{6}}(?=/)"
+    rf"|{INDEX_PREFIX}{_HEX}+/(?:erase-)?{_HEX}{{12}}[0-9a-f-]*_{_HEX}{{6}}(?=/)"
     rf"|{re.escape(REFUSED_PREFIX)}{_HEX}+(?=/)"
     rf"|(?:{TOMBSTONES}|{FITTED_DIRECTORY})/{_HEX}{{12}}(?:-{_HEX}{{6}})?\.(?:json|parquet)$"
     rf"|{VOCABULARIES}/[^/]+/[0-9]{{5}}-{_HEX}{{12}}(?:-{_HEX}{{6}})?\.parquet$"

@@ -73,21 +73,21 @@ CSV_PIECES = [
     ("quote", "escape"), [('"', None), (None, None), ("'", "^"), ('"', "\\"), ('"', '"')]
 )
 @pytest.mark.parametrize(
-    "limits", [(8 << 20, 16 << 20, 1 << 20), (5, 40, 12), (64, 64, 64), (1, 23, 17)]
+    "sizes", [(8 << 20, 16 << 20, 1 << 20), (5, 40, 12), (64, 64, 64), (1, 23, 17)]
 )
 def test_csv_rows_are_those_of_a_reader_that_takes_one_byte_at_a_time(
     quote: str | None,
     escape: str | None,
-    limits: tuple[int, int, int],
+    sizes: tuple[int, int, int],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    block, max_row, max_quoted = limits
+    block, max_row, max_quoted = sizes
     monkeypatch.setattr(csv_source, "_BLOCK_BYTES", block)
     monkeypatch.setattr(text_records, "_READ_BYTES", max(1, block // 2))
     monkeypatch.setattr(limits, "MAX_ROW_BYTES", max_row)
     monkeypatch.setattr(text_records, "MAX_QUOTED_BYTES", max_quoted)
-    draw = random.Random(f"{quote} {limits}")
+    draw = random.Random(f"{quote} {escape} {sizes}")
     mark = (quote or '"').encode()
     for _ in range(120 if block > 1 else 50):
         names = NAMES[: draw.choice([1, 2, 2, 3])]

@@ -235,7 +235,7 @@ def _write_segment(
     seed: int,
     day: str | None,
 ) -> Reference:
-    root = folder / SEGMENTS / f"{index:05d}-small"
+    root = folder / SEGMENTS / f"{index:012x}-5a11"
     rows: list[dict[str, object]] = []
     parts: list[tuple[pa.Table, np.ndarray, np.ndarray]] = []
     for number, (num_train, num_evaluation) in enumerate(files):

@@ -47,12 +47,12 @@ def other_segment(root: DatasetManifest) -> dict[str, object]:
 REPLACED = {
     "another segment": (
         other_segment,
-        "segment 0 of the dataset changed while it was followed: from 00000-small to 00000-other "
-        "in {dataset}; restore it, or train a new run on the dataset",
+        "segment 0 of the dataset changed while it was followed: from 000000000000-5a11 to "
+        "00000-other in {dataset}; restore it, or train a new run on the dataset",
     ),
     "fewer segments": (
         lambda root: {"segments": root.segments[:1]},
-        "segment 1 of the dataset changed while it was followed: from 00001-small to None "
+        "segment 1 of the dataset changed while it was followed: from 000000000001-5a11 to None "
         "in {dataset}; restore it, or train a new run on the dataset",
     ),
     "another schema": (

@@ -192,7 +192,7 @@ def test_train_refuses_a_changed_byte_by_name(
 ) -> None:
     copy = tmp_path / "dataset"
     shutil.copytree(dataset, copy)
-    file = copy / "segments" / "00000-small" / path
+    file = copy / "segments" / "000000000000-5a11" / path
     data = bytearray(file.read_bytes())
     data[len(data) // 3] ^= 1
     file.write_bytes(bytes(data))
@@ -210,7 +210,7 @@ def test_train_refuses_a_missing_dataset_by_name(job: Path, tmp_path: Path) -> N
         run_job(job, tmp_path / "dataset", tmp_path / "run")
 
 
-@pytest.mark.parametrize("pattern", ["segments/00001-small", "index-*/00001-small"])
+@pytest.mark.parametrize("pattern", ["segments/000000000001-5a11", "index-*/000000000001-5a11"])
 def test_train_refuses_a_missing_manifest_by_name(
     pattern: str, job: Path, dataset: Path, tmp_path: Path
 ) -> None:

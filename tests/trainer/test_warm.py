@@ -94,7 +94,7 @@ def test_run_takes_the_segments_that_are_left(
     job, dataset, folder = small
     summary = run_job(job, dataset, tmp_path / "rest", start_from=folder / DATES[0])
     assert summary.start is not None
-    assert summary.start["segments"] == ["00001-small", "00002-small"]
+    assert summary.start["segments"] == ["000000000001-5a11", "000000000002-5a11"]
     assert bits_of(tmp_path / "rest") == bits_of(folder / DATES[-1])
     with pytest.raises(SchemaError, match="dataset has no segment that rest did not train"):
         run_job(job, dataset, tmp_path / "more", start_from=tmp_path / "rest")
@@ -122,11 +122,11 @@ def test_run_does_not_train_again_what_is_left_of_a_segment_after_forgetting(
     small: tuple[Path, Path, Path], tmp_path: Path
 ) -> None:
     job, dataset, folder = small
-    left = erased(Path(shutil.copytree(dataset, tmp_path / "dataset")), "00000-small")
+    left = erased(Path(shutil.copytree(dataset, tmp_path / "dataset")), "000000000000-5a11")
     run = tmp_path / "rest"
     summary = run_job(job, left, run, start_from=folder / DATES[0], expire_days=30)
     assert summary.start is not None
-    assert summary.start["segments"] == ["00001-small", "00002-small"]
+    assert summary.start["segments"] == ["000000000001-5a11", "000000000002-5a11"]
     assert bits_of(run) == bits_of(folder / DATES[-1])
     resumed = Path(shutil.copytree(folder / DATES[0], tmp_path / "resumed"))
     with pytest.raises(SchemaError, match="a new version has replaced it: train a new run"):
@@ -179,7 +179,7 @@ def test_rows_that_no_segment_of_the_last_days_uses_are_dropped(
 def test_expiry_asks_for_days(tmp_path: Path) -> None:
     job = write_job(tmp_path / "job", **IN_ORDER)
     dataset = make_dataset(tmp_path / "dataset", job, SEGMENTS)
-    run_job(job, dataset, tmp_path / "old", segments=("00000-small",))
+    run_job(job, dataset, tmp_path / "old", segments=("000000000000-5a11",))
     with pytest.raises(SchemaError, match="segment has no day, which --expire-days needs"):
         run_job(job, dataset, tmp_path / "new", start_from=tmp_path / "old", expire_days=2)
     assert not (tmp_path / "new" / "run.json").exists()
@@ -274,7 +274,7 @@ def test_evaluation_is_of_the_segments_that_are_named(
     assert own.num_samples == 40
     assert own == evaluate_run(job, place, run, (DATES[1],))
     assert json.loads((run / "summary.json").read_text())["ne"] == own.ne
-    later = evaluate_run(job, place, old, ("00002-small",))
+    later = evaluate_run(job, place, old, ("000000000002-5a11",))
     assert later.num_samples == 40
     assert later.ne != evaluate_run(job, place, run, (DATES[2],)).ne
     arguments = ["evaluate", str(job), "--dataset", str(dataset), "--run", str(old), "--json"]
