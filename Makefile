@@ -15,7 +15,6 @@ JOB := schemas/demo/job.yaml
 JOBS ?= 2
 DATASET := demo/dataset
 PYTEST = python -m pytest -n $(JOBS) --dist worksteal
-ON_A_CLUSTER := tests/cluster tests/scheduler/kubernetes tests/integration/test_kubernetes.py
 
 # What the surroundings of a process decide: no usage reports, no plot window, no chatter of libraries.
 export DO_NOT_TRACK := 1
@@ -27,7 +26,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 # Without its caches of bytecode a process that imports Torch compiles for 15 seconds first.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup wheel demo test test-quick test-gpu check format bench chaos lock clean
+.PHONY: help setup wheel demo tools test test-quick test-all test-part test-gpu check format bench chaos lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-11s %s\n", $$1, $$2}' Makefile
@@ -76,16 +75,21 @@ demo: build/installed ## log, dataset, oracle, three trainings, plan and demo/re
 	python -m pipelines report $(DATASET) --html demo/report.html --runs demo/runs
 	@echo "open demo/report.html"
 
-# Tests of a cluster wait more than they compute: they run beside the others.
-test: build/installed ## every test, the slow ones too, but for the long fault injection
-	cluster=$$(mktemp); trap 'rm $$cluster' EXIT; status=0; \
-	python -m pytest $(ON_A_CLUSTER) > $$cluster 2>&1 & \
-	$(PYTEST) -m "not chaos" $(addprefix --ignore=,$(ON_A_CLUSTER)) || status=$$?; \
-	wait $$! || status=$$?; \
-	cat $$cluster; exit $$status
+test-quick: build/installed ## the tests of single functions
+	$(PYTEST) -m "not slow and not nightly and not chaos"
 
-test-quick: build/installed ## the tests without those marked slow
-	$(PYTEST) -m "not slow and not chaos"
+test: build/installed ## every function of the product, with a local store and one kill of each kind
+	$(PYTEST) -m "not nightly and not chaos"
+
+test-all: test ## also Flink, Kubernetes, other stores, images, documents and the long fault injection
+	$(PYTEST) -m nightly
+	$(PYTEST) -m chaos
+
+test-part: build/installed ## PART=K/N: part K (from 0) of N of the nightly tests
+	$(PYTEST) --part $(PART)
+
+tools: build/installed ## build and install the programs that tests start, once per machine
+	python -m tests.tools
 
 check: build/installed ## format, lint, types and import directions
 	ruff format --check .

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests import fork_server
+from tests.durations import Durations, file_of, part_of_files
 from tests.object_store import Store, shared_store
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -21,6 +22,8 @@ BUILD_TIMEOUT_SEC = 1800
 """Timeout of a test whose fixture may have to build servers."""
 SERVERS = {"cluster", "s3_store", "gcs_store", "azure_store"}
 """Fixtures that build servers."""
+RARE_SERVERS = {"cluster", "gcs_store", "azure_store", "gs", "az"}
+"""Fixtures and parameters whose tests are nightly: `make test` has S3 alone."""
 
 # The same examples in every run, and no deadline: speed is measured by benchmarks.
 settings.register_profile(
@@ -33,11 +36,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """Add options to run a random part of the tests."""
     parser.addoption("--draw", metavar="SEED", help="run the tests in a random order")
     parser.addoption("--seconds", type=float, help="skip tests that would start after this time")
+    parser.addoption("--part", metavar="K/N", help="run the nightly tests of one part of N, from 0")
+    parser.addoption("--write-seconds", action="store_true", help="of the run into the table")
 
 
-def pytest_configure() -> None:
-    """Create the directory of the fork server."""
+def pytest_configure(config: pytest.Config) -> None:
+    """Create the directory of the fork server; add up the seconds of the tests."""
     fork_server.start_session()
+    if not hasattr(config, "workerinput"):  # not a worker of xdist
+        config.pluginmanager.register(Durations(writes=config.getoption("write_seconds")))
 
 
 def pytest_unconfigure() -> None:
@@ -85,11 +92,29 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip(f"the {seconds:.0f} s of this run are over")
 
 
+def _names(item: pytest.Item) -> set[str]:
+    """Return the fixtures of a test, and its parameters that are texts."""
+    parameters = getattr(item, "callspec", None)
+    values = parameters.params.values() if parameters else ()
+    return {*getattr(item, "fixturenames", ()), *(v for v in values if isinstance(v, str))}
+
+
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects by marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Order the tests by `--draw`, or files with many slow tests first to balance the workers.
 
-    Also extend the timeout of tests with servers, and skip tests marked `gpu` without a driver.
+    Also keep the files of `--part`, extend the timeout of tests with servers, and skip tests marked
+    `gpu` without a driver.
     """
+    for item in items:
+        if RARE_SERVERS & _names(item):
+            item.add_marker(pytest.mark.nightly)
+    part = config.getoption("part")
+    if part is not None:
+        number, count = map(int, part.split("/"))
+        nightly = [item for item in items if item.get_closest_marker("nightly")]
+        files = part_of_files({file_of(item) for item in nightly}, number, count)
+        items[:] = [item for item in nightly if file_of(item) in files]
     seed = config.getoption("draw")
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
     if seed is None:
@@ -97,7 +122,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     else:
         items.sort(key=lambda item: hashlib.sha256(f"{seed} {item.nodeid}".encode()).digest())
     for item in items:
-        if SERVERS & set(getattr(item, "fixturenames", ())):
+        if SERVERS & _names(item):
             item.add_marker(pytest.mark.timeout(BUILD_TIMEOUT_SEC))
     if shutil.which("nvidia-smi"):
         return

@@ -16,7 +16,7 @@ from tests.fault_proxy import FAULTS, Faults
 from tests.object_store import Store
 
 PLACES = {"file": "", "s3": "s3_store", "gs": "gcs_store", "az": "azure_store"}
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.nightly, pytest.mark.slow]
 
 
 def append_manifest(url: str, entry: str) -> bool:

@@ -134,7 +134,7 @@ def run_block(block: Block, folder: Path, variables: dict[str, str]) -> list[str
     return runner(block, folder, variables)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", parameters(with_run=True))
 @pytest.mark.timeout(1800)
 def test_blocks_of_document_run_as_shown(name: str, tree: Path) -> None:

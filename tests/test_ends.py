@@ -97,7 +97,7 @@ def test_command_leaves_nothing_alive(
     assert left == [] or command in WITH_BEAM, left
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("package", "command"), [each for each in ALL if each[1] not in SECONDS_LONG]
 )

@@ -154,7 +154,7 @@ def test_workers_beside_flink_run_what_their_image_holds(repository: Path) -> No
     assert spec["flinkVersion"] == f"v{version[1].replace('.', '_')}"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_what_is_in_an_image_starts(
     name: str, image: Image, repository: Path, tmp_path: Path

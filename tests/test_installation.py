@@ -10,6 +10,8 @@ from tests.documents import blocks
 from tests.external_tools import install_wheel
 from tests.test_documents import run_block
 
+pytestmark = pytest.mark.nightly
+
 MARK = "outside the source tree"
 """In the reason of the README's blocks that run here."""
 

@@ -27,6 +27,8 @@ from tests.trainer.runs import small_dataset
 from trainer import __main__ as trainer
 from trainer.stores.factory import token_file_of
 
+pytestmark = pytest.mark.nightly
+
 Main = Callable[[Sequence[str]], int]
 SHIPPED = ("demo", "ebnerd", "kuairand", "mind", "thirtymusic")
 

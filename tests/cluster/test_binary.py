@@ -11,6 +11,8 @@ import pytest
 from tests.cluster import binary
 from tests.cluster.binary import cluster_binary, needs_cluster
 
+pytestmark = pytest.mark.nightly
+
 MODULE = "module kubetest\n\ngo 1.24\n\nrequire (\n\tk8s.io/kubernetes v1.36.3\n)\n"
 LACKS = MODULE.replace("v1.36.3", "v1.0.0-nowhere")
 PROGRAM = 'package main\n\nfunc main() { println("runs") }\n'

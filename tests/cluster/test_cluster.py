@@ -24,7 +24,7 @@ from tests.cluster.manifests import (
 from tests.cluster.servers import Cluster
 from tests.cluster.waiting import until
 
-pytestmark = [pytest.mark.slow, needs_cluster]
+pytestmark = [pytest.mark.nightly, pytest.mark.slow, needs_cluster]
 
 
 def test_pod_that_fits_nowhere_waits(cluster: Cluster, namespace: str) -> None:

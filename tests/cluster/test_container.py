@@ -18,6 +18,8 @@ from tests.cluster.container import descendants
 from tests.cluster.started import SUPERVISOR
 from tests.cluster.waiting import runs, until
 
+pytestmark = pytest.mark.nightly
+
 STARTS_OTHERS = (
     "import subprocess, time\n"
     "subprocess.Popen(['sleep', '600'], start_new_session=True)\n"

@@ -23,7 +23,7 @@ from tests.cluster.manifests import (
 from tests.cluster.servers import Cluster
 from tests.cluster.waiting import runs, until
 
-pytestmark = [pytest.mark.slow, needs_cluster]
+pytestmark = [pytest.mark.nightly, pytest.mark.slow, needs_cluster]
 
 EVEN = {kind: {"cpu": "200m", "memory": "256Mi"} for kind in ("requests", "limits")}
 

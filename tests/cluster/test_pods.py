@@ -11,6 +11,8 @@ from kubernetes import client
 from tests.cluster import pods
 from tests.cluster.pods import Pod
 
+pytestmark = pytest.mark.nightly
+
 
 def a_pod(restart_policy: str = "Never", **container: Any) -> Pod:
     main = {"name": "main", "image": "none", "command": ["run"], **container}

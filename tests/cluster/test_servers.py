@@ -17,7 +17,7 @@ from tests.cluster.container import descendants
 from tests.cluster.servers import REPOSITORY, Cluster
 from tests.cluster.waiting import runs, until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), needs_cluster]
+pytestmark = [pytest.mark.nightly, pytest.mark.slow, pytest.mark.timeout(1800), needs_cluster]
 
 RUNS = """
 import sys, time

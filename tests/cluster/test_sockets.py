@@ -5,7 +5,11 @@ from __future__ import annotations
 import os
 import socket
 
+import pytest
+
 from tests.cluster.sockets import pids_with, sockets_of
+
+pytestmark = pytest.mark.nightly
 
 
 def test_sockets_of_a_process_are_where_it_listens_and_whom_it_called() -> None:

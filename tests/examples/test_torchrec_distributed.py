@@ -14,6 +14,8 @@ from schemas.accesses import TableHints, write_hints
 from tests.trainer.processes import children_of
 from tests.trainer.runs import small_dataset
 
+pytestmark = pytest.mark.nightly
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXAMPLE = "examples/torchrec_distributed.py"
 FEATURES = ["clicked", "item", "viewed", "page", "price", "age"]

@@ -27,6 +27,8 @@ from tests.integration.test_scheduled import (
 )
 from tests.trainer.processes import hold
 
+pytestmark = pytest.mark.nightly
+
 ONE_STORE = "store: {memory: 600MiB}\n    max_stores: 3"
 
 

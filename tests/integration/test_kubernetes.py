@@ -31,6 +31,8 @@ from tests.integration.test_scheduled import (
 )
 from tests.object_store import Store
 
+pytestmark = pytest.mark.nightly
+
 __all__ = ["cluster", "namespace"]
 
 

@@ -13,6 +13,8 @@ from tests import real_logs
 from tests.shared import with_long
 from trainer.__main__ import main as trainer_main
 
+pytestmark = pytest.mark.nightly
+
 MODELS = {
     "dlrm": "{name: dlrm, bottom_layers: [16], top_layers: [32]}",
     "dcn": "{name: dcn, bottom_layers: [16], top_layers: [32], cross_rank: 8}",

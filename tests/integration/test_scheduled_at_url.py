@@ -19,6 +19,8 @@ from tests.integration.test_scheduled import (
 )
 from tests.object_store import Store
 
+pytestmark = pytest.mark.nightly
+
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)

@@ -17,6 +17,8 @@ from tests.integration.small_demo import write_small_demo
 from tests.integration.test_scheduled import Scheduler, send
 from tests.pipelines.logs import bytes_of
 
+pytestmark = pytest.mark.nightly
+
 SLOTS = 4
 SMALL = {
     "num_samples: 200000": "num_samples: 8000",

@@ -18,6 +18,8 @@ from tests.pipelines.concurrent_appends import (
     run_writers,
 )
 
+pytestmark = pytest.mark.nightly
+
 RATE = 0.02
 """Probability of each kind of fault, for each request."""
 

@@ -28,6 +28,8 @@ from tests.pipelines.logs import bytes_of
 from tests.pipelines.private_workers import without_paths, without_sources, worker_pool, write_input
 from tests.pipelines.repeated_bundles import DO_FNS, FUNCTIONS
 
+pytestmark = pytest.mark.nightly
+
 BUCKET = "shop-presage"
 FITTED = (VOCABULARIES, FITTED_DIRECTORY)
 RUN = """

@@ -28,6 +28,7 @@ from tests.pipelines.private_workers import (
 )
 
 pytestmark = [
+    pytest.mark.nightly,
     pytest.mark.slow,
     pytest.mark.timeout(900),
     needs_flink,

@@ -18,6 +18,8 @@ from schemas.storage import Location
 from tests.external_tools import build_go_program
 from tests.pipelines.logs import beam_request, bytes_of, write_job, write_log
 
+pytestmark = pytest.mark.nightly
+
 PRISM, PRISM_VERSION = "github.com/apache/beam/sdks/v2/go/cmd/prism", f"v{beam.__version__}"
 
 

@@ -37,6 +37,8 @@ from tests.pipelines import logs
 from tests.pipelines.logs import bytes_of
 from tests.pipelines.test_clustering import GROUPS, REPOSITORY, START, data_config
 
+pytestmark = pytest.mark.nightly
+
 PART_SAMPLES, NUM_ITEMS = 500, 100
 
 

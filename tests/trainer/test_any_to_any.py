@@ -19,6 +19,8 @@ from trainer.checkpoint.load import read_dense, verify_checkpoint
 from trainer.checkpoint.manifest import read_checkpoint_manifest
 from trainer.evaluate import evaluate_run
 
+pytestmark = pytest.mark.nightly
+
 STOP, END = 15, 17
 KINDS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
     "plain": ({}, {}),

@@ -17,6 +17,8 @@ from trainer.elastic.launcher import LaunchOptions, train_replicas
 from trainer.options import TrainOptions
 from trainer.run import verify_run
 
+pytestmark = pytest.mark.nightly
+
 NUM_STEPS = 64
 WITH_EACH_KIND = (1, 2, 14)
 SEEDS = [

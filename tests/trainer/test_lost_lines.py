@@ -28,6 +28,8 @@ from trainer.run import verify_run
 from trainer.run_log import LogWriter, truncate_logs
 from trainer.setup import resumable_checkpoint
 
+pytestmark = pytest.mark.nightly
+
 NUM_STEPS = 32
 
 

@@ -24,6 +24,8 @@ from tests.conftest import REPOSITORY
 from tests.shared import make_once
 from trainer.checkpoint.manifest import complete_checkpoints, read_checkpoint_manifest
 
+pytestmark = pytest.mark.nightly
+
 NEEDS_CGROUPS = pytest.mark.skipif(
     not os.access(CGROUPS, os.W_OK) or not (CGROUPS / "memory.limit_in_bytes").is_file(),
     reason="needs memory cgroups of version 1 that it may create",

@@ -22,6 +22,8 @@ from trainer.checkpoint.format import to_buffers
 from trainer.checkpoint.load import read_cached
 from trainer.checkpoint.manifest import PLAN_FILE
 
+pytestmark = pytest.mark.nightly
+
 ATTENTION = "{name: attention, history: clicked, target: item, top_layers: [16], num_heads: 2}"
 
 

@@ -32,6 +32,8 @@ from trainer.options import TrainOptions
 from trainer.recovery import Drain, DrainInterrupt
 from trainer.run import read_ledger
 
+pytestmark = pytest.mark.nightly
+
 EPOCHS = {"epochs": "8"}
 NEVER_SEC = 1000.0
 """A heartbeat's time that no test waits for."""

@@ -23,6 +23,8 @@ from trainer.elastic.launcher import LaunchOptions, start_replica, train_replica
 from trainer.elastic.worker import replica_limits
 from trainer.options import TrainOptions
 
+pytestmark = pytest.mark.nightly
+
 LINE = (
     r"error: phase must end within 6 s, got phase='read', step=\d+, rank='(\d)' after \d+\.\d s; "
     r"see what each thread waits for in .*/stacks-\1.txt, raise train.limits.read if it is only "

@@ -15,6 +15,8 @@ from tests.trainer.stores import TOKEN, running, start_store
 from trainer.options import TrainOptions
 from trainer.run_log import LogWriter
 
+pytestmark = pytest.mark.nightly
+
 
 def assert_same_run(one: Path, other: Path) -> None:
     assert losses_of(one).tobytes() == losses_of(other).tobytes()

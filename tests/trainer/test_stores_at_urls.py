@@ -25,6 +25,8 @@ from trainer.checkpoint import upload
 from trainer.elastic import launcher
 from trainer.stores.remote.connection import resolve_address
 
+pytestmark = pytest.mark.nightly
+
 EVERY = 6
 """Steps between checkpoints."""
 DELAY = ("--delay-sec", "0.05")

@@ -20,6 +20,8 @@ from tests.trainer.url_hosts import Hosts
 from tests.trainer.url_runs import check_equal, check_objects, newest_of, train_at, write_saved_run
 from trainer.checkpoint import upload
 
+pytestmark = pytest.mark.nightly
+
 PAUSE_SEC = 0.02
 """Of each step, so that several uploads begin while a run trains."""
 

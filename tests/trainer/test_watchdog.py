@@ -26,6 +26,8 @@ from tests.trainer.test_draining import SEGMENT, with_a_fifo
 from trainer.diff import compare_runs
 from trainer.recovery import ActivePhase, Watchdog
 
+pytestmark = pytest.mark.nightly
+
 LINE = (
     r"error: phase must end within 6 s, got phase='(\w+)', step=(\d+), rank='0' after \d+\.\d s; "
     r"see what each thread waits for in (.*)/stacks-0.txt, raise train.limits.(\w+) if it is only "

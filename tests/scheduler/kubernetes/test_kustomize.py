@@ -23,7 +23,7 @@ from tests.cluster.manifests import SMALL
 from tests.cluster.servers import Cluster
 from tests.cluster.waiting import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.nightly, pytest.mark.slow, pytest.mark.timeout(600)]
 KINDS = {
     "ServiceAccount": "presage-scheduler",
     "Role": "presage-scheduler",

@@ -13,7 +13,7 @@ from scheduler.drivers.kubernetes.manifest import GPU, pod_name
 from tests.cluster.servers import Cluster
 from tests.scheduler.kubernetes.pods import LEAVES, SLEEPS, bench, config_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.nightly, pytest.mark.slow, pytest.mark.timeout(180)]
 NEEDS = ResourceRequest(cpus=0.1, memory_bytes=128 << 20)
 FAILS = [sys.executable, "-c", "import sys; print('log', file=sys.stderr); sys.exit('error: b')"]
 PRINTS = [sys.executable, "-c", "import sys; print('log', file=sys.stderr); print('out')"]

@@ -15,7 +15,7 @@ from tests.cluster.manifests import SMALL
 from tests.cluster.servers import Cluster
 from tests.cluster.waiting import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.nightly, pytest.mark.slow, pytest.mark.timeout(180)]
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from tests.cluster.servers import Cluster
 from tests.scheduler.kubernetes.pods import LEAVES, bench, config_of
 from tests.scheduler.kubernetes.test_pods import NEEDS
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.nightly, pytest.mark.slow, pytest.mark.timeout(180)]
 ACCOUNT = "presage-scheduler"
 GIVEN = {
     *(("", "pods", verb) for verb in ("create", "get", "list", "watch", "patch", "delete")),

@@ -18,7 +18,7 @@ from scheduler.drivers.kubernetes.api import (
 from tests.cluster.servers import Cluster
 from tests.scheduler.kubernetes.pods import config_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.nightly, pytest.mark.slow, pytest.mark.timeout(180)]
 SELECTOR = "app=followed"
 
 
