@@ -5,7 +5,6 @@ import os
 import pty
 import select
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -224,11 +223,17 @@ def terminal(shell: str, folder: Path, script: str) -> Iterator[Callable[[str], 
     name, startup, options = SHELLS[shell]
     (folder / "script").write_text(script)
     (folder / name).write_text(startup)
-    process, file = pty.fork()
-    if not process:  # the child becomes the shell
-        os.chdir(folder)
-        variables = {"PATH": os.environ["PATH"], "TERM": "dumb", "ZDOTDIR": str(folder)}
-        os.execvpe(shell, [shell, *options], {**variables, "HOME": str(folder), "PS1": "> "})
+    file, other = pty.openpty()
+    variables = {"PATH": os.environ["PATH"], "TERM": "dumb", "ZDOTDIR": str(folder)}
+    process = subprocess.Popen(
+        ["setsid", "--ctty", shell, *options],
+        stdin=other,
+        stdout=other,
+        stderr=other,
+        cwd=folder,
+        env={**variables, "HOME": str(folder), "PS1": "> "},
+    )
+    os.close(other)
 
     def line_after(text: str) -> str:
         (folder / "line").unlink(missing_ok=True)
@@ -244,8 +249,8 @@ def terminal(shell: str, folder: Path, script: str) -> Iterator[Callable[[str], 
         yield line_after
     finally:
         os.close(file)
-        os.kill(process, signal.SIGKILL)
-        os.waitpid(process, 0)
+        process.kill()
+        process.wait()
 
 
 @pytest.mark.slow
