@@ -94,7 +94,7 @@ class Durations:
             tests = {t: s for t, s in self._tests.items() if (t in self._nightly) == nightly}
             for path, total in _by_file(tests).items():
                 seconds.setdefault(path, [0.0, 0.0])[index] = total
-        lines = [f"{path}\t{a:.1f}\t{b:.1f}\n" for path, (a, b) in sorted(seconds.items())]
+        lines = [f"{p}\t{a:.1f}\t{b:.1f}\n" for p, (a, b) in sorted(seconds.items()) if a + b > 0.1]
         SECONDS.write_text("".join(lines))
 
 
