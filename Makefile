@@ -82,7 +82,7 @@ test: build/installed ## every function of the product, with a local store and o
 	$(PYTEST) -m "not nightly and not chaos"
 
 test-all: test ## also Flink, Kubernetes, other stores, images, documents and the long fault injection
-	$(PYTEST) -m nightly
+	$(PYTEST) -m "nightly and not chaos"
 	$(PYTEST) -m chaos
 
 test-part: build/installed ## PART=K/N: part K (from 0) of N of the nightly tests

@@ -112,7 +112,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     part = config.getoption("part")
     if part is not None:
         number, count = map(int, part.split("/"))
-        nightly = [item for item in items if item.get_closest_marker("nightly")]
+        nightly = [
+            item
+            for item in items
+            if item.get_closest_marker("nightly") and not item.get_closest_marker("chaos")
+        ]
         files = part_of_files({file_of(item) for item in nightly}, number, count)
         items[:] = [item for item in nightly if file_of(item) in files]
     seed = config.getoption("draw")
