@@ -44,7 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Create the directory of the fork server; add up the seconds of the tests."""
     fork_server.start_session()
     if not hasattr(config, "workerinput"):  # not a worker of xdist
-        config.pluginmanager.register(Durations(writes=config.getoption("write_seconds")))
+        config.pluginmanager.register(Durations(writes=bool(config.getoption("write_seconds"))))
 
 
 def pytest_unconfigure() -> None:
