@@ -98,6 +98,11 @@ class Column:
         return words_of(self.name)
 
     @property
+    def stems(self) -> set[str]:
+        """Words of its name, and the same without an s at their ends."""
+        return self.words | {word.removesuffix("s") for word in self.words}
+
+    @property
     def num_distinct(self) -> int:
         """Number of distinct values."""
         return len(pc.unique(self.values.drop_null()))
@@ -115,16 +120,15 @@ class Column:
         """Whether its integers are times since 1970 rather than ids."""
         if (self.of or self.shape) != "int" or not len(self.values):
             return False
-        words = self.words | {word.removesuffix("s") for word in self.words}
         low, high = pc.quantile(self.values, [0.01, 0.99]).to_pylist()
         in_range = any(_EARLY * unit <= low and high <= _LATE * unit for _, unit, _ in _EPOCHS)
-        return in_range and (bool(words & _TIME_WORDS) or not words & _ID_WORDS)
+        return in_range and (bool(self.stems & _TIME_WORDS) or not self.stems & _ID_WORDS)
 
     @property
     def is_amounts(self) -> bool:
         """Whether, by its name, its list has numbers rather than ids, such as prices."""
-        words = self.words | {word.removesuffix("s") for word in self.words}
-        return self.shape == "list" and bool(words & _DENSE_WORDS) and not words & {"id", "code"}
+        is_list, stems = self.shape == "list", self.stems
+        return is_list and bool(stems & _DENSE_WORDS) and not stems & {"id", "code"}
 
     @property
     def is_prose(self) -> bool:

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,14 @@ def nodes(tree: Any) -> Iterator[dict[str, Any]]:
     if isinstance(tree, (dict, list)):
         for part in tree.values() if isinstance(tree, dict) else tree:
             yield from nodes(part)
+
+
+@cache
+def function_names(condition: str) -> frozenset[str]:
+    """Return the names of DuckDB's functions with a condition on `duckdb_functions()`."""
+    with duckdb.connect() as database:
+        query = f"SELECT DISTINCT function_name FROM duckdb_functions() WHERE {condition}"
+        return frozenset(name for (name,) in database.execute(query).fetchall())
 
 
 def _call(function: str, text: str) -> str:

@@ -20,7 +20,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipelines.samples.sql import BadRowsError, Connection, nodes, parse, run, unparse
+from pipelines.samples.sql import (
+    BadRowsError,
+    Connection,
+    function_names,
+    nodes,
+    parse,
+    run,
+    unparse,
+)
 from pipelines.sources.listing import first_line
 from pipelines.sources.rejects import TooManyRunsError, isolate_bad, reason_kinds, row_texts
 from pipelines.sources.rows import ORIGIN
@@ -219,15 +227,9 @@ def _units(expression: Node) -> Iterator[Node]:
             yield from _units(child)
 
 
-@cache
 def _blocking_functions() -> frozenset[str]:
     """Return the functions that `TRY` does not take."""
-    with duckdb.connect() as database:
-        rows = database.execute(
-            "SELECT DISTINCT function_name FROM duckdb_functions() "
-            "WHERE function_type IN ('aggregate', 'window') OR stability = 'VOLATILE'"
-        ).fetchall()
-    return frozenset(name for (name,) in rows)
+    return function_names("function_type IN ('aggregate', 'window') OR stability = 'VOLATILE'")
 
 
 def _expressions(parts: Any) -> Iterator[Node]:

@@ -33,7 +33,7 @@ from pipelines.samples.sql_rejects import (
     run_key,
 )
 from pipelines.sources.rejects import TooManyRunsError, isolate_bad
-from pipelines.sources.rows import CHUNK_ROWS, ORIGIN, POSITION_BITS
+from pipelines.sources.rows import CHUNK_ROWS, ORIGIN, POSITION_MASK
 from schemas.arrays import comparable_tuple, hash_keys, one_chunk
 from schemas.config.job import DataConfig
 from schemas.errors import SchemaError
@@ -152,7 +152,7 @@ def _check_equal(expected: pa.Table, samples: pa.Table) -> None:
         left, right = (hash_keys(comparable_tuple(t, names)) for t in (expected, samples))
         different = (left != right).nonzero()[0]
         if len(different):
-            row = expected[ORIGIN][int(different[0])].as_py() & ((1 << POSITION_BITS) - 1)
+            row = expected[ORIGIN][int(different[0])].as_py() & POSITION_MASK
             difference = f"other samples of raw row {row} alone than among other rows"
     if difference:
         raise SchemaError(

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
-import duckdb
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from pipelines.samples.sql import LIST_INDEX, nodes, parse
+from pipelines.samples.sql import LIST_INDEX, function_names, nodes, parse
 from pipelines.samples.sql_rejects import BAD_ROWS_SCHEMA, bad_rows
 from pipelines.samples.statements import PER
 from pipelines.samples.tuples import Tuples
@@ -247,6 +246,7 @@ def _checks(features: FeatureSet, data: DataConfig) -> Iterator[tuple[tuple[str,
         yield (name,), _is_missing, f"{role} {name!r} must not be null"
     reason = f"session time {data.session.time!r} must be in the years 1 to 9999"
     yield (data.session.time,), _outside_calendar, reason
+    labels = features.with_role("label")
     entry_weights = {
         weights_column(name): name
         for name in features.with_role("sparse")
@@ -263,7 +263,7 @@ def _checks(features: FeatureSet, data: DataConfig) -> Iterator[tuple[tuple[str,
         if name in entry_weights:
             of = entry_weights[name]
             yield (name, of), _unequal_lengths, f"lists {name!r} and {of!r} must be equally long"
-        low, high = _limits(feature, features, data)
+        low, high = _limits(feature, labels == (name,), data)
         if low is not None:
             reason = f"feature {name!r} must be at least {low}"
             yield (name,), partial(_outside, comparison="less", limit=low), reason
@@ -309,10 +309,10 @@ def _holds_null(column: pa.Array) -> NDArray[np.bool_] | None:
 
 
 def _limits(
-    feature: Feature, features: FeatureSet, data: DataConfig
+    feature: Feature, is_trained: bool, data: DataConfig
 ) -> tuple[float | None, float | None]:
+    """Return the limits of a feature; `is_trained` of the only label, which training reads."""
     low, high = feature.minimum, feature.maximum
-    is_trained = features.with_role("label") == (feature.name,)
     if feature.role == "weight" or is_trained:
         low = 0 if low is None else max(low, 0)
     if is_trained:
@@ -365,14 +365,6 @@ WITHOUT_PARENTHESES = frozenset({
 """Functions that are called without parentheses."""
 
 
-@cache
-def _functions(condition: str) -> frozenset[str]:
-    """Return the names of DuckDB's functions with a condition."""
-    with duckdb.connect() as database:
-        query = f"SELECT DISTINCT function_name FROM duckdb_functions() WHERE {condition}"
-        return frozenset(row[0] for row in database.execute(query).fetchall())
-
-
 def check_repeatable(data: DataConfig, sources: Mapping[str, pa.Table]) -> None:
     """Check that the job's statements yield the same samples in each build.
 
@@ -395,7 +387,7 @@ def check_repeatable(data: DataConfig, sources: Mapping[str, pa.Table]) -> None:
 
 
 def _check_functions(statement: str, key: str, columns: Collection[str]) -> None:
-    volatile = _functions("function_type = 'scalar' AND stability <> 'CONSISTENT'") - _ALLOWED
+    volatile = function_names("function_type = 'scalar' AND stability <> 'CONSISTENT'") - _ALLOWED
     for node in nodes(parse(statement)):
         name = _function_name(node)
         is_column = node.get("class") == "COLUMN_REF" and name in columns
@@ -466,7 +458,7 @@ def _other_rows(node: Mapping[str, Any], rows: Collection[str]) -> str:
         return "SAMPLE"
     if node["group_expressions"]:
         return "GROUP BY"
-    aggregates = _functions("function_type = 'aggregate'")
+    aggregates = function_names("function_type = 'aggregate'")
     parts = [node[name] for name in ("select_list", "where_clause", "having", "qualify")]
     for each in _own_nodes(parts):
         if each.get("class") == "WINDOW":

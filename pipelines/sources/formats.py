@@ -190,7 +190,10 @@ def read_split(
     `schema` is that of `empty_rows`, the same for all files of the source.
     """
     partitions = {n: kind for n, kind in config.partitions.items() if n in schema.names}
-    values = typed_partitions(split.path, partitions)
+    folders = {n: kind for n, kind in config.folder_columns.items() if n in schema.names}
+    values = typed_partitions(split.path, folders)
+    if "_file" in partitions:
+        values["_file"] = pa.scalar(split.path, pa.string())
     if "_day" in partitions:
         values["_day"] = pa.scalar(date.fromisoformat(schema.field("_day").metadata[_DAY].decode()))
     file_schema = pa.schema([field for field in schema if field.name not in partitions])

@@ -18,7 +18,7 @@ import pyarrow as pa
 
 from pipelines.sources.rows import RawRows
 from pipelines.sources.types import arrow_type
-from schemas.config.sources import ROW_COLUMNS, SourceConfig
+from schemas.config.sources import SourceConfig
 from schemas.errors import SchemaError, suggest_name
 from schemas.files import sha256_of
 from schemas.manifest import InputFile
@@ -272,7 +272,7 @@ def _is_date(text: str) -> bool:
 
 
 def typed_partitions(path: str, types: Mapping[str, str]) -> dict[str, pa.Scalar]:
-    """Return the values of declared partition columns for one file, without `_line` and `_day`.
+    """Return the values of declared partition columns for one file.
 
     Raises:
         SchemaError: a column has no folder, or its value is not of the type.
@@ -280,8 +280,6 @@ def typed_partitions(path: str, types: Mapping[str, str]) -> dict[str, pa.Scalar
     values = partition_values(path) if types else {}
     scalars: dict[str, pa.Scalar] = {}
     for name, kind in types.items():
-        if name in ROW_COLUMNS:
-            continue
         if name not in values:
             raise SchemaError(
                 f"file is not in a folder {name}=..., which `partitions` declares; move it, or "
@@ -297,8 +295,6 @@ def typed_partitions(path: str, types: Mapping[str, str]) -> dict[str, pa.Scalar
                 "the type, or rename the folder",
                 file=path,
             ) from error
-    if "_file" in types:
-        scalars["_file"] = pa.scalar(path, pa.string())
     return scalars
 
 
@@ -369,7 +365,7 @@ def find_files(
         if not folder.only:
             check_committed(folder, paths, everything, pattern)
         for path in paths:
-            typed_partitions(path, sources[name].partitions)
+            typed_partitions(path, sources[name].folder_columns)
         files[name] = tuple(_with_size(folder, name, path, sizes[path]) for path in paths)
     return files
 

@@ -44,6 +44,7 @@ ORIGIN = "_origin"
 """Column added to every raw row: file index << POSITION_BITS | row in the file."""
 
 POSITION_BITS = 40
+POSITION_MASK = (1 << POSITION_BITS) - 1
 
 CHUNK_ROWS = 1 << 16
 """Maximum raw rows in one run of the SQL."""
@@ -143,13 +144,13 @@ def with_origins(table: pa.Table, file_index: int, positions: np.ndarray) -> pa.
 
 def with_positions(table: pa.Table, name: str) -> pa.Table:
     """Append the position of each row in its file as a column."""
-    positions = table[ORIGIN].to_numpy() & ((1 << POSITION_BITS) - 1)
+    positions = table[ORIGIN].to_numpy() & POSITION_MASK
     return table.append_column(name, pa.array(positions))
 
 
 def file_and_row(origin: int, listing: Sequence[InputFile]) -> tuple[str, int]:
     """Return the path and the row in the file of an origin."""
-    index, position = origin >> POSITION_BITS, origin & ((1 << POSITION_BITS) - 1)
+    index, position = origin >> POSITION_BITS, origin & POSITION_MASK
     return listing[index].path, position
 
 
@@ -160,7 +161,7 @@ def files_and_rows(
     numbers = origins.to_numpy()
     paths = pa.array([file.path for file in listing], pa.string())
     files = paths.take(pa.array(numbers >> POSITION_BITS))
-    return files, pa.array(numbers & ((1 << POSITION_BITS) - 1))
+    return files, pa.array(numbers & POSITION_MASK)
 
 
 # Conversion to the declared types.
@@ -246,7 +247,7 @@ def _value_rejects(
         f"column {path!r} must be {kind}, got {value!r}"
         for (path, kind), value in zip(fields, shown, strict=True)
     ]
-    positions = rows[ORIGIN].to_numpy() & ((1 << POSITION_BITS) - 1)
+    positions = rows[ORIGIN].to_numpy() & POSITION_MASK
     files = pa.repeat(pa.scalar(split.path, pa.string()), rows.num_rows)
     texts = row_texts(rows.drop_columns([ORIGIN]))
     rows_unknown = pa.repeat(pa.scalar(False), rows.num_rows)

@@ -48,6 +48,11 @@ class SourceConfig:
         """Declared columns: of files, then of folder names."""
         return {**(self.columns or {}), **self.partitions}
 
+    @property
+    def folder_columns(self) -> Mapping[str, str]:
+        """Columns whose values are in folder names."""
+        return {n: kind for n, kind in self.partitions.items() if n not in ROW_COLUMNS}
+
     def __post_init__(self) -> None:
         if self.format in ("csv", "jsonl") and not self.columns:
             raise ValueError(f"columns is missing; name every column of a {self.format} source")
