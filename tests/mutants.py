@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-PACKAGES = ("pipelines", "scheduler", "schemas", "trainer")
+PACKAGES = ("pipelines", "presage", "scheduler", "schemas", "trainer")
 _SWAPS: dict[type[ast.AST], Any] = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,
@@ -276,7 +276,7 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     drawing = commands.add_parser("draw")
     drawing.add_argument("--seed", required=True)
-    drawing.add_argument("--per-package", type=int, default=15)
+    drawing.add_argument("--per-package", type=int, default=8)
     drawing.add_argument("--output", type=Path, required=True)
     for name in ("cover", "kill"):
         command = commands.add_parser(name)
