@@ -7,9 +7,11 @@ reasons. How much is read depends on the number of rows requested, not on the si
 
 from __future__ import annotations
 
+import resource
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import groupby
@@ -122,12 +124,31 @@ def _preview(request: BuildRequest, folder: Folder, rows: int) -> dict[str, Any]
     listing = [file for excerpt in copies.values() for file in excerpt.listing]
     listing.sort(key=lambda file: (file.source, file.path))
     request = replace(request, listing=tuple(listing))
-    request, job = with_groups(request, job, features)
-    context = prepare(request, job, features)
-    root = request.dataset / "segment"
-    Path(root).mkdir(parents=True)
-    context = replace(context, segment_root=root)
-    return {"job": job.name, "input": folder.root, **_run_stages(context, copies)}
+    with _limited_memory(limits.memory):
+        request, job = with_groups(request, job, features)
+        context = prepare(request, job, features)
+        root = request.dataset / "segment"
+        Path(root).mkdir(parents=True)
+        context = replace(context, segment_root=root)
+        return {"job": job.name, "input": folder.root, **_run_stages(context, copies)}
+
+
+@contextmanager
+def _limited_memory(num_bytes: int) -> Iterator[None]:
+    """Limit what the process can allocate in addition.
+
+    DuckDB counts no memory of values that one function creates, and is interrupted only between
+    vectors of rows: `range` of a large number would take all memory, for minutes.
+    """
+    limit, hard = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    most = pages * resource.getpagesize() + num_bytes
+    if limit == resource.RLIM_INFINITY or limit > most:
+        resource.setrlimit(resource.RLIMIT_AS, (most, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
 
 
 def _run_stages(context: BuildContext, copies: Mapping[str, Excerpt]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from pipelines.sources.formats import MAX_FILES, copy_excerpt, input_splits, rea
 from pipelines.sources.listing import Folder, find_files, folder_of
 from pipelines.sources.rows import ORIGIN, InputSplit
 from schemas.config.sources import SourceConfig
+from schemas.errors import SchemaError
 from tests.pipelines import logs, test_joins
 from tests.pipelines.logs import request
 
@@ -118,6 +119,16 @@ def test_preview_says_what_would_end_a_build(tmp_path: Path) -> None:
         job = logs.write_job(tmp_path / on_error, on_error=on_error)
         notes = preview(job, tmp_path / "log")["notes"]
         assert any(note.startswith("a build ends here: ") and words in note for note in notes)
+
+
+@pytest.mark.slow
+def test_value_that_fills_the_memory_ends_the_preview(tmp_path: Path) -> None:
+    logs.write_log(tmp_path / "log")
+    job = logs.write_job(tmp_path / "job")
+    large = "clicked + 0 * length(range(1000000000)) AS label"
+    job.write_text(job.read_text().replace("clicked AS label", large))
+    with pytest.raises(SchemaError, match=r"data\.samples\.map must fit into 4096 MiB of memory"):
+        preview(job, tmp_path / "log")
 
 
 @pytest.mark.slow
