@@ -1,11 +1,14 @@
 """Seconds of the tests by file: their sum after a run, and equal parts of the nightly tests.
 
 `tests/seconds.tsv` has them as of the last run with `--write-seconds`: those of the tests of `make
-test`, and those of nightly ones. `python -m tests.durations` prints the number of parts.
+test`, and those of nightly ones. `python -m tests.durations` prints the number of parts;
+`python -m tests.durations directories` the table of the README.
 """
 
 from __future__ import annotations
 
+import sys
+import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from math import ceil
@@ -20,6 +23,8 @@ SLOWEST = 20
 WORKERS = 2
 _WHOLE_RUN = 1000
 """Tests of a run whose seconds are compared with the table."""
+_LONGEST_MIN = 15
+"""Of `make test` on two idle cores."""
 
 
 def read_seconds() -> dict[str, tuple[float, float]]:
@@ -62,6 +67,7 @@ class Durations:
     def __init__(self, *, writes: bool) -> None:
         """`writes` puts the seconds of the run into the table."""
         self._writes = writes
+        self._start = time.monotonic()
         self._tests = defaultdict[str, float](float)
         self._nightly = set[str]()
 
@@ -87,6 +93,12 @@ class Durations:
             f"{sum(usual.values()):,.0f} s in all, of `make test`; {before:,.0f} s in "
             f"{SECONDS.name}: {sum(usual.values()) - before:+,.0f} s"
         )
+        minutes = (time.monotonic() - self._start) / 60
+        if minutes > _LONGEST_MIN and not self._nightly:
+            terminalreporter.line(
+                f"warning: make test should end within {_LONGEST_MIN} minutes on two idle cores, "
+                f"got {minutes:.1f}"
+            )
 
     def _write(self) -> None:
         seconds = {path: list(each) for path, each in read_seconds().items()}
@@ -105,5 +117,15 @@ def _by_file(tests: Mapping[str, float]) -> dict[str, float]:
     return files
 
 
+def directories() -> list[str]:
+    """Return the lines of a table of the seconds by directory."""
+    sums = defaultdict[str, list[float]](lambda: [0.0, 0.0])
+    for path, seconds in read_seconds().items():
+        for directory in (str(Path(path).parent), "all"):
+            sums[directory] = [a + b for a, b in zip(sums[directory], seconds, strict=True)]
+    rows = sorted(sums.items(), key=lambda row: -sum(row[1]))
+    return [f"| {name} | {usual:,.0f} | {nightly:,.0f} |" for name, (usual, nightly) in rows]
+
+
 if __name__ == "__main__":
-    print(num_parts())  # noqa: T201
+    print(*(directories() if sys.argv[1:] else [num_parts()]), sep="\n")  # noqa: T201
