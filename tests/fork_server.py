@@ -303,7 +303,8 @@ class _Server:
         self.listener.close()
         os.close(self.owner)
         connection.close()
-        moved = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, 256) for file in files]
+        above = max(256, *request["files"]) + 1  # no number that a file gets below is in use
+        moved = [fcntl.fcntl(file, fcntl.F_DUPFD_CLOEXEC, above) for file in files]
         for file in files:
             os.close(file)
         for number, file in zip(request["files"], moved, strict=True):

@@ -18,6 +18,7 @@ from tests.trainer.make_dataset import write_job
 from tests.trainer.processes import children_of, hold, is_gone, wait_for
 from tests.trainer.runs import checkpoint_at, losses_of, rows_in, run_job
 from trainer.__main__ import main
+from trainer.checkpoint import manager
 from trainer.checkpoint.manager import CHECKPOINT_LOG, BackgroundSaver
 from trainer.checkpoint.manifest import complete_checkpoints
 from trainer.checkpoint.snapshot import SnapshotMemory, memory_path
@@ -309,6 +310,31 @@ def test_last_checkpoint_on_a_full_disk_is_an_error(
     monkeypatch.setattr(BackgroundSaver, "save", whole)
     run_job(job, dataset, run, resume=True)
     assert compare_runs(plain, run).difference is None
+
+
+@pytest.mark.slow
+def test_checkpoints_fail_while_every_agent_dies(
+    dataset: Path,
+    plain: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run, job = tmp_path / "run", job_of(tmp_path, tmp_path / "memory")
+    with monkeypatch.context() as patch:
+        patch.setattr(manager, "start_child", lambda *_, **__: start_failing_child())
+        with pytest.raises(
+            SchemaError, match=r"^agent of checkpoints must write that of step 32, "
+        ):
+            run_job(job, dataset, run)
+    assert caplog.text.count("checkpoint is not written, the next one tries again: agent of ") >= 6
+    assert complete_checkpoints(run / "checkpoints") == []
+    run_job(job, dataset, run, resume=True)
+    assert compare_runs(plain, run).difference is None
+
+
+def start_failing_child() -> subprocess.Popen[bytes]:
+    return subprocess.Popen(["false"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
 def test_memory_too_small_is_refused_before_the_first_step(

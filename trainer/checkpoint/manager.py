@@ -22,6 +22,7 @@ from trainer.checkpoint.agent import recover
 from trainer.checkpoint.load import state_of
 from trainer.checkpoint.snapshot import (
     COMMITTED,
+    FAILED,
     WAIT_SEC,
     WRITTEN,
     SnapshotHeader,
@@ -39,6 +40,8 @@ from trainer.runtime import close_pipes, is_readable, start_child
 logger = logging.getLogger(__name__)
 
 _AGENT_EXIT_SEC = 10.0
+_MAX_DEATHS = 3
+"""Of agents in succession without an answer, after which a checkpoint has failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +84,7 @@ class BackgroundSaver:
         self._failed: str | None = None
         self._config = config
         self._agent: subprocess.Popen[bytes] | None = None
+        self._deaths = 0  # of agents since the last answer
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="truncate")
         self._truncating: Future[None] | None = None
 
@@ -206,7 +210,7 @@ class BackgroundSaver:
         if not line:
             self._restart_agent(agent)
             return True
-        answer = json.loads(line)
+        self._deaths, answer = 0, json.loads(line)
         step = int(answer["train_step"])
         if answer["error"] is not None:
             self._on_failure(str(answer["error"]))
@@ -236,6 +240,14 @@ class BackgroundSaver:
             if self._memory.state == WRITTEN:
                 self._is_saved(self._pending)
             self._pending = None
+        self._deaths += 1
+        if self._pending is not None and self._deaths >= _MAX_DEATHS:
+            self._memory.state = FAILED
+            self._on_failure(
+                f"agent of checkpoints must write that of step {self._pending}, got {self._deaths} "
+                f"agents that died, the last with status {agent.returncode}; its message is above"
+            )
+            self._pending, self._deaths = None, 0
         self._agent = self._start_agent()
 
     def _start_agent(self) -> subprocess.Popen[bytes]:
