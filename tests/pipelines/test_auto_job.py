@@ -5,6 +5,7 @@ import os
 import re
 from collections import Counter
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from benchmarks.logs import with_auto
@@ -310,6 +311,7 @@ def test_columns_of_leaves_out_parameters_and_functions() -> None:
     st.integers(1, 80),
     st.randoms(use_true_random=False),
 )
+@example([(1, 0), (1, 0), (2, 0), (0, 0)], 4, Random(0))  # the second 1 is at the bound
 def test_smallest_hashes_depend_on_the_rows_and_not_on_their_order(
     rows: list[tuple[int, int]], max_cells: int, random: object
 ) -> None:
