@@ -13,10 +13,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import shtab
 
+from presage import completion
 from presage.__main__ import main
 from presage.commands import PACKAGES, TASKS, help_text
 from presage.completion import parser_of_all, subparsers_of
@@ -151,6 +153,21 @@ def test_completion_has_the_commands_and_options_of_the_parsers() -> None:
                 assert (
                     completed[command].format_usage().partition(f" {command} ")[2].split() == usage
                 )
+
+
+def test_completion_names_packages_whose_imports_are_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def without_torch(name: str) -> ModuleType:
+        if name == "trainer.__main__":
+            raise ModuleNotFoundError("No module named 'torch'")
+        return import_module(name)
+
+    monkeypatch.setattr(completion, "import_module", without_torch)
+    parsers = subparsers_of(parser_of_all())
+    assert capsys.readouterr().err == "options of trainer are left out: No module named 'torch'\n"
+    assert set(parsers) == {*PACKAGES, "completion"}
+    assert "--dataset" not in parsers["train"].format_help()
 
 
 def test_completion_prints_the_script(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import re
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -265,6 +266,8 @@ def test_preview_prints_one_object_or_a_hundred_columns(
     text = "\n".join(lines)
     for word in ("Sources", "First 10 samples", "No rejects", "dedup factor", "look-ups", "Joins"):
         assert word in text
+    assert re.search(r"\(x[2-9]\)", text), "values that repeat are shown once"
+    assert "(x1)" not in text
     assert list(scratch.iterdir()) == []
 
 
