@@ -307,7 +307,8 @@ def name_errors(key: str) -> Iterator[None]:
     except LimitError as error:
         raise SchemaError(
             f"{key} {error} for one chunk of rows; look for a join without a condition or for "
-            f"large values of functions such as repeat and range, or raise data.samples.limits; `preview` waits {PREVIEW_TIME.seconds} s at most"
+            "large values of functions such as repeat and range, or raise data.samples.limits; "
+            f"`preview` waits {PREVIEW_TIME.seconds} s at most"
         ) from error
 
 
