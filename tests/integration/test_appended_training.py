@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from datetime import datetime
-from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -11,17 +10,15 @@ import pytest
 from pipelines.build import build
 from schemas.config.job import load_job
 from schemas.dataset import open_dataset
-from schemas.run_log import METRICS, StepMetric, read_metrics
+from schemas.run_log import METRICS, read_metrics
 from schemas.storage import Location
 from tests.pipelines.appending import DEFAULT, EXTRA, addition, changed
 from tests.pipelines.logs import SCHEMA, raw_rows, request, samples_of, write_log
-from tests.trainer.runs import final_rows, losses_of, reader_of, run_job
+from tests.trainer.runs import assert_equal, reader_of, run_job
 from trainer.components import order_of
 from trainer.data.decode import spec_of
 from trainer.evaluate import evaluate_run
-from trainer.options import TrainOptions
 from trainer.run import verify_run
-from trainer.train import train
 
 EVALUATION_FROM = datetime(2026, 1, 1, 0, 8)
 ROWS = (300, 200)
@@ -62,7 +59,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def dataset(job: Path, logs: list[Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A dataset of two segments, not to be changed."""
+    """A dataset of two segments, which no test changes."""
     return built_and_appended(tmp_path_factory.mktemp("two") / "dataset", [job, job], logs)
 
 
@@ -84,15 +81,6 @@ def samples_by_split(seed: int) -> tuple[list[tuple[object, ...]], list[tuple[ob
     )
 
 
-def assert_same_run(one: Path, other: Path) -> None:
-    """Assert that losses, rows and optimizer state have the same bits."""
-    assert losses_of(one).tobytes() == losses_of(other).tobytes()
-    a, b = final_rows(one), final_rows(other)
-    assert a.keys() == b.keys()
-    for name, array in a.items():
-        assert array.tobytes() == b[name].tobytes(), name
-
-
 @pytest.mark.slow
 def test_plain_training_uses_every_sample_of_both_segments_in_every_epoch(
     job: Path, dataset: Path, plain: Path
@@ -102,59 +90,27 @@ def test_plain_training_uses_every_sample_of_both_segments_in_every_epoch(
     metrics = read_metrics(plain / METRICS)
     opened = open_dataset(dataset)
     order = order_of(load_job(job), opened)
-    found = np.zeros((2, 2), np.int64)  # epoch, segment
+    num_samples = np.zeros((2, 2), np.int64)  # epoch, segment
     for metric in metrics:
         step = order.step(metric.step)
-        found[step.epoch, step.segment] += metric.num_samples
-    assert found.tolist() == [num_train, num_train]
+        num_samples[step.epoch, step.segment] += metric.num_samples
+    assert num_samples.tolist() == [num_train, num_train]
     assert verify_run(plain).problems == ()
 
 
 @pytest.mark.slow
-def test_cached_training_has_the_bits_of_plain(
+def test_cached_run_stopped_in_the_second_segment_and_resumed_has_the_bits_of_a_plain_one(
     job: Path, dataset: Path, plain: Path, tmp_path: Path
 ) -> None:
-    summary = run_job(job, dataset, tmp_path / "cached", embedding="cached")
-    assert_same_run(plain, tmp_path / "cached")
-    assert summary.cache_hit_rate is not None
-    assert 0 < summary.cache_hit_rate < 1
-
-
-class StoppedError(Exception):
-    """What ends a run in the middle."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("embedding", "epoch"), [("plain", 1), ("cached", 0)])
-def test_run_that_died_in_the_second_segment_and_was_resumed_has_the_bits_of_an_unbroken_one(
-    embedding: str, epoch: int, dataset: Path, plain: Path, tmp_path: Path
-) -> None:
-    often = ("epochs: 2, embedding", "epochs: 2, checkpoint: {every_steps: 3}, embedding")
-    job = changed(tmp_path / "job", *TWICE, often)
     order = order_of(load_job(job), open_dataset(dataset))
     steps = [order.step(s) for s in range(order.num_steps)]
-    second = [s.train_step for s in steps if (s.epoch, s.segment) == (epoch, 1)]
-    stop = second[len(second) // 2]
-
-    def end(metric: StepMetric, num_steps: int) -> None:
-        if metric.step == stop:
-            raise StoppedError
-
-    ticks, run = count(), tmp_path / "run"
-    options = TrainOptions(embedding=embedding)
-    with pytest.raises(StoppedError):
-        train(
-            job,
-            Location.parse(dataset),
-            run,
-            options,
-            clock=lambda: float(next(ticks)),
-            on_step=end,
-        )
-    assert len(losses_of(run)) == stop + 1 < order.num_steps
-    run_job(job, dataset, run, embedding=embedding, resume=True)
-    assert_same_run(plain, run)
-    assert verify_run(run).problems == ()
+    second = [s.train_step for s in steps if (s.epoch, s.segment) == (0, 1)]
+    run, stop = tmp_path / "run", second[len(second) // 2]
+    run_job(job, dataset, run, embedding="cached", steps=stop)
+    summary = run_job(job, dataset, run, embedding="cached", resume=True)
+    assert_equal(run, plain)
+    assert summary.cache_hit_rate is not None
+    assert 0 < summary.cache_hit_rate < 1
 
 
 def test_evaluation_covers_the_evaluation_ranges_of_both_segments(
@@ -166,8 +122,8 @@ def test_evaluation_covers_the_evaluation_ranges_of_both_segments(
         mine = [b for b in batches if b.step.segment == segment]
         keys = np.concatenate([b.kept["session"] for b in mine])
         labels = np.concatenate([b.labels.numpy() for b in mine])
-        found = sorted(zip(keys.tolist(), labels.tolist(), strict=True))
-        assert found == sorted((s[0], s[-1]) for s in expected)
+        pairs = sorted(zip(keys.tolist(), labels.tolist(), strict=True))
+        assert pairs == sorted((s[0], s[-1]) for s in expected)
     evaluation = evaluate_run(job, Location.parse(dataset), plain)
     assert evaluation.num_samples == sum(map(len, samples))
     assert evaluation.ne is not None
@@ -179,8 +135,8 @@ def with_price(directory: Path, price: str, kind: str, default: str = DEFAULT) -
     return changed(directory, *TWICE, (SQL, columns), TABLES, schema=SCHEMA + ADDED + default)
 
 
-def seen(job: Path, dataset: Path, segment: int) -> tuple[set[float], int]:
-    """Return the prices that training reads from a segment, and how many kinds it looks up."""
+def prices_and_kinds(job: Path, dataset: Path, segment: int) -> tuple[set[float], int]:
+    """Return the prices that training reads from a segment, and the number of look-ups of kinds."""
     opened = open_dataset(dataset)
     place = spec_of(opened, "float32").dense.index("price")
     reader, order = reader_of(job, dataset), order_of(load_job(job), opened)
@@ -199,15 +155,10 @@ def test_segment_without_an_added_feature_trains_as_one_that_was_built_with_its_
     written = with_price(tmp_path / "written", value, "NULL::BIGINT", default)
     later = built_and_appended(tmp_path / "later", [job, added], logs)
     always = built_and_appended(tmp_path / "always", [written, added], logs)
-    assert seen(added, later, 0) == ({answer}, 0)
-    prices, num_kinds = seen(added, later, 1)
+    assert prices_and_kinds(added, later, 0) == ({answer}, 0)
+    prices, num_kinds = prices_and_kinds(added, later, 1)
     assert prices == {1.5}
     assert num_kinds > 0
-    runs = {
-        name: run_job(added, dataset, tmp_path / f"run-{name}-{embedding}", embedding=embedding)
-        for name, dataset in (("later", later), ("always", always))
-        for embedding in ("plain", "cached")
-    }
-    assert runs["later"].ne == runs["always"].ne
-    for name in ("run-later-cached", "run-always-plain", "run-always-cached"):
-        assert_same_run(tmp_path / "run-later-plain", tmp_path / name)
+    summary = run_job(added, later, tmp_path / "later-run", embedding="cached")
+    assert summary.ne == run_job(added, always, tmp_path / "always-run").ne
+    assert_equal(tmp_path / "later-run", tmp_path / "always-run")

@@ -7,13 +7,19 @@ import pytest
 import torch
 
 from tests.trainer.elsewhere import there
-from tests.trainer.runs import small_dataset
+from tests.trainer.runs import plain_run, small_dataset
 
 
 @pytest.fixture(scope="session")
 def dataset() -> Path:
     """The small dataset, which no test changes."""
     return small_dataset()
+
+
+@pytest.fixture(scope="session")
+def reference() -> Path:
+    """A run of one process in float32 with all rows in memory, which no test changes."""
+    return plain_run(dtype="float32")
 
 
 @pytest.fixture(autouse=True, scope="session")

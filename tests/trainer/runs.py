@@ -1,4 +1,4 @@
-"""Runs of the small dataset, and what tests ask of them."""
+"""Runs of the small dataset, and what tests compare of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from schemas.storage import Location
 from tests.shared import make_once
 from tests.trainer.make_dataset import make_dataset, write_job
 from trainer.checkpoint.format import ROW_FILES
-from trainer.checkpoint.load import newest_checkpoint
+from trainer.checkpoint.load import read_dense, require_checkpoint
 from trainer.checkpoint.manifest import complete_checkpoints, read_checkpoint_manifest
 from trainer.components import Components, build_components, order_of
 from trainer.data.collate import Batch
@@ -33,7 +33,7 @@ SEGMENTS = [[(400, 50), (333, 30)], [(250, 0)]]
 
 
 def run_job(job: Path, dataset: Path, run: Path, **options: object) -> RunSummary:
-    """Train with a clock that ticks once per look."""
+    """Train with a clock that advances by one second with each call."""
     ticks = count()
     return train(
         job,
@@ -46,9 +46,21 @@ def run_job(job: Path, dataset: Path, run: Path, **options: object) -> RunSummar
 
 
 def assert_equal(run: Path, other: Path) -> None:
-    """Assert that two runs have the same bits, and that the first one is whole."""
+    """Assert that two runs have the same bits, and that the first one is complete."""
     assert compare_runs(run, other).difference is None
     assert verify_run(run).problems == ()
+
+
+def assert_same_bits(run: Path, other: Path) -> None:
+    """Compare losses, rows and dense state, without the code of the command `diff`."""
+    assert losses_of(run).tobytes() == losses_of(other).tobytes()
+    assert bits_of(require_checkpoint(run)) == bits_of(require_checkpoint(other))
+
+
+def bits_of(checkpoint: Path) -> dict[str, bytes]:
+    """Return the bytes of all rows and of the dense state of a checkpoint."""
+    arrays = rows_in(checkpoint) | read_dense(checkpoint)
+    return {name: array.tobytes() for name, array in arrays.items()}
 
 
 def steps_of(run: Path) -> list[int]:
@@ -57,7 +69,7 @@ def steps_of(run: Path) -> list[int]:
 
 
 def small_dataset() -> Path:
-    """Return the dataset of `SEGMENTS`, which is not to be changed, made once per test session."""
+    """Return the dataset of `SEGMENTS`, made once per test session; no test changes it."""
     return make_once(_small_dataset) / "dataset"
 
 
@@ -66,7 +78,7 @@ def _small_dataset(folder: Path) -> None:
 
 
 def plain_run(**changes: str) -> Path:
-    """Return the plain run of a job on the small dataset, which is not to be changed.
+    """Return the plain run of a job on the small dataset; no test changes it.
 
     Args:
         changes: of the job, see `write_job`.
@@ -99,28 +111,24 @@ def parts_of(job_path: Path, dataset_path: Path) -> Components:
 
 def final_rows(run: Path) -> dict[str, np.ndarray]:
     """Return every array of the newest checkpoint's rows."""
-    newest = newest_checkpoint(run)
-    assert newest is not None, "a finished run leaves a checkpoint"
-    return rows_in(newest)
+    return rows_in(require_checkpoint(run))
 
 
 def rows_in(checkpoint: Path) -> dict[str, np.ndarray]:
     """Return every array of a checkpoint's rows, all parts of a table together."""
-    found: dict[str, np.ndarray] = {}
+    arrays: dict[str, np.ndarray] = {}
     for table, parts in read_checkpoint_manifest(checkpoint).parts.items():
-        whole: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        records: dict[int, list[np.ndarray]] = {}
         for part in reversed(parts):
-            arrays = [np.load(checkpoint.parent / part / f"{name}.npy") for name in ROW_FILES]
-            whole |= {
-                row: (values, state)
-                for row, values, state in zip(arrays[0].tolist(), *arrays[1:], strict=True)
+            files = [np.load(checkpoint.parent / part / f"{name}.npy") for name in ROW_FILES]
+            records |= {
+                row: record for row, *record in zip(files[0].tolist(), *files[1:], strict=True)
             }
-        rows = np.array(sorted(whole), np.int64)
-        found[f"{table}/rows.npy"] = rows
-        for place, name in enumerate(ROW_FILES[1:]):
-            lines = [whole[row][place] for row in rows.tolist()]
-            found[f"{table}/{name}.npy"] = np.array(lines)
-    return found
+        rows = sorted(records)
+        arrays[f"{table}/rows.npy"] = np.array(rows, np.int64)
+        for column, name in enumerate(ROW_FILES[1:]):
+            arrays[f"{table}/{name}.npy"] = np.array([records[row][column] for row in rows])
+    return arrays
 
 
 def checkpoint_at(run: Path, train_step: int) -> Path:

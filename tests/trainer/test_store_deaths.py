@@ -86,6 +86,7 @@ def test_stores_killed_at_any_moment_cost_no_committed_step(
     at_step[13] = lambda run: threading.Timer(0.01, kill_stores, (run, 1)).start()
     summary = run_job(job, dataset, run, embedding="cached", stores=2)
     assert (summary.num_rollbacks, summary.recomputed_steps) == (0, 0)
+    assert stores_of(run) == {}, "they end with the run"
     assert_equal(run, undisturbed)
 
 

@@ -17,39 +17,23 @@ from schemas.manifest import DatasetManifest, read_segment, write_manifest
 from schemas.storage import Location
 from tests.trainer.daily import DATES, IN_ORDER, make_days, run_days
 from tests.trainer.make_dataset import bytes_of, change_root, make_dataset, write_job
-from tests.trainer.runs import SEGMENTS, losses_of, parts_of, rows_in, run_job
+from tests.trainer.runs import SEGMENTS, bits_of, losses_of, parts_of, rows_in, run_job
 from trainer.__main__ import main
-from trainer.checkpoint.load import newest_checkpoint, read_dense
+from trainer.checkpoint.load import require_checkpoint
 from trainer.evaluate import evaluate_run
 from trainer.run import verify_run
 from trainer.warm_start import rows_used
 
 KINDS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
-    "plain": ({}, {}),
     "lazy Adam, which counts steps": ({"optimizer": "adam"}, {}),
-    "saved beside training": ({"every_steps": "2"}, {}),
-    "a log by time to live": ({}, {"embedding": "cached"}),
     "a log, saved beside training": ({"every_steps": "3"}, {"embedding": "cached"}),
-    "mapped files behind a cache": (
-        {"policy": "belady", "files": "mmap"},
-        {"embedding": "cached"},
-    ),
-    "the rows used last": ({"rows": "205"}, {"embedding": "lru"}),
-    "two stores behind a cache": ({}, {"embedding": "cached", "stores": 2}),
+    "two stores": ({}, {"embedding": "cached", "stores": 2}),
 }
+"""What may differ in a start; `test_embedding_modes.py` loads checkpoints in every mode."""
 
 
-def newest(run: Path) -> Path:
-    """Return the newest checkpoint of a run that has one."""
-    found = newest_checkpoint(run)
-    assert found is not None, "a finished run leaves a checkpoint"
-    return found
-
-
-def bits_of(run: Path) -> dict[str, bytes]:
-    """Return the bytes of all rows and of the dense state that a run has left."""
-    found = rows_in(newest(run)) | read_dense(newest(run))
-    return {name: array.tobytes() for name, array in found.items()}
+def final_bits(run: Path) -> dict[str, bytes]:
+    return bits_of(require_checkpoint(run))
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +54,7 @@ def test_days_one_by_one_have_the_bits_of_all_at_once(kind: str, tmp_path: Path)
     run_days(job, dataset, tmp_path, **options)
     losses = [losses_of(tmp_path / day) for day in DATES]
     assert np.concatenate(losses).tobytes() == losses_of(tmp_path / "whole").tobytes()
-    assert bits_of(tmp_path / DATES[-1]) == bits_of(tmp_path / "whole")
+    assert final_bits(tmp_path / DATES[-1]) == final_bits(tmp_path / "whole")
     for day in DATES:
         assert verify_run(tmp_path / day).problems == ()
 
@@ -84,7 +68,7 @@ def test_replicas_begin_with_the_same_bits(
     given = ["train", str(job), "--dataset", str(dataset), "--output", str(tmp_path / "run")]
     given += ["--start-from", str(folder / DATES[0]), "--segments", DATES[1], "--replicas", "2"]
     assert main([*given, *more]) == 0
-    assert bits_of(tmp_path / "run") == bits_of(folder / DATES[1])
+    assert final_bits(tmp_path / "run") == final_bits(folder / DATES[1])
     assert verify_run(tmp_path / "run").problems == ()
 
 
@@ -95,7 +79,7 @@ def test_run_takes_the_segments_that_are_left(
     summary = run_job(job, dataset, tmp_path / "rest", start_from=folder / DATES[0])
     assert summary.start is not None
     assert summary.start["segments"] == ["000000000001-5a11", "000000000002-5a11"]
-    assert bits_of(tmp_path / "rest") == bits_of(folder / DATES[-1])
+    assert final_bits(tmp_path / "rest") == final_bits(folder / DATES[-1])
     with pytest.raises(SchemaError, match="dataset has no segment that rest did not train"):
         run_job(job, dataset, tmp_path / "more", start_from=tmp_path / "rest")
 
@@ -127,7 +111,7 @@ def test_run_does_not_train_again_what_is_left_of_a_segment_after_forgetting(
     summary = run_job(job, left, run, start_from=folder / DATES[0], expire_days=30)
     assert summary.start is not None
     assert summary.start["segments"] == ["000000000001-5a11", "000000000002-5a11"]
-    assert bits_of(run) == bits_of(folder / DATES[-1])
+    assert final_bits(run) == final_bits(folder / DATES[-1])
     resumed = Path(shutil.copytree(folder / DATES[0], tmp_path / "resumed"))
     with pytest.raises(SchemaError, match="a new version has replaced it: train a new run"):
         run_job(job, left, resumed, resume=True)
@@ -150,7 +134,9 @@ def test_report_counts_rows_as_sets_do(small: tuple[Path, Path, Path]) -> None:
                     "grown": 0,
                 }
             known |= used
-            assert known == set(rows_in(newest(folder / day))[f"{table}/rows.npy"].tolist())
+            assert known == set(
+                rows_in(require_checkpoint(folder / day))[f"{table}/rows.npy"].tolist()
+            )
     assert parts_of(job, dataset).store.layouts.keys() == before.keys()
 
 
@@ -165,7 +151,7 @@ def test_rows_that_no_segment_of_the_last_days_uses_are_dropped(
     summary = run_job(job, dataset, run, start_from=old, expire_days=num_days)
     opened = open_dataset(dataset)
     segments = select_segments(opened, alive).segments
-    found, held = rows_in(run / "checkpoints" / "00000000"), rows_in(newest(old))
+    found, held = rows_in(run / "checkpoints" / "00000000"), rows_in(require_checkpoint(old))
     assert summary.start is not None
     for table, counts in summary.start["tables"].items():
         stay = np.isin(held[f"{table}/rows.npy"], rows_used(opened, segments, table))
@@ -205,10 +191,10 @@ def test_run_that_was_killed_begins_once(
     checkpoint = run / "checkpoints" / "00000000"
     assert checkpoint.is_dir()
     run_job(job, dataset, run, start_from=old, segments=(DATES[1],), resume=True)
-    assert bits_of(run) == bits_of(folder / DATES[1])
+    assert final_bits(run) == final_bits(folder / DATES[1])
     again = run_job(job, dataset, run, resume=True)
     assert again.start is not None
-    assert bits_of(run) == bits_of(folder / DATES[1])
+    assert final_bits(run) == final_bits(folder / DATES[1])
 
 
 def test_other_runs_are_refused(small: tuple[Path, Path, Path], tmp_path: Path) -> None:
@@ -239,7 +225,7 @@ def test_other_runs_are_refused(small: tuple[Path, Path, Path], tmp_path: Path) 
 def test_damaged_checkpoint_begins_nothing(small: tuple[Path, Path, Path], tmp_path: Path) -> None:
     job, dataset, folder = small
     old = Path(shutil.copytree(folder / DATES[0], tmp_path / "old"))
-    path = newest(old) / "items" / "values.npy"
+    path = require_checkpoint(old) / "items" / "values.npy"
     path.write_bytes(path.read_bytes()[:-1] + b"\x01")
     with pytest.raises(SchemaError, match="file must have sha256"):
         run_job(job, dataset, tmp_path / "new", start_from=old)
@@ -290,5 +276,5 @@ def test_what_a_run_began_with_is_named(small: tuple[Path, Path, Path]) -> None:
     assert second["run"] == f"../{DATES[0]}"
     assert (second["train_step"], second["steps_before"]) == (12, 12)
     assert (third["train_step"], third["steps_before"]) == (4, 16)
-    assert second["checkpoint_sha256"] == bytes_of(newest(folder / DATES[0]))
+    assert second["checkpoint_sha256"] == bytes_of(require_checkpoint(folder / DATES[0]))
     assert len(third["trained"]) == 2

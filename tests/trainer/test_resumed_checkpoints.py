@@ -1,10 +1,9 @@
-"""A checkpoint of any kind of run goes on in any other; one of something else is refused."""
+"""What a resumed run loads: checkpoints of several parts; those of other runs are refused."""
 
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,118 +12,66 @@ from schemas.layout import MANIFEST
 from schemas.run_log import METRICS
 from schemas.storage import Location
 from tests.trainer.make_dataset import make_dataset, write_job
-from tests.trainer.runs import SEGMENTS, checkpoint_at, losses_of, rows_in, run_job
+from tests.trainer.runs import SEGMENTS, checkpoint_at, losses_of, run_job
 from trainer.__main__ import main
-from trainer.checkpoint.load import read_dense, verify_checkpoint
+from trainer.checkpoint.load import verify_checkpoint
 from trainer.checkpoint.manifest import read_checkpoint_manifest
 from trainer.evaluate import evaluate_run
 
 pytestmark = pytest.mark.nightly
 
 STOP, END = 15, 17
-KINDS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
-    "plain": ({}, {}),
-    "a log by time to live": ({}, {"embedding": "cached"}),
-    "a log in a small cache": (
-        {"policy": "belady", "rows": "206"},
-        {"embedding": "cached"},
-    ),
-    "mapped files in a large cache": (
-        {"policy": "belady", "files": "mmap"},
-        {"embedding": "cached"},
-    ),
-    "the rows used last": ({"rows": "205"}, {"embedding": "lru"}),
-    "one store and no cache": ({}, {"embedding": "uncached", "stores": 1}),
-    "three stores behind a cache": ({"lookahead": "5"}, {"embedding": "cached", "stores": 3}),
-}
 
 
 @pytest.fixture(scope="module")
-def straight(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("straight")
+def whole(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
     run_job(write_job(folder / "job", dtype="float32"), dataset, folder / "run", steps=END)
     return folder / "run"
 
 
 @pytest.fixture(scope="module")
-def stopped(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A run of each kind that was stopped, with checkpoints of several parts."""
+def stopped(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was stopped, with checkpoints of several parts, which no test changes."""
     folder = tmp_path_factory.mktemp("stopped")
-    for number, (changes, options) in enumerate(KINDS.values()):
-        job = write_job(folder / f"job{number}", dtype="float32", every_steps="2", **changes)
-        run_job(job, dataset, folder / str(number), steps=STOP, **options)
-    return {kind: folder / str(number) for number, kind in enumerate(KINDS)}
+    job = write_job(folder / "job", dtype="float32", every_steps="2")
+    run_job(job, dataset, folder / "run", steps=STOP, embedding="cached")
+    return folder / "run"
 
 
-@pytest.mark.slow
-def test_stopped_runs_have_equal_checkpoints_of_several_parts(stopped: dict[str, Path]) -> None:
-    found = {kind: checkpoint_at(run, STOP) for kind, run in stopped.items()}
-    rows, dense = rows_in(found["plain"]), read_dense(found["plain"])
-    for kind, checkpoint in found.items():
-        for one, other in ((rows, rows_in(checkpoint)), (dense, read_dense(checkpoint))):
-            assert {n: a.tobytes() for n, a in one.items()} == {
-                n: a.tobytes() for n, a in other.items()
-            }, kind
-        manifest = read_checkpoint_manifest(checkpoint)
-        assert max(len(parts) for parts in manifest.parts.values()) > 1, kind
-        assert "stores" not in (checkpoint / MANIFEST).read_text()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("loads", KINDS)
-def test_each_kind_goes_on_from_itself_and_from_another_with_the_same_bits(
-    loads: str, dataset: Path, straight: Path, stopped: dict[str, Path], tmp_path: Path
-) -> None:
-    """Checkpoints of all kinds hold the same arrays, so that not every pair needs a run."""
-    kinds = list(KINDS)
-    changes, options = KINDS[loads]
-    job = write_job(tmp_path / "job", dtype="float32", **changes)
-    wanted = rows_in(checkpoint_at(straight, END))
-    for number, saved in enumerate((loads, kinds[kinds.index(loads) - 1])):
-        run = Path(shutil.copytree(stopped[saved], tmp_path / str(number)))
-        run_job(job, dataset, run, resume=True, steps=END, **options)
-        assert losses_of(run).tobytes() == losses_of(straight).tobytes(), saved
-        found = rows_in(checkpoint_at(run, END))
-        assert {n: a.tobytes() for n, a in found.items()} == {
-            n: a.tobytes() for n, a in wanted.items()
-        }, saved
+@pytest.fixture
+def run(stopped: Path, tmp_path: Path) -> Path:
+    """A copy of the stopped run."""
+    return Path(shutil.copytree(stopped, tmp_path / "run"))
 
 
 @pytest.mark.slow
 def test_evaluation_reads_a_checkpoint_of_several_parts(
-    dataset: Path, straight: Path, stopped: dict[str, Path], tmp_path: Path
+    dataset: Path, stopped: Path, tmp_path: Path
 ) -> None:
-    whole, run = tmp_path / "whole", stopped["a log by time to live"]
+    plain, location = tmp_path / "plain", Location.parse(dataset)
     job = write_job(tmp_path / "job", dtype="float32")
-    run_job(job, dataset, whole, steps=STOP)
-    place = Location.parse(dataset)
-    assert evaluate_run(job, place, run) == evaluate_run(job, place, whole)
-    arguments = ["evaluate", str(job), "--dataset", str(dataset), "--run", str(run), "--json"]
+    run_job(job, dataset, plain, steps=STOP)
+    assert evaluate_run(job, location, stopped) == evaluate_run(job, location, plain)
+    arguments = ["evaluate", str(job), "--dataset", str(dataset), "--run", str(stopped), "--json"]
     assert main(arguments) == 0
 
 
 @pytest.mark.slow
-def test_run_goes_on_with_a_larger_identity_table(
-    straight: Path, stopped: dict[str, Path], tmp_path: Path
-) -> None:
+def test_run_continues_with_a_larger_identity_table(whole: Path, run: Path, tmp_path: Path) -> None:
     job = write_job(tmp_path / "job", dtype="float32")
     job.write_text(
         job.read_text().replace("num_rows: 12, rows: ident", "num_rows: 40, rows: ident")
     )
     grown = make_dataset(tmp_path / "dataset", job, SEGMENTS)
-    for number, saved in enumerate(("plain", "three stores behind a cache")):
-        run = Path(shutil.copytree(stopped[saved], tmp_path / str(number)))
-        run_job(job, grown, run, resume=True, steps=END, embedding="cached")
-        assert losses_of(run).tobytes() == losses_of(straight).tobytes()
+    run_job(job, grown, run, resume=True, steps=END, embedding="cached")
+    assert losses_of(run).tobytes() == losses_of(whole).tobytes()
 
 
-def test_run_does_not_go_on_with_a_larger_hashed_table(
-    stopped: dict[str, Path], tmp_path: Path
-) -> None:
+def test_run_does_not_continue_with_a_larger_hashed_table(run: Path, tmp_path: Path) -> None:
     job = write_job(tmp_path / "job", dtype="float32")
     job.write_text(job.read_text().replace("num_rows: 300", "num_rows: 400"))
     grown = make_dataset(tmp_path / "dataset", job, SEGMENTS)
-    run = Path(shutil.copytree(stopped["plain"], tmp_path / "run"))
     with pytest.raises(SchemaError, match=r"^dataset\.tables\.items\.num_rows must be that of"):
         run_job(job, grown, run, resume=True)
     assert len(losses_of(run)) == STOP
@@ -172,14 +119,13 @@ OTHER_RUNS: dict[str, tuple[dict[str, str], str, str]] = {
 
 @pytest.mark.parametrize("other", OTHER_RUNS)
 def test_checkpoint_of_another_run_is_refused_with_both_sides(
-    other: str, dataset: Path, stopped: dict[str, Path], tmp_path: Path
+    other: str, dataset: Path, run: Path, tmp_path: Path
 ) -> None:
     changes, message, of_checkpoint = OTHER_RUNS[other]
     job = write_job(tmp_path / "job", dtype="float32")
     for old, new in changes.items():
         assert old in job.read_text()
         job.write_text(job.read_text().replace(old, new))
-    run = Path(shutil.copytree(stopped["plain"], tmp_path / "run"))
     before = (run / METRICS).read_bytes()
     wanted = f"{message} in {run / 'run.json'}; {ADVICE}"
     with pytest.raises(SchemaError, match=f"^{re.escape(wanted)}$"):
@@ -200,11 +146,10 @@ def test_checkpoint_of_another_run_is_refused_with_both_sides(
 
 @pytest.mark.slow
 def test_checkpoint_of_another_dataset_is_refused_with_both_sides(
-    stopped: dict[str, Path], tmp_path: Path
+    run: Path, tmp_path: Path
 ) -> None:
     job = write_job(tmp_path / "job", dtype="float32")
     other = make_dataset(tmp_path / "dataset", job, SEGMENTS, seed=1)
-    run = Path(shutil.copytree(stopped["plain"], tmp_path / "run"))
     message = r"^dataset must begin with the segments of the run, got segment=\w{12} for \w{12} "
     with pytest.raises(SchemaError, match=message):
         run_job(job, other, run, resume=True)
@@ -237,11 +182,10 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_damaged_file_is_refused_before_the_first_step_and_says_what_can_be_used(
-    fault: str, dataset: Path, stopped: dict[str, Path], tmp_path: Path
+    fault: str, dataset: Path, run: Path, tmp_path: Path
 ) -> None:
     damage, message = FAULTS[fault]
     job = write_job(tmp_path / "job", dtype="float32")
-    run = Path(shutil.copytree(stopped["a log by time to live"], tmp_path / "run"))
     newest = checkpoint_at(run, STOP)
     manifest = read_checkpoint_manifest(newest)
     kept = {
@@ -272,8 +216,7 @@ def test_damaged_file_is_refused_before_the_first_step_and_says_what_can_be_used
     verify_checkpoint(newest)
 
 
-def test_changed_byte_of_a_manifest_is_refused(stopped: dict[str, Path], tmp_path: Path) -> None:
-    run = Path(shutil.copytree(stopped["plain"], tmp_path / "run"))
+def test_changed_byte_of_a_manifest_is_refused(run: Path) -> None:
     path = checkpoint_at(run, STOP) / MANIFEST
     whole = path.read_bytes()
     for place in range(0, len(whole), 97):
@@ -289,12 +232,11 @@ def test_changed_byte_of_a_manifest_is_refused(stopped: dict[str, Path], tmp_pat
 
 
 def test_half_written_checkpoints_are_no_checkpoints(
-    dataset: Path, straight: Path, stopped: dict[str, Path], tmp_path: Path
+    dataset: Path, whole: Path, run: Path, tmp_path: Path
 ) -> None:
-    run = Path(shutil.copytree(stopped["plain"], tmp_path / "run"))
     for name in ("00000099.partial", "00000098"):
         shutil.copytree(checkpoint_at(run, STOP), run / "checkpoints" / name)
     (run / "checkpoints" / "00000098" / MANIFEST).unlink()
     job = write_job(tmp_path / "job", dtype="float32")
     run_job(job, dataset, run, resume=True, steps=END)
-    assert losses_of(run).tobytes() == losses_of(straight).tobytes()
+    assert losses_of(run).tobytes() == losses_of(whole).tobytes()
