@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import inspect
+import itertools
 import os
 import shutil
 from collections.abc import Callable, Iterable
@@ -54,3 +55,16 @@ def with_long(values: Iterable[str], *long: str) -> list[Any]:
     marks = {value: [pytest.mark.chaos] if value in long else [] for value in values}
     assert set(long) <= set(marks), f"unknown: {set(long) - set(marks)}"
     return [pytest.param(value, id=value, marks=marks[value]) for value in marks]
+
+
+def each_once(first: Iterable[str], second: Iterable[str]) -> list[Any]:
+    """Return all pairs of the values of two settings; `make test` has each value once.
+
+    The other pairs are marked `nightly`.
+    """
+    a, b = list(first), list(second)
+    usual = {(a[n % len(a)], b[n % len(b)]) for n in range(max(len(a), len(b)))}
+    return [
+        pytest.param(*pair, marks=[] if pair in usual else [pytest.mark.nightly])
+        for pair in itertools.product(a, b)
+    ]
