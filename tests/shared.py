@@ -57,14 +57,12 @@ def with_long(values: Iterable[str], *long: str) -> list[Any]:
     return [pytest.param(value, id=value, marks=marks[value]) for value in marks]
 
 
-def each_once(first: Iterable[str], second: Iterable[str]) -> list[Any]:
-    """Return all pairs of the values of two settings; `make test` has each value once.
+def each_once(first: Iterable[str], second: Iterable[str], *, rest: bool = True) -> list[Any]:
+    """Return pairs of the values of two settings in which each value occurs.
 
-    The other pairs are marked `nightly`.
+    With `rest`, all other pairs follow, marked `nightly`.
     """
     a, b = list(first), list(second)
-    usual = {(a[n % len(a)], b[n % len(b)]) for n in range(max(len(a), len(b)))}
-    return [
-        pytest.param(*pair, marks=[] if pair in usual else [pytest.mark.nightly])
-        for pair in itertools.product(a, b)
-    ]
+    pairs = [(a[n % len(a)], b[n % len(b)]) for n in range(max(len(a), len(b)))]
+    others = [pair for pair in itertools.product(a, b) if rest and pair not in pairs]
+    return [*pairs, *(pytest.param(*pair, marks=pytest.mark.nightly) for pair in others)]

@@ -1,4 +1,4 @@
-"""A dataset that grows while it is read: versions made beforehand, committed when a test says."""
+"""A dataset that grows while it is read: versions made beforehand, committed by the test."""
 
 from __future__ import annotations
 
@@ -29,23 +29,21 @@ GROWING = [[(400, 50), (333, 30)], [(250, 0)], [(180, 40)], [(64, 0)], [(120, 60
 def make_versions(
     folder: Path, job: Path, segments: list[list[tuple[int, int]]] = GROWING
 ) -> list[Path]:
-    """Write the dataset after each segment; the last one is finished."""
-    return [
-        make_dataset(
-            folder / f"version-{n}",
-            job,
-            segments[:n],
-            sealed=n == len(segments),
-        )
-        for n in range(1, len(segments) + 1)
-    ]
+    """Write the dataset after each segment; the last one is sealed."""
+    versions: list[Path] = []
+    for number in range(1, len(segments) + 1):
+        version, is_last = folder / f"version-{number}", number == len(segments)
+        earlier = versions[-1] if versions else None
+        make_dataset(version, job, segments[:number], sealed=is_last, earlier=earlier)
+        versions.append(version)
+    return versions
 
 
 def grown_versions() -> list[Path]:
-    """Return the dataset after each segment of `GROWING`, which are not to be changed.
+    """Return the dataset after each segment of `GROWING`, which no test changes.
 
     They are made once per test session, blocks in another order than stored. Beside them are
-    `job/job.yaml` and `whole`, a plain run on the finished dataset.
+    `job/job.yaml` and `whole`, a plain run on the sealed dataset.
     """
     return sorted(make_once(_grown_versions).glob("version-*"))
 
@@ -70,15 +68,12 @@ def job(versions: list[Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(versions: list[Path]) -> Path:
-    """A plain run on the finished dataset."""
+    """A plain run on the sealed dataset."""
     return versions[0].parent / "whole"
 
 
 def commit(version: Path, dataset: Path) -> None:
-    """Make a dataset what a version is, its root last.
-
-    It may be read meanwhile.
-    """
+    """Copy the segments of a version into a dataset, which may be read meanwhile; then its root."""
     root, old = read_dataset(version), find_root(dataset)
     segments = [Path(SEGMENTS) / reference.id for reference in root.segments]
     parts = [Path(i.id) / part.id for i in root.indexes for part in i.parts.values()]
@@ -91,8 +86,24 @@ def commit(version: Path, dataset: Path) -> None:
     assert commit_root(dataset, old, root) is not None
 
 
-class Pipeline:
-    """Commits one version after the other: before given steps, and whenever it is waited for."""
+class Versions:
+    """Commits one version of a dataset after the other."""
+
+    def __init__(self, versions: list[Path], dataset: Path) -> None:
+        """Commit the first version, if there is one."""
+        self.remaining = iter(versions)
+        self._dataset = dataset
+        self.commit_next()
+
+    def commit_next(self) -> None:
+        """Commit the next version, if there is one."""
+        version = next(self.remaining, None)
+        if version is not None:
+            commit(version, self._dataset)
+
+
+class Pipeline(Versions):
+    """Commits versions after given steps, and whenever a run waits for one."""
 
     def __init__(self, versions: list[Path], dataset: Path, at: tuple[int, ...] = ()) -> None:
         """Commit the first version.
@@ -102,31 +113,23 @@ class Pipeline:
             dataset: where they are committed.
             at: steps after which one more is committed.
         """
-        self.waits: list[str] = []
+        super().__init__(versions, dataset)
+        self.messages: list[str] = []
         self.steps: list[StepMetric] = []
-        self.paused = 0.0  # seconds that it took until a segment came
-        self.left = iter(versions)
-        self._dataset = dataset
+        self.waited_sec = 0.0
         self._at = at
-        self.more()
-
-    def more(self) -> None:
-        """Commit the next version, if there is one."""
-        version = next(self.left, None)
-        if version is not None:
-            commit(version, self._dataset)
 
     def on_step(self, metric: StepMetric, num_steps: int) -> None:
         """Commit what is due after a step."""
         self.steps.append(metric)
         if metric.step in self._at:
-            self.more()
+            self.commit_next()
 
-    def say(self, line: str) -> None:
-        """Commit what is waited for, a thousand seconds later."""
-        self.waits.append(line)
-        self.paused += 1000
-        self.more()
+    def on_wait(self, message: str) -> None:
+        """Commit the next version, a thousand seconds later."""
+        self.messages.append(message)
+        self.waited_sec += 1000
+        self.commit_next()
 
 
 def follow_job(
@@ -139,17 +142,17 @@ def follow_job(
     on_step: Callable[[StepMetric, int], None] | None = None,
     **options: object,
 ) -> RunSummary:
-    """Train beside a pipeline, with a clock that ticks once per look."""
+    """Train beside a pipeline, with a clock that advances by one second with each call."""
     ticks = count()
     return train(
         job,
         Location.parse(dataset),
         run,
         TrainOptions(follow=True, **options),  # type: ignore[arg-type]
-        clock=lambda: next(ticks) + pipeline.paused,
+        clock=lambda: next(ticks) + pipeline.waited_sec,
         on_step=on_step or pipeline.on_step,
         drain=drain,
-        progress=pipeline.say,
+        progress=pipeline.on_wait,
     )
 
 
@@ -158,7 +161,7 @@ class StoppedError(Exception):
 
 
 def stopping_at(step: int, then: Callable[[StepMetric, int], None]) -> Callable[..., None]:
-    """Return what ends a run after a step."""
+    """Return a function that calls another one, and ends a run after a step."""
 
     def on_step(metric: StepMetric, num_steps: int) -> None:
         then(metric, num_steps)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import os
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import zip_longest
@@ -39,6 +41,7 @@ from schemas.manifest import (
     TableCounts,
     commit_root,
     new_index,
+    read_dataset,
     read_root,
     write_manifest,
 )
@@ -180,6 +183,7 @@ def make_dataset(
     *,
     sealed: bool = False,
     days: Sequence[str | None] = (),
+    earlier: Path | None = None,
 ) -> Path:
     """Write a dataset.
 
@@ -190,12 +194,17 @@ def make_dataset(
         seed: of the samples.
         sealed: whether no segment follows.
         days: of the segments, none for those beyond.
+        earlier: dataset with the first of these segments, which is not changed.
     """
     job = load_job(job_path)
     hashes = [_write_version(folder, job_path.parent / name) for name in (JOB, SCHEMA)]
-    references = tuple(
+    references = () if earlier is None else read_dataset(earlier).segments
+    if earlier is not None:
+        shutil.copytree(earlier / SEGMENTS, folder / SEGMENTS, copy_function=os.link)
+    references += tuple(
         _write_segment(folder, job, index, files, seed + 100 * index, day)
         for index, (files, day) in enumerate(zip_longest(segments, days[: len(segments)]))
+        if index >= len(references)
     )
     manifest = DatasetManifest(
         writer="test",

@@ -103,7 +103,7 @@ def test_train_without_a_sparse_feature_is_refused(
         spec_of(poorer, "float32")
 
 
-@pytest.mark.parametrize("text", ["", "{", "{}", "[]"])
+@pytest.mark.parametrize("text", ["", "{", "{}", "[]", '{"segments": 3}'])
 def test_torn_identity_is_refused_by_name(
     text: str, job: Path, dataset: Path, run: Path, tmp_path: Path
 ) -> None:

@@ -1,69 +1,77 @@
-"""Whatever is drawn to happen to replicas, the run ends with the bits of one left alone."""
+"""Whatever faults of replicas are drawn, the run ends with the bits of an undisturbed one."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from schemas.errors import SchemaError
-from schemas.storage import Location
 from tests.trainer.drawn_faults import CHANCES, draw
 from tests.trainer.faults import Faults
-from tests.trainer.make_dataset import make_dataset, write_job
-from tests.trainer.runs import SEGMENTS, run_job
-from trainer.diff import compare_runs
-from trainer.elastic.launcher import LaunchOptions, train_replicas
-from trainer.options import TrainOptions
-from trainer.run import verify_run
+from tests.trainer.following_replicas import FollowingReplicas
+from tests.trainer.growing import job, versions, whole
+from tests.trainer.make_dataset import write_job
+from tests.trainer.replica_runs import run_replicas
+from tests.trainer.runs import assert_equal, plain_run
 
-pytestmark = pytest.mark.nightly
+__all__ = ["job", "versions", "whole"]
 
-NUM_STEPS = 64
+NUM_STEPS, NUM_FOLLOWED = 64, 22
 WITH_EACH_KIND = (1, 2, 14)
-SEEDS = [
-    *(pytest.param(seed, marks=pytest.mark.slow) for seed in WITH_EACH_KIND),
-    *(
-        pytest.param(seed, marks=pytest.mark.chaos)
-        for seed in range(220)
-        if seed not in WITH_EACH_KIND
-    ),
-]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a dataset, its job, and a run of one process."""
-    folder = tmp_path_factory.mktemp("chaos")
-    job = write_job(folder / "job", dtype="float32", epochs="4", every_steps="8")
-    make_dataset(folder / "dataset", job, SEGMENTS)
-    run_job(job, folder / "dataset", folder / "alone")
-    return folder
+LONG = {"dtype": "float32", "epochs": "4"}
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("seed", SEEDS)
-def test_drawn_faults_do_not_show(seed: int, folder: Path, tmp_path: Path) -> None:
-    count = 2 + seed % 3
-    faults, run = draw(seed, count, NUM_STEPS), tmp_path / "run"
-    launch = LaunchOptions(count=count, start=faults.start)
-    job = folder / "job" / "job.yaml"
+@pytest.mark.parametrize(
+    "seed",
+    [
+        *(pytest.param(s, marks=[pytest.mark.slow, pytest.mark.nightly]) for s in WITH_EACH_KIND),
+        *(pytest.param(s, marks=pytest.mark.chaos) for s in range(220) if s not in WITH_EACH_KIND),
+    ],
+)
+def test_drawn_faults_change_no_bit(seed: int, tmp_path: Path) -> None:
+    job = write_job(tmp_path / "job", every_steps="8", **LONG)
+    faults, run = draw(seed, count := 2 + seed % 3, NUM_STEPS), tmp_path / "run"
     for attempt in range(len(faults.schedule) + 1):
-        options = TrainOptions(resume=attempt > 0)
+        launch = {"count": count, "heartbeat_sec": 1.0}
         try:
-            train_replicas(
-                job, Location.parse(folder / "dataset"), run, options, launch, lambda *_: None
-            )
+            run_replicas(job, run, faults, launch=launch, resume=attempt > 0)
             break
         except SchemaError:  # there is room again when the next attempt begins
             if not any(fault.kind == "fill_disk" for fault in faults.schedule):
                 raise
-    found = compare_runs(folder / "alone", run)
-    assert (found.difference, found.num_steps) == (None, NUM_STEPS), faults
-    assert verify_run(run).problems == (), faults
+    assert_equal(run, plain_run(**LONG))
 
 
-def test_a_schedule_is_the_seed_s_and_the_draws_differ() -> None:
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(
+    "options", [{}, {"embedding": "cached", "stores": 2}], ids=["plain", "cached"]
+)
+@pytest.mark.parametrize(
+    "seed",
+    [
+        pytest.param(1, marks=pytest.mark.slow),
+        *(pytest.param(seed, marks=pytest.mark.chaos) for seed in range(8) if seed != 1),
+    ],
+)
+def test_drawn_faults_of_replicas_that_follow_change_no_bit(
+    seed: int,
+    options: dict[str, Any],
+    job: Path,
+    versions: list[Path],
+    whole: Path,
+    tmp_path: Path,
+) -> None:
+    drawn = draw(seed, count := 2 + seed % 2, NUM_FOLLOWED).schedule
+    faults = Faults(tuple(fault for fault in drawn if fault.kind != "fill_disk"))
+    replicas = FollowingReplicas(job, versions, tmp_path)
+    replicas.train(faults=faults, launch={"count": count}, **options)
+    assert_equal(replicas.run, whole)
+
+
+def test_schedules_are_those_of_their_seeds_and_differ() -> None:
     drawn = [draw(seed, 3, NUM_STEPS) for seed in range(200)]
     assert drawn == [draw(seed, 3, NUM_STEPS) for seed in range(200)]
     assert len({faults.to_json() for faults in drawn}) > 190

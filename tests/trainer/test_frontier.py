@@ -14,7 +14,7 @@ from schemas.config.job import load_job
 from schemas.config.train import FollowConfig
 from schemas.errors import PlanError
 from schemas.storage import Location
-from tests.trainer.growing import commit, grown_versions
+from tests.trainer.growing import Versions, grown_versions
 from trainer.follow import (
     DatasetExtent,
     FollowedDataset,
@@ -40,17 +40,15 @@ def versions() -> list[Path]:
 
 
 class Member:
-    """One replica's frontier, its own view of the folder, and the steps at which it took more in.
+    """One replica's frontier, its own copy of the dataset, and the steps at which it was extended.
 
     Reads are issued as a cache does, without rows.
     """
 
     def __init__(self, versions: list[Path], dataset: Path) -> None:
-        self.dataset = dataset
-        self.taken: list[tuple[int, Horizon]] = []
+        self.versions = Versions(versions, dataset)
+        self.extensions: list[tuple[int, Horizon]] = []
         self._next = self._last = 0
-        self._left = iter(versions)
-        self.see()
         job = load_job(versions[0].parent / "job" / "job.yaml")
         at_once = replace(job.train, follow=FollowConfig(poll=timedelta(microseconds=1)))
         job = replace(job, train=at_once)
@@ -64,18 +62,13 @@ class Member:
     def horizon(self) -> Horizon:
         return self.frontier.span.horizon
 
-    def see(self) -> None:
-        version = next(self._left, None)
-        if version is not None:
-            commit(version, self.dataset)
-
     def settle(self) -> int:
         self._last = min(self._last, self._next)
         return self._last
 
     def extend(self, span: Span, step: int) -> None:
         assert step >= self._next, "no read is in flight"
-        self.taken.append((step, span.horizon))
+        self.extensions.append((step, span.horizon))
         self._last = span.horizon.end_step
 
     def train(self, step: int) -> None:
@@ -101,28 +94,30 @@ def test_members_take_segments_in_at_the_same_step_whoever_sees_them_first(
         ready = members if step > joins else members[:2]
         for member in members:
             if chance.random() < 0.3:
-                member.see()
+                member.versions.commit_next()
             member.frontier.refresh()
         known = common_extent([member.frontier.visible for member in ready])
         if next_action(step, members[0].horizon) == "wait":
             assert len({m.frontier.advance(known, step, m.extend) for m in ready}) == 1
             if next_action(step, members[0].horizon) != "train":
                 continue
-        told = members[0].frontier.state
+        state = members[0].frontier.state
         for member in ready:
             member.train(step)
-            member.frontier.check(known, told)
+            member.frontier.check(known, state)
             member.frontier.on_commit(known, step + 1, member.settle, member.extend)
         if step == joins:
             for _ in versions:
-                members[2].see()  # it waits until it sees what the others have agreed on
+                members[
+                    2
+                ].versions.commit_next()  # it waits until it sees what the others have agreed on
             members[2].join(members[0].frontier, step + 1)
-            missed = len(members[0].taken)
+            missed = len(members[0].extensions)
         step += 1
         assert len({member.frontier.state for member in members[: 2 + (step > joins)]}) == 1
     assert step == NUM_STEPS
-    assert members[0].taken == members[1].taken
-    assert members[2].taken == members[0].taken[missed:]
+    assert members[0].extensions == members[1].extensions
+    assert members[2].extensions == members[0].extensions[missed:]
 
 
 @pytest.fixture
@@ -131,18 +126,18 @@ def waiting(versions: list[Path], tmp_path: Path) -> Member:
     found = Member(versions, tmp_path / "dataset")
     for step in range(found.horizon.end_step):
         found.train(step)
-    found.see()
+    found.versions.commit_next()
     found.frontier.refresh()
     return found
 
 
 def test_who_has_begun_a_step_that_others_do_not_know_is_started_again(waiting: Member) -> None:
-    frontier, told = waiting.frontier, waiting.frontier.state
+    frontier, state = waiting.frontier, waiting.frontier.state
     until = frontier.span.horizon.end_step
     assert frontier.advance(frontier.visible, until, waiting.extend)
-    frontier.check(frontier.visible, told)  # who writes may have asked before it knew
+    frontier.check(frontier.visible, state)  # the writer may have asked before it knew
     with pytest.raises(BehindError, match="restart it"):
-        frontier.check(FIRST, told)
+        frontier.check(FIRST, state)
     with pytest.raises(BehindError, match="restart it"):
         frontier.on_commit(FIRST, until + 1, waiting.settle, waiting.extend)
 

@@ -14,57 +14,35 @@ import pytest
 from schemas.errors import SchemaError
 from schemas.locks import lock_file
 from schemas.run_log import CHECKPOINTS, LEDGER, METRICS, LedgerEntry, StepMetric, to_line
-from schemas.storage import Location
 from tests.trainer.daily import DATES, make_days
 from tests.trainer.faults import Faults
 from tests.trainer.make_dataset import make_dataset, write_job
-from tests.trainer.runs import SEGMENTS, checkpoint_at, run_job
+from tests.trainer.replica_runs import run_replicas
+from tests.trainer.runs import SEGMENTS, assert_equal, checkpoint_at, run_job
 from tests.trainer.stores import largest_file
 from trainer.checkpoint.manifest import NewCheckpoint, complete_checkpoints
-from trainer.diff import compare_runs
-from trainer.elastic.launcher import LaunchOptions, train_replicas
-from trainer.options import TrainOptions
 from trainer.run import verify_run
 from trainer.run_log import LogWriter, truncate_logs
 from trainer.setup import resumable_checkpoint
 
 pytestmark = pytest.mark.nightly
 
-NUM_STEPS = 32
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_job(tmp_path_factory.mktemp("job"), dtype="float32", every_steps="4")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a job, its dataset, a whole run, and one stopped at step 12."""
-    folder = tmp_path_factory.mktemp("lines")
-    job = write_job(folder / "job", dtype="float32", every_steps="4")
-    make_dataset(folder / "dataset", job, SEGMENTS, sealed=True)
-    run_job(job, folder / "dataset", folder / "whole")
-    run_job(job, folder / "dataset", folder / "stopped", steps=12)
-    return folder
+def stopped_run(job: Path, dataset: Path) -> Path:
+    run_job(job, dataset, job.parent / "stopped", steps=12)
+    return job.parent / "stopped"
 
 
 @pytest.fixture
-def stopped(folder: Path, tmp_path: Path) -> Path:
-    """Return a run with checkpoints of steps 4, 8 and 12, and the lines of 12 steps."""
-    return Path(shutil.copytree(folder / "stopped", tmp_path / "run"))
-
-
-def resume(folder: Path, run: Path, **options: object) -> None:
-    run_job(folder / "job" / "job.yaml", folder / "dataset", run, resume=True, **options)
-
-
-def resume_together(folder: Path, run: Path, faults: Faults | None = None) -> None:
-    launch = LaunchOptions(count=2, heartbeat_sec=2.0, start=(faults or Faults()).start)
-    options = TrainOptions(resume=faults is None)
-    job = folder / "job" / "job.yaml"
-    train_replicas(job, Location.parse(folder / "dataset"), run, options, launch, lambda *_: None)
-
-
-def assert_whole(folder: Path, run: Path) -> None:
-    assert verify_run(run).problems == ()
-    found = compare_runs(folder / "whole", run)
-    assert (found.difference, found.num_steps) == (None, NUM_STEPS)
+def stopped(stopped_run: Path, tmp_path: Path) -> Path:
+    """A copy of a run with checkpoints of steps 4, 8 and 12, and the lines of 12 steps."""
+    return Path(shutil.copytree(stopped_run, tmp_path / "run"))
 
 
 def without_last(path: Path, count: int) -> None:
@@ -121,36 +99,40 @@ def test_resume_takes_the_newest_checkpoint_that_the_lines_reach(
 
 
 @pytest.mark.slow
-def test_run_resumed_behind_its_newest_checkpoint_is_whole(folder: Path, stopped: Path) -> None:
+def test_run_resumed_behind_its_newest_checkpoint_is_whole(
+    job: Path, dataset: Path, stopped: Path, reference: Path
+) -> None:
     without_last(stopped / LEDGER, 5)
-    resume(folder, stopped)
-    assert_whole(folder, stopped)
+    run_job(job, dataset, stopped, resume=True)
+    assert_equal(stopped, reference)
     assert [path.name for path in sorted((stopped / CHECKPOINTS).glob("*.ahead"))] == []
 
 
 @pytest.mark.slow
-def test_resumed_replicas_take_it_too(
-    folder: Path, stopped: Path, caplog: pytest.LogCaptureFixture
+def test_resumed_replicas_are_whole_too(
+    job: Path, stopped: Path, reference: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     without_last(stopped / LEDGER, 5)
-    resume_together(folder, stopped)
+    run_replicas(job, stopped, resume=True)
     assert "Training continues from the checkpoint of step 4" in caplog.text
-    assert_whole(folder, stopped)
+    assert_equal(stopped, reference)
 
 
 @pytest.mark.slow
-def test_resumed_run_that_follows_its_dataset_takes_it_too(folder: Path, tmp_path: Path) -> None:
-    job, dataset = folder / "job" / "job.yaml", folder / "dataset"
+def test_resumed_run_that_follows_its_dataset_is_whole_too(
+    job: Path, reference: Path, tmp_path: Path
+) -> None:
+    dataset = make_dataset(tmp_path / "dataset", job, SEGMENTS, sealed=True)
     run_job(job, dataset, tmp_path / "run", follow=True, steps=12)
     without_last(tmp_path / "run" / LEDGER, 5)
     run_job(job, dataset, tmp_path / "run", follow=True, resume=True)
-    assert_whole(folder, tmp_path / "run")
+    assert_equal(tmp_path / "run", reference)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("what", [w for w in DAMAGE if DAMAGE[w][1] < 4])
 def test_lines_that_reach_no_checkpoint_are_refused_and_the_advice_works(
-    what: str, folder: Path, stopped: Path
+    what: str, job: Path, dataset: Path, stopped: Path, reference: Path
 ) -> None:
     damage, left, file = DAMAGE[what]
     damage(stopped)
@@ -161,34 +143,34 @@ def test_lines_that_reach_no_checkpoint_are_refused_and_the_advice_works(
     )
     before = sorted(p.name for p in complete_checkpoints(stopped / CHECKPOINTS))
     with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
-        resume(folder, stopped)
+        run_job(job, dataset, stopped, resume=True)
     assert sorted(p.name for p in complete_checkpoints(stopped / CHECKPOINTS)) == before
     shutil.rmtree(stopped / CHECKPOINTS)
-    resume(folder, stopped)
-    assert_whole(folder, stopped)
+    run_job(job, dataset, stopped, resume=True)
+    assert_equal(stopped, reference)
 
 
 def test_resume_without_a_checkpoint_says_what_is_trained_again(
-    folder: Path, stopped: Path, caplog: pytest.LogCaptureFixture
+    job: Path, dataset: Path, stopped: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     shutil.rmtree(stopped / CHECKPOINTS)
-    resume(folder, stopped, steps=1)
+    run_job(job, dataset, stopped, resume=True, steps=1)
     assert f"{stopped} has no checkpoint: its 12 steps are trained again" in caplog.text
 
 
 @pytest.mark.slow
 def test_damaged_checkpoint_that_the_lines_reach_leaves_the_newer_ones(
-    folder: Path, stopped: Path
+    job: Path, dataset: Path, stopped: Path, reference: Path
 ) -> None:
     without_last(stopped / METRICS, 2)
     (dense,) = checkpoint_at(stopped, 8).glob("dense*")
     dense.write_bytes(b"x")
     with pytest.raises(SchemaError, match="remove this checkpoint to use the one before it"):
-        resume(folder, stopped)
+        run_job(job, dataset, stopped, resume=True)
     assert [p.name for p in complete_checkpoints(stopped / CHECKPOINTS)][-1] == f"{12:08d}"
     shutil.rmtree(checkpoint_at(stopped, 8))
-    resume(folder, stopped)
-    assert_whole(folder, stopped)
+    run_job(job, dataset, stopped, resume=True)
+    assert_equal(stopped, reference)
 
 
 @pytest.mark.slow
@@ -315,8 +297,8 @@ def test_next_writer_drops_a_line_of_many_blocks_that_has_no_metric(end: str, em
 
 @pytest.mark.slow
 def test_replica_that_dies_before_its_last_lines_leaves_them_to_the_next(
-    folder: Path, tmp_path: Path
+    job: Path, reference: Path, tmp_path: Path
 ) -> None:
-    faults = Faults().kill(0, NUM_STEPS - 1, "committed")
-    resume_together(folder, tmp_path / "run", faults)
-    assert_whole(folder, tmp_path / "run")
+    faults = Faults().kill(0, 31, "committed")
+    run_replicas(job, tmp_path / "run", faults)
+    assert_equal(tmp_path / "run", reference)

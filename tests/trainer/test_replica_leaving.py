@@ -1,4 +1,4 @@
-"""Replicas that are asked to leave: one, and the others go on at once; all, and the run goes on."""
+"""Replicas that are asked to leave: one, and the others continue at once; all, and the run can."""
 
 from __future__ import annotations
 
@@ -8,27 +8,26 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from schemas.run_log import LEDGER, SUMMARY, StepMetric
-from schemas.storage import Location
+from schemas.run_log import LEDGER, SUMMARY
 from tests.trainer.faults import Faults
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import ended, num_steps, started, trained, until
-from tests.trainer.runs import assert_equal
+from tests.trainer.replica_runs import run_replicas
+from tests.trainer.runs import assert_equal, steps_of
 from tests.trainer.stores import member_of
 from tests.trainer.test_draining import SEGMENT
 from tests.trainer.test_replicas import agreed, status
 from trainer.agreement import LeaveOutcome, leave_outcome
-from trainer.checkpoint.load import newest_checkpoint
 from trainer.elastic.exchange import SplitPlanner
-from trainer.elastic.launcher import LaunchOptions, LocalReplicas, train_replicas
+from trainer.elastic.launcher import LocalReplicas
 from trainer.elastic.membership import (
     Lighthouse,
     Member,
 )
-from trainer.options import TrainOptions
 from trainer.recovery import Drain, DrainInterrupt
 from trainer.run import read_ledger
 
@@ -49,31 +48,34 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train_and(
-    do: Callable[[LocalReplicas, int], None], folder: Path, run: Path, heartbeat_sec: float
+def train(
+    folder: Path, run: Path, leave: Callable[[LocalReplicas, int], None], **launch: Any
 ) -> None:
-    """Train on two replicas, none of which is started again, and do something after each step."""
+    """Train on two replicas, none of which is restarted; `leave` is called after each step."""
     replicas: list[LocalReplicas] = []
-
-    def on_step(metric: StepMetric, _: int) -> None:
-        do(replicas[0], metric.step)
-
-    launch = LaunchOptions(count=2, heartbeat_sec=heartbeat_sec, restarts=0)
-    paths = (folder / "job.yaml", Location.parse(folder / "dataset"), run)
-    train_replicas(*paths, TrainOptions(), launch, on_step, on_start=replicas.append)
+    run_replicas(
+        folder / "job.yaml",
+        run,
+        dataset=folder / "dataset",
+        on_step=lambda metric, _: leave(replicas[0], metric.step),
+        on_start=replicas.append,
+        launch={"restarts": 0} | launch,
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("number", [0, 1])
-def test_nobody_waits_for_a_replica_that_leaves(number: int, folder: Path, tmp_path: Path) -> None:
+def test_others_do_not_wait_for_a_replica_that_leaves(
+    number: int, folder: Path, tmp_path: Path
+) -> None:
     run = tmp_path / "run"
 
     def leave(replicas: LocalReplicas, step: int) -> None:
         if step == 5:
             os.kill(replicas.pids[number], signal.SIGTERM)
 
-    train_and(leave, folder, run, NEVER_SEC)
+    train(folder, run, leave, heartbeat_sec=NEVER_SEC)
     assert_equal(run, folder / "alone")
     steps: dict[str, list[int]] = {}
     for entry in read_ledger(run / LEDGER):
@@ -84,16 +86,16 @@ def test_nobody_waits_for_a_replica_that_leaves(number: int, folder: Path, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_run_whose_replicas_all_leave_one_by_one_goes_on(folder: Path, tmp_path: Path) -> None:
+def test_run_whose_replicas_all_leave_one_by_one_continues(folder: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
 
     def leave(replicas: LocalReplicas, step: int) -> None:
         if step in (5, 30):
             os.kill(replicas.pids[step == 5], signal.SIGTERM)
 
-    with pytest.raises(DrainInterrupt) as found:
-        train_and(leave, folder, run, 2.0)
-    assert found.value.message == (
+    with pytest.raises(DrainInterrupt) as interrupt:
+        train(folder, run, leave)
+    assert interrupt.value.message == (
         f"stopped at step {num_steps(run)}; continue {run} with --resume"
     )
     trained(folder / "job.yaml", folder / "dataset", run, "--resume", "--replicas", "2")
@@ -107,20 +109,18 @@ def test_replicas_that_are_asked_to_end_agree_on_their_last_step_and_save_it(
     number: signal.Signals, folder: Path, tmp_path: Path
 ) -> None:
     run, job = tmp_path / "run", folder / "job.yaml"
-    slowly = Faults().pause(0, 0.02).pause(1, 0.02).pause(2, 0.02)  # 256 steps take seconds
+    slow = Faults().pause(0, 0.02).pause(1, 0.02).pause(2, 0.02)  # 256 steps take seconds
     more = ("--replicas", "3")
-    process = started(job, folder / "dataset", run, *more, own_group=True, faults=slowly)
+    process = started(job, folder / "dataset", run, *more, own_group=True, faults=slow)
     until(process, lambda: num_steps(run) >= 3)
     os.killpg(process.pid, number)
-    status, said = ended(process)
+    status, messages = ended(process)
     step = num_steps(run)
-    assert status == 0, said
+    assert status == 0, messages
     message = f"{number.name}: stopped at step {step}; continue {run} with --resume"
-    assert said.splitlines()[-1] == message
-    assert all(f"replica {n} stopped at step" in said for n in range(3))
-    newest = newest_checkpoint(run)
-    assert newest is not None
-    assert int(newest.name) == step < num_steps(folder / "alone")
+    assert messages.splitlines()[-1] == message
+    assert all(f"replica {n} stopped at step" in messages for n in range(3))
+    assert steps_of(run)[-1] == step < num_steps(folder / "alone")
     assert not (run / SUMMARY).exists()
     trained(job, folder / "dataset", run, "--resume")
     assert_equal(run, folder / "alone")
@@ -128,27 +128,21 @@ def test_replicas_that_are_asked_to_end_agree_on_their_last_step_and_save_it(
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_replicas_that_are_asked_before_their_first_step_leave_a_run_that_goes_on(
+def test_replicas_that_are_asked_to_end_before_their_first_step_leave_a_run_that_continues(
     folder: Path, tmp_path: Path
 ) -> None:
     run, job, drain = tmp_path / "run", folder / "job.yaml", Drain()
-    paths = (job, Location.parse(folder / "dataset"), run)
-    launch = LaunchOptions(count=2)
-    with pytest.raises(DrainInterrupt, match=r"^SIGTERM$") as found:
-        train_replicas(
-            *paths,
-            TrainOptions(),
-            launch,
-            lambda *_: None,
-            drain,
-            on_start=lambda _: drain.ask("SIGTERM"),
+    dataset = folder / "dataset"
+    with pytest.raises(DrainInterrupt, match=r"^SIGTERM$") as interrupt:
+        run_replicas(
+            job, run, dataset=dataset, drain=drain, on_start=lambda _: drain.ask("SIGTERM")
         )
-    assert found.value.message.startswith("stopped at step 0; ")
+    assert interrupt.value.message.startswith("stopped at step 0; ")
     trained(job, folder / "dataset", run, "--resume", "--replicas", "2")
     assert_equal(run, folder / "alone")
 
 
-def test_a_replica_leaves_after_the_step_in_whose_agreement_it_says_so() -> None:
+def test_replica_leaves_after_the_step_in_whose_agreement_its_status_says_so() -> None:
     going = agreed(4, a=status(), b=status(since=1, leaving=True))
     assert leave_outcome(going, "a") is None
     assert leave_outcome(going, "b") == LeaveOutcome(saves=False, others_continue=True)
@@ -163,7 +157,7 @@ def test_a_replica_leaves_after_the_step_in_whose_agreement_it_says_so() -> None
     assert leave_outcome(with_c, "c") == LeaveOutcome(saves=False, others_continue=True)
 
 
-def test_who_leaves_computes_what_is_its_own_and_has_no_share_of_the_next_steps() -> None:
+def test_replica_that_leaves_computes_its_microbatches_and_none_of_the_next_steps() -> None:
     shares = {name: SplitPlanner(name) for name in "ab"}
     both = agreed(0, a=status(), b=status())
     last = agreed(1, a=status(microbatches=(0, 2)), b=status(microbatches=(2, 4), leaving=True))
@@ -174,7 +168,7 @@ def test_who_leaves_computes_what_is_its_own_and_has_no_share_of_the_next_steps(
         assert [len(shares[name].own_range(step) or ()) for name in "ab"] == [4, 0]
 
 
-def test_lighthouse_waits_for_nobody_who_left_while_another_answers_for_it() -> None:
+def test_lighthouse_does_not_wait_for_a_member_that_left_while_another_answers_for_it() -> None:
     with (
         Lighthouse("127.0.0.1", 0, NEVER_SEC) as lighthouse,
         member_of(lighthouse.address, "a", "token", NEVER_SEC, NEVER_SEC) as one,

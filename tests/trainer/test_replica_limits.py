@@ -1,4 +1,4 @@
-"""A replica that hangs is named and ended, and the others go on; where all hang the run ends."""
+"""A replica that hangs is named and ended, and the others continue; if all hang the run ends."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from schemas.errors import SchemaError
 from schemas.storage import Location
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import trained, with_keys
+from tests.trainer.replica_runs import run_replicas
 from tests.trainer.runs import assert_equal
 from tests.trainer.test_draining import SEGMENT, with_a_fifo
 from trainer.elastic.context import read_rendezvous, write_rendezvous
-from trainer.elastic.launcher import LaunchOptions, start_replica, train_replicas
+from trainer.elastic.launcher import start_replica
 from trainer.elastic.worker import replica_limits
-from trainer.options import TrainOptions
 
 pytestmark = pytest.mark.nightly
 
@@ -43,8 +43,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def beside(folder: Path, run: Path, number: str) -> Path:
-    """Return a folder that is the run as one replica sees it, which waits for a file."""
+def stuck_run(folder: Path, run: Path, number: str) -> Path:
+    """Return a folder that is the run for one replica, which waits for a file."""
     own = run.with_name(f"{run.name}-{number}")
     if own.is_dir():
         return own
@@ -58,7 +58,7 @@ def beside(folder: Path, run: Path, number: str) -> Path:
     return own
 
 
-def together(folder: Path, run: Path, stuck: Sequence[str]) -> None:
+def train(folder: Path, run: Path, stuck: Sequence[str]) -> None:
     """Train on two replicas, of which some wait for a file."""
 
     def start(arguments: Sequence[str]) -> subprocess.Popen[bytes]:
@@ -66,18 +66,17 @@ def together(folder: Path, run: Path, stuck: Sequence[str]) -> None:
         number = given[given.index("--number") + 1]
         if number not in stuck:
             return start_replica(arguments)
-        return start_replica([command, str(beside(folder, run, number)), *given])
+        return start_replica([command, str(stuck_run(folder, run, number)), *given])
 
-    launch = LaunchOptions(count=2, heartbeat_sec=2.0, start=start)
-    paths = (folder / "job.yaml", Location.parse(folder / "dataset"), run)
-    train_replicas(*paths, TrainOptions(), launch, lambda *_: None)
+    launch = {"start": start}
+    run_replicas(folder / "job.yaml", run, dataset=folder / "dataset", launch=launch)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_others_go_on_without_a_replica_that_hangs(folder: Path, tmp_path: Path) -> None:
+def test_others_continue_without_a_replica_that_hangs(folder: Path, tmp_path: Path) -> None:
     run, alone = tmp_path / "run", tmp_path / "alone"
-    together(folder, run, ["1"])
+    train(folder, run, ["1"])
     trained(folder / "job.yaml", folder / "dataset", alone)
     assert_equal(run, alone)
     [line] = (tmp_path / "run-1" / "stacks-1.txt").read_text().splitlines()[-1:]
@@ -91,7 +90,7 @@ def test_others_go_on_without_a_replica_that_hangs(folder: Path, tmp_path: Path)
 @pytest.mark.timeout(400)
 def test_run_ends_where_all_replicas_hang(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(SchemaError, match=r"all replicas ended, \[0, 1\] hung"):
-        together(folder, tmp_path / "run", ["0", "1"])
+        train(folder, tmp_path / "run", ["0", "1"])
 
 
 def test_a_replica_waits_for_others_longer_than_they_may_take() -> None:

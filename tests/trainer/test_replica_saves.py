@@ -7,7 +7,6 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,52 +14,30 @@ import pytest
 
 from schemas.errors import SchemaError
 from schemas.run_log import CHECKPOINTS
-from schemas.storage import Location
 from tests.shared import with_long
 from tests.trainer.faults import Faults
-from tests.trainer.make_dataset import make_dataset, write_job
+from tests.trainer.make_dataset import write_job
 from tests.trainer.processes import agents_of_run, hold, is_gone, is_stopped, wait_for
-from tests.trainer.runs import SEGMENTS, assert_equal, checkpoint_at, run_job, steps_of
-from trainer import run_checkpoints as room
+from tests.trainer.replica_runs import run_replicas
+from tests.trainer.runs import assert_equal, checkpoint_at, run_job, small_dataset, steps_of
+from trainer import run_checkpoints
 from trainer.checkpoint.manager import CHECKPOINT_LOG
 from trainer.checkpoint.manifest import complete_checkpoints, read_checkpoint_manifest, verify_files
 from trainer.checkpoint.snapshot import memory_path
-from trainer.elastic.launcher import LaunchOptions, LocalReplicas, train_replicas
-from trainer.options import TrainOptions
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a dataset, its job, and a run of one process."""
+def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A job that saves every four steps, its copies in the folder `memory` beside its own."""
     folder = tmp_path_factory.mktemp("saves")
-    memory = folder / "memory"
-    memory.mkdir()
-    settings = {"every_steps": "4", "checkpoint": f", copy_to: {memory}"}
-    job = write_job(folder / "job", dtype="float32", **settings)
-    make_dataset(folder / "dataset", job, SEGMENTS)
-    run_job(job, folder / "dataset", folder / "alone")
-    return folder
+    (folder / "memory").mkdir()
+    settings = {"every_steps": "4", "checkpoint": f", copy_to: {folder / 'memory'}"}
+    return write_job(folder / "job", dtype="float32", **settings)
 
 
-def together(
-    folder: Path,
-    run: Path,
-    faults: Faults | None = None,
-    *,
-    on_start: Callable[[LocalReplicas], None] = lambda _: None,
-    heartbeat_sec: float = 2.0,
-    restarts: int = 100,
-    **options: object,
-) -> None:
-    launch = LaunchOptions(
-        count=2,
-        heartbeat_sec=heartbeat_sec,
-        start=(faults or Faults()).start,
-        restarts=restarts,
-    )
-    given = TrainOptions(**options)  # type: ignore[arg-type]
-    paths = (folder / "job" / "job.yaml", Location.parse(folder / "dataset"), run)
-    train_replicas(*paths, given, launch, lambda *_: None, on_start=on_start)
+def copy_of(job: Path, run: Path) -> Path:
+    """Return the path of the copy of a run's next checkpoint."""
+    return memory_path(job.parents[1] / "memory", run)
 
 
 def copied_of(run: Path) -> list[int]:
@@ -71,14 +48,12 @@ def copied_of(run: Path) -> list[int]:
     return [line["train_step"] for line in lines if line["num_bytes"]]
 
 
-def assert_whole(folder: Path, run: Path) -> list[str]:
-    """Assert that a run has the bits of one process, and return its checkpoints, all whole."""
-    assert_equal(run, folder / "alone")
-    wait_for(lambda: not memory_path(folder / "memory", run).exists())
-    found = complete_checkpoints(run / CHECKPOINTS)
-    for checkpoint in found:
+def assert_complete(job: Path, run: Path, reference: Path) -> None:
+    """Assert that a run has the bits of one process and complete checkpoints, and no copy."""
+    assert_equal(run, reference)
+    wait_for(lambda: not copy_of(job, run).exists())
+    for checkpoint in complete_checkpoints(run / CHECKPOINTS):
         verify_files(checkpoint, read_checkpoint_manifest(checkpoint).files)
-    return [checkpoint.name for checkpoint in found]
 
 
 FAULTS = {
@@ -93,42 +68,39 @@ FAULTS = {
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "what",
-    with_long(
-        FAULTS, "both, one after the other", "the writer, behind a checkpoint", "nobody dies"
-    ),
+    "what", with_long(FAULTS, *[what for what in FAULTS if "joined later" not in what])
 )
-def test_checkpoints_are_whole_whoever_dies_and_any_run_goes_on_from_them(
-    what: str, folder: Path, tmp_path: Path
+def test_checkpoints_are_complete_whoever_dies_and_any_run_continues_from_them(
+    what: str, job: Path, reference: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
-    together(folder, run, FAULTS[what])
-    names = assert_whole(folder, run)
-    assert names[-1] == f"{32:08d}"
-    assert all(int(name) % 4 == 0 for name in names)
+    run_replicas(job, run, FAULTS[what])
+    assert_complete(job, run, reference)
+    steps = steps_of(run)
+    assert steps[-1] == 32
+    assert all(step % 4 == 0 for step in steps)
     assert copied_of(run)
-    for name in names[1:]:
-        shutil.rmtree(run / CHECKPOINTS / name)  # as if all had died there
-    run_job(folder / "job" / "job.yaml", folder / "dataset", run, resume=True)
-    assert_whole(folder, run)
+    for step in steps[1:]:
+        shutil.rmtree(checkpoint_at(run, step))  # as if all had died there
+    run_job(job, small_dataset(), run, resume=True)
+    assert_complete(job, run, reference)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("embedding", ["plain", "cached"])
-def test_replicas_go_on_from_one_process_and_one_process_from_replicas(
-    embedding: str, folder: Path, tmp_path: Path
+def test_replicas_continue_from_one_process_and_one_process_from_replicas(
+    job: Path, reference: Path, tmp_path: Path
 ) -> None:
-    run, job = tmp_path / "run", folder / "job" / "job.yaml"
-    run_job(job, folder / "dataset", run, steps=6, embedding=embedding)
-    together(folder, run, steps=14, resume=True)
+    run = tmp_path / "run"
+    run_job(job, small_dataset(), run, steps=6, embedding="cached")
+    run_replicas(job, run, steps=14, resume=True)
     assert checkpoint_at(run, 14).is_dir()
-    run_job(job, folder / "dataset", run, resume=True, embedding=embedding)
-    assert_whole(folder, run)
+    run_job(job, small_dataset(), run, resume=True, embedding="cached")
+    assert_complete(job, run, reference)
 
 
-class Held:
-    """A copy that is not written yet: its agent is stopped, and the writer waits for the agent."""
+class StoppedAgent:
+    """The agent of a run, stopped while it has a copy to write, for which the writer waits."""
 
     def __init__(self, run: Path) -> None:
         """Stop the agent of a run while it has a copy to write."""
@@ -156,54 +128,55 @@ def unwritten_of(run: Path) -> set[int]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("agent_dies", [False, True])
-def test_a_copy_that_an_agent_holds_outlives_all_replicas(
-    agent_dies: bool, folder: Path, tmp_path: Path
+@pytest.mark.parametrize("agent_dies", [pytest.param(False, marks=pytest.mark.nightly), True])
+def test_copy_of_an_agent_is_written_after_all_replicas_died(
+    agent_dies: bool, job: Path, reference: Path, tmp_path: Path
 ) -> None:
-    run = tmp_path / "run"
+    run, launch = tmp_path / "run", {"heartbeat_sec": 10.0, "restarts": 0}
     with ThreadPoolExecutor(1) as pool:
-        holding = pool.submit(Held, run)
-        killing = pool.submit(lambda: os.kill(holding.result().writer, signal.SIGKILL))
+        stopping = pool.submit(StoppedAgent, run)
+        killing = pool.submit(lambda: os.kill(stopping.result().writer, signal.SIGKILL))
         with pytest.raises(SchemaError, match=r"^replica \d ended too often: signal 9"):
-            together(folder, run, heartbeat_sec=10.0, restarts=0)
+            run_replicas(job, run, launch=launch)
         killing.result()
-    held = holding.result()
-    assert held.step not in steps_of(run)
-    os.kill(held.agent, signal.SIGKILL if agent_dies else signal.SIGCONT)
-    wait_for(lambda: is_gone(held.agent))
-    assert memory_path(folder / "memory", run).exists() == agent_dies
+    stopped = stopping.result()
+    assert stopped.step not in steps_of(run)
+    os.kill(stopped.agent, signal.SIGKILL if agent_dies else signal.SIGCONT)
+    wait_for(lambda: is_gone(stopped.agent))
+    assert copy_of(job, run).exists() == agent_dies
     at_start: list[int] = []
-    together(folder, run, resume=True, on_start=lambda _: at_start.extend(steps_of(run)))
-    assert held.step in at_start
-    assert_whole(folder, run)
+    run_replicas(job, run, resume=True, on_start=lambda _: at_start.extend(steps_of(run)))
+    assert stopped.step in at_start
+    assert_complete(job, run, reference)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_an_agent_that_does_not_let_go_keeps_nobody_from_saving(
-    folder: Path, tmp_path: Path
+def test_checkpoints_are_saved_although_an_agent_stays_stopped(
+    job: Path, reference: Path, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     with ThreadPoolExecutor(1) as pool:
-        holding = pool.submit(Held, run)
-        killing = pool.submit(lambda: os.kill(holding.result().writer, signal.SIGKILL))
-        together(folder, run)
+        stopping = pool.submit(StoppedAgent, run)
+        killing = pool.submit(lambda: os.kill(stopping.result().writer, signal.SIGKILL))
+        run_replicas(job, run)
         killing.result()
-    held = holding.result()
-    assert is_stopped(held.agent)
+    stopped = stopping.result()
+    assert is_stopped(stopped.agent)
     saved = steps_of(run)
-    assert held.step not in saved
+    assert stopped.step not in saved
     assert saved[-1] == 32
-    os.kill(held.agent, signal.SIGCONT)
-    wait_for(lambda: is_gone(held.agent))
-    assert steps_of(run) == saved, "what the agent held is older than what is complete"
-    assert_whole(folder, run)
+    os.kill(stopped.agent, signal.SIGCONT)
+    wait_for(lambda: is_gone(stopped.agent))
+    assert steps_of(run) == saved, "the copy of the agent is older than what is complete"
+    assert_complete(job, run, reference)
 
 
-def test_too_little_memory_is_said_before_the_first_step(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_too_little_memory_is_refused_before_the_first_step(
+    job: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(room, "free_bytes", lambda _: 10)
-    shown = rf"need \d+ bytes in {folder / 'memory'}, where \d+ are free: .*; enlarge it"
-    with pytest.raises(SchemaError, match=shown):
-        together(folder, tmp_path / "run")
+    monkeypatch.setattr(run_checkpoints, "free_bytes", lambda _: 10)
+    memory = job.parents[1] / "memory"
+    message = rf"need \d+ bytes in {memory}, where \d+ are free: .*; enlarge it"
+    with pytest.raises(SchemaError, match=message):
+        run_replicas(job, tmp_path / "run")

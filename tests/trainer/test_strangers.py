@@ -1,4 +1,4 @@
-"""Who has not the token of a run is no member of it, and is sent nothing that helps it."""
+"""A process without the token of a run is no member of it, and is sent nothing that helps it."""
 
 from __future__ import annotations
 
@@ -17,22 +17,20 @@ import pyarrow.flight as fl
 import pytest
 
 from schemas.run_log import RENDEZVOUS
-from schemas.storage import Location
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import trained, wait_for
+from tests.trainer.replica_runs import run_replicas
 from tests.trainer.stores import member_of
 from tests.trainer.test_draining import SEGMENT
 from tests.trainer.test_replica_leaving import NEVER_SEC
 from tests.trainer.test_replicas import status
 from trainer.diff import compare_runs
-from trainer.elastic.launcher import LaunchOptions, train_replicas
 from trainer.elastic.membership import (
     MAX_DEPARTED,
     Lighthouse,
     connect_lighthouse,
 )
 from trainer.elastic.peer_state import PeerClient, PeerError, PeerServer
-from trainer.options import TrainOptions
 from trainer.stores.remote.connection import Access
 
 ACCESS = Access(token="secret", timeout_sec=20.0)
@@ -54,20 +52,20 @@ def join_as_stranger(lighthouse: str, address: str, data: dict[Hashable, object]
         )
 
 
-def sayings(address: str) -> dict[str, dict[Hashable, object] | None]:
-    """Return what a stranger may say of itself."""
-    said: dict[Hashable, object] = {**asdict(status(state=address, meeting=address))}
+def claims(address: str) -> dict[str, dict[Hashable, object] | None]:
+    """Return the data with which a stranger may join."""
+    data: dict[Hashable, object] = {**asdict(status(state=address, meeting=address))}
     return {
         "nothing": None,
-        "the status of a replica": said,
-        "one that another token signs": {"status": json.dumps(said), "signature": "0" * 64},
+        "the status of a replica": data,
+        "one that another token signs": {"status": json.dumps(data), "signature": "0" * 64},
         "one that is none": {"status": 3, "signature": [7]},
     }
 
 
-@pytest.mark.parametrize("saying", sayings(""))
+@pytest.mark.parametrize("claim", claims(""))
 def test_stranger_at_the_lighthouse_is_no_member(
-    saying: str, caplog: pytest.LogCaptureFixture
+    claim: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with (
         Lighthouse("127.0.0.1", 0, NEVER_SEC) as lighthouse,
@@ -77,7 +75,7 @@ def test_stranger_at_the_lighthouse_is_no_member(
         member.agree(0, status())
         for step in (1, 2):  # from its first quorum on the lighthouse waits for the stranger, too
             joined = pool.submit(
-                join_as_stranger, lighthouse.address, "grpc://127.0.0.1:1", sayings("")[saying]
+                join_as_stranger, lighthouse.address, "grpc://127.0.0.1:1", claims("")[claim]
             )
             wait_for(lambda joined=joined: joined.running() or joined.done())
             agreement = member.agree(step, status())
@@ -116,28 +114,28 @@ def listener() -> Iterator[tuple[str, list[object]]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("saying", ["nothing", "the status of a replica"])
-def test_run_goes_on_beside_a_stranger_and_sends_it_nothing(saying: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "claim", [pytest.param("nothing", marks=pytest.mark.nightly), "the status of a replica"]
+)
+def test_run_continues_beside_a_stranger_and_sends_it_nothing(claim: str, tmp_path: Path) -> None:
     job, run = write_job(tmp_path, epochs="2"), tmp_path / "run"
     dataset = make_dataset(tmp_path / "dataset", job, SEGMENT)
     trained(job, dataset, tmp_path / "alone")
     ended = threading.Event()
     with listener() as (address, connections), ThreadPoolExecutor(1) as pool:
 
-        def disturb() -> None:
+        def join_on_and_on() -> None:
             lighthouse = json.loads((run / RENDEZVOUS).read_text())["lighthouse"]
             while not ended.is_set():
-                join_as_stranger(lighthouse, address, sayings(address)[saying])
+                join_as_stranger(lighthouse, address, claims(address)[claim])
 
-        paths = (job, Location.parse(dataset), run)
-        launch = LaunchOptions(count=2, restarts=0)
         try:
-            train_replicas(
-                *paths,
-                TrainOptions(),
-                launch,
-                lambda *_: None,
-                on_start=lambda _: pool.submit(disturb) and None,
+            run_replicas(
+                job,
+                run,
+                dataset=dataset,
+                on_start=lambda _: pool.submit(join_on_and_on) and None,
+                launch={"heartbeat_sec": 1.0, "restarts": 0},
             )
         finally:
             ended.set()

@@ -15,9 +15,9 @@ from schemas.storage import Location
 from tests.object_store import Store
 from tests.shared import make_once
 from tests.trainer.faults import Faults
+from tests.trainer.following_replicas import WAITS
 from tests.trainer.growing import commit, grown_versions
 from tests.trainer.processes import PATIENCE, wait_for
-from tests.trainer.replicas_following import KNOWN
 from tests.trainer.stores import kill_stores
 from tests.trainer.url_hosts import Hosts, statuses
 from tests.trainer.url_runs import check_equal, write_saved_run
@@ -164,7 +164,7 @@ def test_writer_that_is_lost_while_all_wait_for_segments_does_not_show(
     try:
         running = hosts.launch(follow=True)
         first, second = (hosts.start(number, expected=2, faults=Faults()) for number in (0, 1))
-        wait_for(hosts.saved(KNOWN[0]))
+        wait_for(hosts.saved(WAITS[0]))
         first.kill()
         first.wait()
         shutil.rmtree(hosts.folder_of(0))
