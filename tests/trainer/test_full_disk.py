@@ -1,9 +1,10 @@
-"""A full disk is refused by name wherever a run writes, and the run goes on when there is room."""
+"""A full disk is refused by name wherever a run writes, which continues when there is room."""
 
 import os
 import re
+import resource
 import subprocess
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +12,10 @@ import pytest
 
 from schemas.errors import SchemaError
 from tests.trainer.make_dataset import write_job
-from tests.trainer.runs import checkpoint_at, losses_of, run_job
+from tests.trainer.replica_runs import run_replicas
+from tests.trainer.runs import assert_equal, checkpoint_at, losses_of, run_job
 from tests.trainer.stores import largest_file
-from trainer.diff import compare_runs
+from trainer.elastic.launcher import start_replica
 from trainer.stores.api import Records, TableLayout
 from trainer.stores.local import MappedTable, mmap_store
 
@@ -57,11 +59,10 @@ def test_mapped_files_take_their_room_from_the_disk_before_they_are_written(tmp_
 
 
 @pytest.mark.slow
-def test_checkpoint_on_a_full_disk_leaves_the_one_before_and_the_run_goes_on(
-    dataset: Path, tmp_path: Path
+def test_checkpoint_on_a_full_disk_leaves_the_one_before_and_the_run_continues(
+    reference: Path, dataset: Path, tmp_path: Path
 ) -> None:
-    job = write_job(tmp_path / "job", dtype="float32")  # beside training: test_flash.py
-    run_job(job, dataset, tmp_path / "plain")
+    job = write_job(tmp_path / "job", dtype="float32")  # beside training: test_checkpoint_agents.py
     run = tmp_path / "run"
     run_job(job, dataset, run, steps=5)
     folder = checkpoint_at(run, 10)
@@ -74,15 +75,14 @@ def test_checkpoint_on_a_full_disk_leaves_the_one_before_and_the_run_goes_on(
     assert [path.name for path in folder.parent.iterdir()] == ["00000005"]
     assert len(losses_of(run)) == 10
     run_job(job, dataset, run, resume=True)
-    assert compare_runs(tmp_path / "plain", run).difference is None
+    assert_equal(run, reference)
 
 
 @pytest.mark.slow
-def test_line_of_a_step_on_a_full_disk_is_refused_by_name_and_the_run_goes_on(
-    dataset: Path, tmp_path: Path
+def test_line_of_a_step_on_a_full_disk_is_refused_by_name_and_the_run_continues(
+    reference: Path, dataset: Path, tmp_path: Path
 ) -> None:
     job = write_job(tmp_path / "job", dtype="float32")
-    run_job(job, dataset, tmp_path / "plain")
     run = tmp_path / "run"
     run_job(job, dataset, run, steps=3)
     message = (
@@ -92,28 +92,21 @@ def test_line_of_a_step_on_a_full_disk_is_refused_by_name_and_the_run_goes_on(
     with largest_file(2_000), pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
         run_job(job, dataset, run, resume=True)
     run_job(job, dataset, run, resume=True)
-    assert compare_runs(tmp_path / "plain", run).difference is None
+    assert_equal(run, reference)
 
 
 @pytest.mark.slow
-def test_replicas_on_a_full_disk_end_with_the_file_and_the_way_out(
-    dataset: Path, tmp_path: Path
-) -> None:
+def test_replicas_on_a_full_disk_end_with_the_file_and_the_way_out(tmp_path: Path) -> None:
     job, run = write_job(tmp_path / "job", dtype="float32"), tmp_path / "run"
-    driver = (
-        "import os, resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (2_000, 2_000)); "
-        'os.execv(sys.executable, [sys.executable, "-m", "trainer", *sys.argv[1:]])'
+
+    def start(arguments: Sequence[str]) -> subprocess.Popen[bytes]:
+        process = start_replica(arguments)
+        resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (2_000, 2_000))
+        return process
+
+    message = (
+        r"^replica \d failed: no room on disk for the line of a step: File too large in "
+        rf"{run}/(metrics|ledger)\.jsonl; free some and continue with --resume$"
     )
-    arguments = ["train", str(job), "--dataset", str(dataset), "--output", str(run)]
-    done = subprocess.run(
-        [sys.executable, "-c", driver, *arguments, "--replicas", "2"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 1
-    assert re.fullmatch(
-        r"error: replica \d failed: no room on disk for the line of a step: File too large in "
-        rf"{run}/(metrics|ledger)\.jsonl; free some and continue with --resume",
-        done.stderr.splitlines()[-1],
-    )
+    with pytest.raises(SchemaError, match=message):
+        run_replicas(job, run, launch={"start": start})

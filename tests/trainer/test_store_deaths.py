@@ -1,4 +1,4 @@
-"""Store processes and their directories die while a run trains: what it leaves stays the same."""
+"""Store processes and their directories die while a run trains: its bits stay the same."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ import pytest
 
 from schemas.errors import SchemaError
 from schemas.run_log import read_summary
-from tests.trainer.make_dataset import make_dataset, write_job
-from tests.trainer.processes import hold
-from tests.trainer.runs import SEGMENTS, assert_equal, run_job
+from tests.trainer.make_dataset import write_job
+from tests.trainer.processes import hold, with_keys
+from tests.trainer.runs import assert_equal, run_job
 from tests.trainer.stores import kill_stores, log_bytes, log_files, stores_of
 from trainer.run_log import LogWriter
 from trainer.stores.factory import STORE
@@ -28,75 +28,63 @@ EVERY = 6
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("deaths") / "job"
+    folder = tmp_path_factory.mktemp("job")
     job = write_job(folder, dtype="float32", every_steps=str(EVERY), lookahead="2")
-    with job.open("a") as file:
-        file.write("  stores: {timeout: 60s}\n")
-    return job
-
-
-@pytest.fixture(scope="module")
-def dataset(job: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_dataset(tmp_path_factory.mktemp("deaths_of") / "dataset", job, SEGMENTS)
-
-
-@pytest.fixture(scope="module")
-def undisturbed(job: Path, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run = tmp_path_factory.mktemp("undisturbed") / "run"
-    run_job(job, dataset, run)
-    return run
+    return with_keys(job, "stores: {timeout: 60s}")
 
 
 @pytest.fixture
 def at_step(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, Callable[[Path], None]]]:
-    """What happens after a step was committed, once each."""
-    wanted: dict[int, Callable[[Path], None]] = {}
+    """What to do after the commit of a step, once."""
+    actions: dict[int, Callable[[Path], None]] = {}
     write = LogWriter.write
 
     def write_and_act(log: LogWriter) -> None:
         write(log)
-        action = wanted.pop(log.written, None)
+        action = actions.pop(log.written, None)
         if action is not None:
             action(log._run)
 
     monkeypatch.setattr(LogWriter, "write", write_and_act)
-    yield wanted
-    assert not wanted, "everything happened"
+    yield actions
+    assert not actions, "everything happened"
 
 
 @pytest.mark.slow
 def test_stores_killed_at_any_moment_cost_no_committed_step(
     job: Path,
     dataset: Path,
-    undisturbed: Path,
+    reference: Path,
     tmp_path: Path,
     at_step: dict[int, Callable[[Path], None]],
 ) -> None:
-    def shortly_again(run: Path) -> None:
+    def kill_twice(run: Path) -> None:
         kill_stores(run, 0)
-        # the next one while it is started, or replays, or meets its first calls
+        # the next one while it is started, replays its log, or serves its first calls
         threading.Timer(0.7, kill_stores, (run, 0)).start()
 
     run = tmp_path / "run"
     at_step |= {
         2: lambda run: kill_stores(run, 0),
         7: lambda run: kill_stores(run, 0, 1),
-        12: shortly_again,
+        12: kill_twice,
     }
     at_step[13] = lambda run: threading.Timer(0.01, kill_stores, (run, 1)).start()
     summary = run_job(job, dataset, run, embedding="cached", stores=2)
     assert (summary.num_rollbacks, summary.recomputed_steps) == (0, 0)
     assert stores_of(run) == {}, "they end with the run"
-    assert_equal(run, undisturbed)
+    assert_equal(run, reference)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("embedding", ["cached", "uncached"])
+@pytest.mark.parametrize(
+    "embedding", ["cached", pytest.param("uncached", marks=pytest.mark.nightly)]
+)
 def test_store_that_dies_with_its_directory_takes_the_run_back_to_its_checkpoint(
     embedding: str,
     job: Path,
     dataset: Path,
-    undisturbed: Path,
+    reference: Path,
     tmp_path: Path,
     at_step: dict[int, Callable[[Path], None]],
 ) -> None:
@@ -110,14 +98,14 @@ def test_store_that_dies_with_its_directory_takes_the_run_back_to_its_checkpoint
     # from the kill to the next call of that store, which a whole cached step may go without
     assert 3 <= summary.recomputed_steps <= 2 * EVERY + 4
     assert read_summary(run / "summary.json").recomputed_steps == summary.recomputed_steps
-    assert_equal(run, undisturbed)
+    assert_equal(run, reference)
 
 
 @pytest.mark.slow
-def test_store_that_comes_back_in_an_older_state_is_not_believed(
+def test_store_that_returns_in_an_older_state_takes_the_run_back_to_its_checkpoint(
     job: Path,
     dataset: Path,
-    undisturbed: Path,
+    reference: Path,
     tmp_path: Path,
     at_step: dict[int, Callable[[Path], None]],
 ) -> None:
@@ -139,16 +127,16 @@ def test_store_that_comes_back_in_an_older_state_is_not_believed(
     at_step |= {7: keep_copy, 10: put_back}
     summary = run_job(job, dataset, run, embedding="uncached", stores=2)
     assert summary.num_rollbacks == 1
-    assert_equal(run, undisturbed)
+    assert_equal(run, reference)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("killed", [None, 0, 1])
+@pytest.mark.parametrize("killed", [pytest.param(None, marks=pytest.mark.nightly), 0, 1])
 def test_slots_that_move_cost_no_committed_step_whoever_is_killed(
     killed: int | None,
     job: Path,
     dataset: Path,
-    undisturbed: Path,
+    reference: Path,
     tmp_path: Path,
     at_step: dict[int, Callable[[Path], None]],
 ) -> None:
@@ -176,4 +164,4 @@ def test_slots_that_move_cost_no_committed_step_whoever_is_killed(
     summary = run_job(job, dataset, run, embedding="cached", stores=2)
     assert (summary.num_rollbacks, summary.recomputed_steps) == (0, 0)
     assert killed is not None or moved[0]["num_slots"] == 1024
-    assert_equal(run, undisturbed)
+    assert_equal(run, reference)

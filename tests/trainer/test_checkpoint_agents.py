@@ -16,28 +16,23 @@ import pytest
 from schemas.errors import SchemaError
 from tests.trainer.make_dataset import write_job
 from tests.trainer.processes import children_of, hold, is_gone, wait_for
-from tests.trainer.runs import checkpoint_at, losses_of, rows_in, run_job
+from tests.trainer.runs import (
+    assert_equal,
+    bits_of,
+    checkpoint_at,
+    losses_of,
+    plain_run,
+    run_job,
+    steps_of,
+)
 from trainer.__main__ import main
 from trainer.checkpoint import manager
 from trainer.checkpoint.manager import CHECKPOINT_LOG, BackgroundSaver
-from trainer.checkpoint.manifest import complete_checkpoints
 from trainer.checkpoint.snapshot import SnapshotMemory, memory_path
-from trainer.diff import compare_runs
 
 ROOT = Path(__file__).resolve().parents[2]
 STARTED: list[subprocess.Popen[bytes]] = []
-KINDS = {
-    "plain": (),
-    "cached in a log": ("--embedding", "cached"),
-    "cached over two store processes": ("--embedding", "cached", "--stores", "2"),
-}
-
-
-@pytest.fixture(scope="module")
-def plain(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("plain")
-    run_job(write_job(folder / "job", dtype="float32"), dataset, folder / "run")
-    return folder / "run"
+CACHED = ("--embedding", "cached")
 
 
 def job_of(folder: Path, memory: Path, **changes: str) -> Path:
@@ -70,23 +65,22 @@ def agents_of(pid: int) -> list[int]:
 
 
 @contextmanager
-def agent_held() -> Iterator[Callable[[], None]]:
-    """Hold the agent of this process from a call on, until the end or another call."""
-    held: list[int] = []
+def switch_of_agent() -> Iterator[Callable[[], None]]:
+    """Yield a function that stops the agent of this process, and lets it continue when stopped."""
+    stopped: list[int] = []
 
-    def turn() -> None:
-        if not held:
-            (agent,) = agents_of(os.getpid())
-            held.append(agent)
-            hold(agent)
+    def switch() -> None:
+        if not stopped:
+            stopped.extend(agents_of(os.getpid()))
+            hold(stopped[0])
         else:
-            os.kill(held.pop(), signal.SIGCONT)
+            os.kill(stopped.pop(), signal.SIGCONT)
 
     try:
-        yield turn
+        yield switch
     finally:
-        if held:
-            turn()
+        if stopped:
+            switch()
 
 
 def has_copied(run: Path) -> bool:
@@ -94,40 +88,42 @@ def has_copied(run: Path) -> bool:
 
 
 def kill_after_the_copy(job: Path, dataset: Path, run: Path, *options: str) -> int:
-    """Kill a trainer whose agent stands still with the copy of step 5; return the agent's id."""
+    """Kill a trainer whose agent is stopped with the copy of step 5; return the agent's id."""
     trainer = start_trainer(job, dataset, run, *options)
     wait_for(lambda: agents_of(trainer.pid) or trainer.poll() is not None)
     (agent,) = agents_of(trainer.pid)
     hold(agent)
     wait_for(lambda: has_copied(run) or trainer.poll() is not None)
-    assert complete_checkpoints(run / "checkpoints") == []
+    assert steps_of(run) == []
     trainer.kill()
     assert trainer.wait() == -signal.SIGKILL
     return agent
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "options", [(), pytest.param(CACHED, marks=pytest.mark.nightly), (*CACHED, "--stores", "2")]
+)
 def test_trainer_killed_after_the_copy_loses_nothing_that_its_agent_holds(
-    kind: str, dataset: Path, plain: Path, tmp_path: Path
+    options: tuple[str, ...], dataset: Path, reference: Path, tmp_path: Path
 ) -> None:
     memory, run = tmp_path / "memory", tmp_path / "run"
     job = job_of(tmp_path, memory)
-    agent = kill_after_the_copy(job, dataset, run, *KINDS[kind])
+    agent = kill_after_the_copy(job, dataset, run, *options)
     assert len(list(memory.iterdir())) == 1
     os.kill(agent, signal.SIGCONT)
     wait_for(lambda: is_gone(agent))
-    assert [folder.name for folder in complete_checkpoints(run / "checkpoints")] == ["00000005"]
+    assert steps_of(run) == [5]
     assert list(memory.iterdir()) == []
     arguments = ["train", str(job), "--dataset", str(dataset), "--output", str(run), "--resume"]
-    assert main([*arguments, *KINDS[kind]]) == 0
-    assert compare_runs(plain, run).difference is None
+    assert main([*arguments, *options]) == 0
+    assert_equal(run, reference)
     assert list(memory.iterdir()) == []
 
 
 @pytest.mark.slow
 def test_copy_of_a_trainer_and_an_agent_that_both_died_is_written_by_the_next_start(
-    dataset: Path, plain: Path, tmp_path: Path
+    dataset: Path, reference: Path, tmp_path: Path
 ) -> None:
     memory, run = tmp_path / "memory", tmp_path / "run"
     job = job_of(tmp_path, memory)
@@ -138,13 +134,10 @@ def test_copy_of_a_trainer_and_an_agent_that_both_died_is_written_by_the_next_st
     strangers.write_bytes(b"x" * 4096)
     assert len(list(memory.iterdir())) == 2
     run_job(job, dataset, run, resume=True, steps=6)
-    assert [folder.name for folder in complete_checkpoints(run / "checkpoints")] == [
-        "00000005",
-        "00000006",
-    ]
+    assert steps_of(run) == [5, 6]
     assert list(memory.iterdir()) == [strangers]
     run_job(job, dataset, run, resume=True)
-    assert compare_runs(plain, run).difference is None
+    assert_equal(run, reference)
 
 
 @pytest.mark.slow
@@ -159,13 +152,13 @@ def test_leftovers_of_a_run_that_is_begun_again_are_cleared_and_not_used(
     for path in sorted(run.rglob("*"), reverse=True):
         path.unlink() if path.is_file() else path.rmdir()
     run_job(job, dataset, run, steps=3)
-    assert [folder.name for folder in complete_checkpoints(run / "checkpoints")] == ["00000003"]
+    assert steps_of(run) == [3]
     assert list(memory.iterdir()) == []
 
 
 @pytest.mark.slow
 def test_agent_that_is_killed_is_replaced_and_its_copy_is_written(
-    dataset: Path, plain: Path, tmp_path: Path
+    dataset: Path, reference: Path, tmp_path: Path
 ) -> None:
     memory, run = tmp_path / "memory", tmp_path / "run"
     trainer = start_trainer(job_of(tmp_path, memory), dataset, run)
@@ -175,9 +168,8 @@ def test_agent_that_is_killed_is_replaced_and_its_copy_is_written(
     wait_for(lambda: has_copied(run) or trainer.poll() is not None)
     os.kill(agent, signal.SIGKILL)
     assert trainer.wait() == 0
-    found = [int(folder.name) for folder in complete_checkpoints(run / "checkpoints")]
-    assert found == [5, 10, 15, 20, 25, 30, 32]
-    assert compare_runs(plain, run).difference is None
+    assert steps_of(run) == [5, 10, 15, 20, 25, 30, 32]
+    assert_equal(run, reference)
     assert list(memory.iterdir()) == []
 
 
@@ -188,7 +180,7 @@ class FailedError(Exception):
 @pytest.mark.slow
 @pytest.mark.parametrize("late", ["wait", "skip"])
 def test_run_that_ends_by_an_error_leaves_its_copies_written_and_no_memory(
-    late: str, dataset: Path, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    late: str, dataset: Path, reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory, run = tmp_path / "memory", tmp_path / "run"
     job = job_of(tmp_path, memory)
@@ -197,30 +189,29 @@ def test_run_that_ends_by_an_error_leaves_its_copies_written_and_no_memory(
 
     def save_and_fail(saver: BackgroundSaver, train_step: int) -> None:
         if late == "skip" and train_step == 5:
-            turn()  # so that the copy is not written at step 10
+            switch()  # so that the copy is not written at step 10
         whole(saver, train_step)
         if train_step == 10:
             if late == "skip":
-                turn()
+                switch()
             raise FailedError
 
     monkeypatch.setattr(BackgroundSaver, "save", save_and_fail)
-    with agent_held() as turn, pytest.raises(FailedError):
+    with switch_of_agent() as switch, pytest.raises(FailedError):
         run_job(job, dataset, run)
     monkeypatch.setattr(BackgroundSaver, "save", whole)
-    found = [int(folder.name) for folder in complete_checkpoints(run / "checkpoints")]
-    assert found == ([5, 10] if late == "wait" else [5])
+    assert steps_of(run) == ([5, 10] if late == "wait" else [5])
     assert list(memory.iterdir()) == []
     run_job(job, dataset, run, resume=True)
-    assert compare_runs(plain, run).difference is None
+    assert_equal(run, reference)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("embedding", ["plain", "cached", "lru", "uncached"])
+@pytest.mark.parametrize("embedding", ["lru", "uncached"])
 def test_skipped_checkpoints_are_in_the_next_one(
     embedding: str,
     dataset: Path,
-    plain: Path,
+    reference: Path,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
@@ -231,19 +222,19 @@ def test_skipped_checkpoints_are_in_the_next_one(
 
     def save(saver: BackgroundSaver, train_step: int) -> None:
         if train_step in (1, 4):
-            turn()
+            switch()
         whole(saver, train_step)
 
-    with agent_held() as turn, monkeypatch.context() as patch:
+    with switch_of_agent() as switch, monkeypatch.context() as patch:
         patch.setattr(BackgroundSaver, "save", save)
         run_job(job, dataset, run, embedding=embedding)
     lines = [json.loads(line) for line in (run / CHECKPOINT_LOG).read_text().splitlines()]
     assert [line["train_step"] for line in lines][:32] == list(range(1, 33))
     copied = [line["train_step"] for line in lines if line["num_bytes"]]
     assert copied[0] == 1
-    assert not {2, 3} & set(copied), "the agent was held"
+    assert not {2, 3} & set(copied), "the agent was stopped"
     assert "checkpoint is skipped, the one before is still being written; " in caplog.text
-    assert compare_runs(plain, run).difference is None
+    assert_equal(run, reference)
 
 
 def limit_files_of(agent: int, num_bytes: int) -> None:
@@ -252,10 +243,10 @@ def limit_files_of(agent: int, num_bytes: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("embedding", ["plain", "cached"])
-def test_training_goes_on_while_the_disk_is_full_and_the_next_checkpoint_has_everything(
+def test_training_continues_while_the_disk_is_full_and_the_next_checkpoint_has_everything(
     embedding: str,
     dataset: Path,
-    plain: Path,
+    reference: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -272,22 +263,17 @@ def test_training_goes_on_while_the_disk_is_full_and_the_next_checkpoint_has_eve
 
     monkeypatch.setattr(BackgroundSaver, "save", save)
     run_job(job, dataset, run, embedding=embedding)
-    found = [int(folder.name) for folder in complete_checkpoints(run / "checkpoints")]
-    assert found == [5, 20, 25, 30, 32]
+    assert steps_of(run) == [5, 20, 25, 30, 32]
     warning = "checkpoint is not written, the next one tries again: no room on disk for a "
     assert caplog.text.count(warning) == 2
-    assert compare_runs(plain, run).difference is None
-    straight = tmp_path / "straight"
-    run_job(write_job(tmp_path / "to 20", dtype="float32"), dataset, straight, steps=20)
-    a, b = rows_in(checkpoint_at(run, 20)), rows_in(checkpoint_at(straight, 20))
-    assert {name: each.tobytes() for name, each in a.items()} == {
-        name: each.tobytes() for name, each in b.items()
-    }
+    assert_equal(run, reference)
+    expected = checkpoint_at(plain_run(dtype="float32", every_steps="5"), 20)
+    assert bits_of(checkpoint_at(run, 20)) == bits_of(expected)
 
 
 @pytest.mark.slow
 def test_last_checkpoint_on_a_full_disk_is_an_error(
-    dataset: Path, plain: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    dataset: Path, reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
     job = job_of(tmp_path, tmp_path / "memory")
@@ -306,16 +292,16 @@ def test_last_checkpoint_on_a_full_disk_is_an_error(
     )
     with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
         run_job(job, dataset, run)
-    assert [int(folder.name) for folder in complete_checkpoints(run / "checkpoints")][-1] == 30
+    assert steps_of(run)[-1] == 30
     monkeypatch.setattr(BackgroundSaver, "save", whole)
     run_job(job, dataset, run, resume=True)
-    assert compare_runs(plain, run).difference is None
+    assert_equal(run, reference)
 
 
 @pytest.mark.slow
 def test_checkpoints_fail_while_every_agent_dies(
     dataset: Path,
-    plain: Path,
+    reference: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -328,9 +314,9 @@ def test_checkpoints_fail_while_every_agent_dies(
         ):
             run_job(job, dataset, run)
     assert caplog.text.count("checkpoint is not written, the next one tries again: agent of ") >= 6
-    assert complete_checkpoints(run / "checkpoints") == []
+    assert steps_of(run) == []
     run_job(job, dataset, run, resume=True)
-    assert compare_runs(plain, run).difference is None
+    assert_equal(run, reference)
 
 
 def start_failing_child() -> subprocess.Popen[bytes]:
@@ -355,7 +341,7 @@ def test_memory_too_small_is_refused_before_the_first_step(
 @pytest.mark.slow
 def test_copy_that_outgrows_memory_goes_to_the_disk(
     dataset: Path,
-    plain: Path,
+    reference: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -373,6 +359,6 @@ def test_copy_that_outgrows_memory_goes_to_the_disk(
     assert (
         "snapshot of a checkpoint is larger than its memory and moves to the disk; " in caplog.text
     )
-    assert compare_runs(plain, run).difference is None
+    assert_equal(run, reference)
     assert list(memory.iterdir()) == []
     assert not [path for path in run.iterdir() if path.name.startswith("presage-")]

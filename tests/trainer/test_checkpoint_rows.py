@@ -412,7 +412,7 @@ def test_several_writers_leave_no_checkpoint_that_is_not_whole(keep: int, tmp_pa
         rng, memory = np.random.default_rng([number, keep]), SnapshotMemory(tmp_path / str(number))
         memory.create(0)
         step = done = 0
-        while step < 300:
+        while step < 100:
             found = complete_checkpoints(checkpoints)
             newest = int(found[-1].name) if found else 0
             since = newest if found and rng.random() < 0.8 else None
