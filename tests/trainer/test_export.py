@@ -44,7 +44,7 @@ def exported(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("model", "dtype"),
     [
         ("attention", "float32"),
-        ("attention", "float64"),
+        pytest.param("attention", "float64", marks=pytest.mark.nightly),
         ("dcn", "float64"),
         ("deepfm", "float32"),
         ("dlrm", "float32"),

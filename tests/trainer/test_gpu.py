@@ -13,7 +13,7 @@ from tests.fork_server import without_forking
 from tests.trainer.device_jobs import MODELS, with_device
 from tests.trainer.make_dataset import write_job
 from tests.trainer.processes import trained
-from tests.trainer.runs import final_rows, losses_of, parts_of, reader_of, run_job
+from tests.trainer.runs import assert_same_bits, losses_of, parts_of, reader_of, run_job
 from trainer.components import uses_shared_features
 from trainer.data.collate import move_batch
 from trainer.evaluate import evaluate_run
@@ -48,13 +48,9 @@ def test_rows_have_the_bits_of_a_plain_run_on_the_gpu(
 ) -> None:
     rows = "203" if embedding == "lru" else "null"
     job = jobs(tmp_path, rows=rows)["cuda"]
-    found: dict[str, dict[str, np.ndarray]] = {}
     for each in ("plain", embedding):
         run_job(job, dataset, tmp_path / each, embedding=each)
-        found[each] = final_rows(tmp_path / each)
-    assert found["plain"].keys() == found[embedding].keys()
-    for name, array in found["plain"].items():
-        assert array.tobytes() == found[embedding][name].tobytes(), name
+    assert_same_bits(tmp_path / embedding, tmp_path / "plain")
 
 
 @pytest.mark.parametrize("arguments", [("--replicas", "2"), ("--restarts", "1")])

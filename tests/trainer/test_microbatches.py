@@ -1,4 +1,4 @@
-"""A step leaf by leaf has the result of the whole batch, and bits that show nothing else."""
+"""Microbatches give the result of the whole batch, and the same bits whoever computes them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from schemas.config.job import load_job
+from tests.shared import each_once
 from tests.trainer.make_dataset import write_job
 from tests.trainer.runs import final_rows, losses_of, parts_of, reader_of, run_job
 from trainer.components import uses_shared_features
@@ -29,25 +30,24 @@ MODELS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", ["rowwise_adagrad", "adam"])
-@pytest.mark.parametrize("model", MODELS)
-def test_leaf_by_leaf_is_the_whole_batch_up_to_rounding(
+@pytest.mark.parametrize(("model", "optimizer"), each_once(MODELS, ["rowwise_adagrad", "adam"]))
+def test_microbatches_are_the_whole_batch_up_to_rounding(
     model: str, optimizer: str, dataset: Path, tmp_path: Path
 ) -> None:
     job = write_job(tmp_path / "job", model=MODELS[model], optimizer=optimizer)
-    for name in ("leaves", "whole"):
+    for name in ("microbatches", "whole"):
         run_job(job, dataset, tmp_path / name, fast=name == "whole")
-    leaves, whole = losses_of(tmp_path / "leaves"), losses_of(tmp_path / "whole")
-    assert len(leaves) == 32
-    np.testing.assert_allclose(leaves, whole, rtol=1e-9, atol=0)
-    ours, other = final_rows(tmp_path / "leaves"), final_rows(tmp_path / "whole")
+    losses, whole = losses_of(tmp_path / "microbatches"), losses_of(tmp_path / "whole")
+    assert len(losses) == 32
+    np.testing.assert_allclose(losses, whole, rtol=1e-9, atol=0)
+    ours, other = final_rows(tmp_path / "microbatches"), final_rows(tmp_path / "whole")
     assert list(ours) == list(other)
     for name, rows in ours.items():
         np.testing.assert_allclose(rows, other[name], rtol=1e-6, atol=1e-9, err_msg=name)
 
 
 @pytest.mark.slow
-def test_threads_do_not_show(dataset: Path, tmp_path: Path) -> None:
+def test_bits_do_not_depend_on_threads(dataset: Path, tmp_path: Path) -> None:
     job = write_job(tmp_path / "job", dtype="float32")
     before = torch.get_num_threads()
     try:
@@ -67,7 +67,7 @@ def test_threads_do_not_show(dataset: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("cuts", "size"), [((1,), 16), ((3,), 16), ((1, 2), 16), ((1, 2, 3), 16), ((3, 4), 8)]
 )
-def test_it_does_not_show_who_computed_which_leaf(
+def test_bits_do_not_depend_on_who_computes_which_microbatch(
     model: str, cuts: tuple[int, ...], size: int, dataset: Path, tmp_path: Path
 ) -> None:
     path = write_job(tmp_path / "job", dtype="float32", model=MODELS[model])
@@ -79,10 +79,10 @@ def test_it_does_not_show_who_computed_which_leaf(
 
     def computed(first: int, end: int) -> dict:
         parts = parts_of(path, dataset)
-        leaves = reader.read_microbatches(2, slice(first, end), every.rows)
-        parts.embedding.open(leaves)
-        with MicrobatchWorker(parts.model, parts.embedding) as work:
-            return work.compute(leaves).held
+        microbatches = reader.read_microbatches(2, slice(first, end), every.rows)
+        parts.embedding.open(microbatches)
+        with MicrobatchWorker(parts.model, parts.embedding) as worker:
+            return worker.compute(microbatches).held
 
     joined = Tree(count, add_partial_sums)
     for first, end in pairwise((0, *cuts, count)):

@@ -3,6 +3,8 @@
 import json
 import re
 import shutil
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -13,8 +15,8 @@ from schemas.errors import SchemaError
 from schemas.layout import MANIFEST
 from schemas.manifest import canonical_json, hash_of
 from schemas.model import changed_path, open_changes
-from tests.trainer.make_dataset import make_dataset, write_job
-from tests.trainer.runs import SEGMENTS, checkpoint_at, rows_in, run_job
+from tests.trainer.make_dataset import write_job
+from tests.trainer.runs import checkpoint_at, rows_in, run_job
 from trainer.__main__ import main
 from trainer.checkpoint.manifest import (
     checksum_of,
@@ -23,19 +25,29 @@ from trainer.checkpoint.manifest import (
     write_checkpoint_manifest,
 )
 from trainer.export import export_run
-from trainer.publish import apply_changes, publish
+from trainer.publish import Published, apply_changes, publish
 
 STEPS = (4, 8, 12, 16, 20)
 TABLES = ("users", "items", "pages")
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("publish")
-    job = write_job(folder / "job", every_steps="4")
-    dataset = make_dataset(folder / "dataset", job, SEGMENTS)
-    run_job(job, dataset, folder / "run", steps=20)
+    run_job(write_job(folder / "job", every_steps="4"), dataset, folder / "run", steps=20)
     return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def exported(run: Path) -> Callable[[int], Path]:
+    """Return a function that exports a checkpoint of the run, each once."""
+
+    @cache
+    def export(step: int) -> Path:
+        export_run(run, run.parent / f"model-{step}", step)
+        return run.parent / f"model-{step}"
+
+    return export
 
 
 def by_row(checkpoint: Path, table: str) -> dict[int, bytes]:
@@ -47,36 +59,35 @@ def by_row(checkpoint: Path, table: str) -> dict[int, bytes]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("since", "to"), [(4, 8), (4, 20), (12, 12)])
-def test_applied_rows_give_the_newer_export_bit_for_bit(
-    since: int, to: int, run: Path, tmp_path: Path
+def test_published_rows_are_those_that_differ_and_give_the_newer_export_bit_for_bit(
+    since: int, to: int, run: Path, exported: Callable[[int], Path], tmp_path: Path
 ) -> None:
-    export_run(run, tmp_path / "old", since)
-    export_run(run, tmp_path / "new", to)
-    found = publish(run, tmp_path / "changes", since, to)
-    assert (found.since_step, found.train_step) == (since, to)
-    applied = apply_changes(tmp_path / "old", tmp_path / "changes", tmp_path / "applied")
-    assert applied.num_changed == found.num_changed
-    assert (tmp_path / "applied").read_bytes() == (tmp_path / "new").read_bytes()
-    assert ((tmp_path / "old").read_bytes() == (tmp_path / "new").read_bytes()) == (since == to)
+    old, new = exported(since), exported(to)
+    published = publish(run, tmp_path / "changes", since, to)
+    assert (published.since_step, published.train_step) == (since, to)
+    applied = apply_changes(old, tmp_path / "changes", tmp_path / "applied")
+    assert applied.num_changed == published.num_changed
+    assert (tmp_path / "applied").read_bytes() == new.read_bytes()
+    assert (old.read_bytes() == new.read_bytes()) == (since == to)
+    check_rows(run, published, tmp_path / "changes")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("since", "to"), [(4, 8), (8, 20)])
-def test_published_rows_are_those_whose_bits_differ_and_no_other(
-    since: int, to: int, run: Path, tmp_path: Path
-) -> None:
-    found = publish(run, tmp_path / "changes", since, to)
+def check_rows(run: Path, published: Published, changes: Path) -> None:
+    """Check that the published rows are those whose bits differ, and no others."""
+    steps = published.since_step, published.train_step
     for table in TABLES:
-        old, new = (by_row(checkpoint_at(run, step), table) for step in (since, to))
-        wanted = {row: value for row, value in new.items() if old.get(row) != value}
-        rows = pq.read_table(tmp_path / "changes" / changed_path(table))
+        old, new = (by_row(checkpoint_at(run, step), table) for step in steps)
+        expected = {row: value for row, value in new.items() if old.get(row) != value}
+        rows = pq.read_table(changes / changed_path(table))
         vectors = np.array(rows["vector"].to_pylist())
-        got = {r: v.tobytes() for r, v in zip(rows["row"].to_pylist(), vectors, strict=True)}
-        assert got == wanted
-        assert list(got) == sorted(got)
-        assert found.num_changed[table] == len(wanted) > 0
-        assert found.num_dropped[table] == 0
-    assert any(found.num_changed[t] < len(by_row(checkpoint_at(run, to), t)) for t in TABLES)
+        read = {r: v.tobytes() for r, v in zip(rows["row"].to_pylist(), vectors, strict=True)}
+        assert read == expected
+        assert list(read) == sorted(read)
+        assert published.num_changed[table] == len(expected)
+        assert published.num_dropped[table] == 0
+    num_rows = {table: len(by_row(checkpoint_at(run, steps[1]), table)) for table in TABLES}
+    some = any(0 < published.num_changed[table] < num_rows[table] for table in TABLES)
+    assert some == (steps[0] != steps[1])
 
 
 def drop_rows(run: Path, train_step: int, table: str) -> list[int]:
@@ -100,48 +111,60 @@ def drop_rows(run: Path, train_step: int, table: str) -> list[int]:
 
 
 @pytest.mark.slow
-def test_dropped_rows_are_published_and_dropped(run: Path, tmp_path: Path) -> None:
+def test_dropped_rows_are_published_and_dropped(
+    run: Path, exported: Callable[[int], Path], tmp_path: Path
+) -> None:
     copy = shutil.copytree(run, tmp_path / "run")
     dropped = drop_rows(copy, 12, "items")
-    export_run(copy, tmp_path / "old", 8)
     export_run(copy, tmp_path / "new", 12)
     publish(copy, tmp_path / "changes", 8, 12)
     held = by_row(checkpoint_at(run, 8), "items")
-    wanted = sorted(set(dropped) & set(held))
-    got = pq.read_table(tmp_path / "changes" / "dropped" / "items.parquet")["row"].to_pylist()
-    assert got == wanted
-    assert wanted, "some of the dropped rows were there before"
-    apply_changes(tmp_path / "old", tmp_path / "changes", tmp_path / "applied")
+    expected = sorted(set(dropped) & set(held))
+    read = pq.read_table(tmp_path / "changes" / "dropped" / "items.parquet")["row"].to_pylist()
+    assert read == expected
+    assert expected, "some of the dropped rows were there before"
+    apply_changes(exported(8), tmp_path / "changes", tmp_path / "applied")
     assert (tmp_path / "applied").read_bytes() == (tmp_path / "new").read_bytes()
 
 
 @pytest.mark.slow
-def test_commands_of_published_rows_say_what_they_made(
-    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_commands_print_what_they_published_and_applied(
+    run: Path,
+    exported: Callable[[int], Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    old, changes, new = (str(tmp_path / n) for n in ("old", "changes", "new"))
-    assert main(["export", str(run), "--checkpoint", "8", "--output", old, "--json"]) == 0
+    old, changes, new = (
+        str(path) for path in (exported(8), tmp_path / "changes", tmp_path / "new")
+    )
     assert main(["publish", str(run), "--since", "8", "--output", changes, "--json"]) == 0
     assert main(["apply", old, "--changes", changes, "--output", new, "--json"]) == 0
-    made, published, applied = map(json.loads, capsys.readouterr().out.splitlines())
-    assert made["train_step"] == published["since_step"] == 8
+    published, applied = map(json.loads, capsys.readouterr().out.splitlines())
+    assert published["since_step"] == 8
     assert published["num_changed"] == applied["num_changed"]
     assert applied["train_step"] == 20
 
 
+@pytest.fixture(scope="module")
+def changes(run: Path) -> Path:
+    """The rows that changed since step 8; no test changes the files."""
+    publish(run, run.parent / "changes", 8)
+    return run.parent / "changes"
+
+
 @pytest.mark.slow
-def test_rows_of_another_model_are_refused(run: Path, tmp_path: Path) -> None:
-    export_run(run, tmp_path / "old", 4)
-    publish(run, tmp_path / "changes", 8)
+def test_rows_of_another_model_are_refused(
+    changes: Path, exported: Callable[[int], Path], tmp_path: Path
+) -> None:
     message = "changes are relative to another model: to step 8, checkpoint"
     with pytest.raises(SchemaError, match=message):
-        apply_changes(tmp_path / "old", tmp_path / "changes", tmp_path / "new")
+        apply_changes(exported(4), changes, tmp_path / "new")
     assert not (tmp_path / "new").exists()
 
 
 @pytest.mark.slow
-def test_folder_that_is_changed_or_not_one_is_refused(run: Path, tmp_path: Path) -> None:
-    publish(run, tmp_path / "changes", 8)
+def test_folder_that_is_changed_or_not_one_is_refused(changes: Path, tmp_path: Path) -> None:
+    shutil.copytree(changes, tmp_path / "changes")
     path = tmp_path / "changes" / changed_path("items")
     data = path.read_bytes()
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))

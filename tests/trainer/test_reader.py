@@ -15,7 +15,7 @@ from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
 from schemas.layout import MANIFEST, part_path
 from schemas.rows import rows_of_ids
-from tests.trainer.make_dataset import make_dataset, make_samples, write_job
+from tests.trainer.make_dataset import make_samples, write_job
 from tests.trainer.runs import SEGMENTS, reader_of, run_job
 from trainer.data.collate import Batch
 from trainer.data.decode import SAMPLES, BlockCounts, decode, spec_of
@@ -27,11 +27,6 @@ SPARSE = ("user", "clicked", "item", "page", "viewed")
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_job(tmp_path_factory.mktemp("job"))
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory, job: Path) -> Path:
-    return make_dataset(tmp_path_factory.mktemp("data") / "dataset", job, SEGMENTS)
 
 
 def bags(batch: Batch, feature: str) -> list[list[int]]:

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.trainer.make_dataset import make_dataset, write_job
-from tests.trainer.runs import SEGMENTS, rows_in, run_job
+from tests.trainer.make_dataset import write_job
+from tests.trainer.runs import rows_in, run_job
 from trainer.checkpoint.format import from_bytes
 from trainer.checkpoint.load import newest_checkpoint
 
@@ -24,11 +24,10 @@ KINDS = {"F32": "<f4", "F64": "<f8", "I64": "<i8", "I32": "<i4", "U8": "u1", "BO
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with a planned cache and several checkpoints."""
     folder = tmp_path_factory.mktemp("second")
     job = write_job(folder / "job", lookahead="2", every_steps="5")
-    dataset = make_dataset(folder / "dataset", job, SEGMENTS)
     run_job(job, dataset, folder / "run", embedding="cached")
     return folder / "run"
 
@@ -67,10 +66,12 @@ def arrays_of(data: bytes) -> dict[str, np.ndarray]:
     assert zlib.crc32(bare) == int(metadata["header_crc32"])
     crcs = json.loads(metadata["crc32"])
     found: dict[str, np.ndarray] = {}
-    for name, told in header.items():
-        start, end = told["data_offsets"]
+    for name, entry in header.items():
+        start, end = entry["data_offsets"]
         assert zlib.crc32(values[start:end]) == crcs[name]
-        found[name] = np.frombuffer(values[start:end], KINDS[told["dtype"]]).reshape(told["shape"])
+        found[name] = np.frombuffer(values[start:end], KINDS[entry["dtype"]]).reshape(
+            entry["shape"]
+        )
     return found
 
 
@@ -96,13 +97,13 @@ def test_rows_of_a_checkpoint_are_those_that_the_trainer_reads(run: Path) -> Non
     assert any(len(parts) > 1 for parts in manifest["parts"].values())
     known = rows_in(folder)
     for table, parts in manifest["parts"].items():
-        told = manifest["fingerprint"]["tables"][table]
+        layout = manifest["fingerprint"]["tables"][table]
         found = rows_of(folder, parts)
         rows = sorted(found)
         np.testing.assert_array_equal(rows, known[f"{table}/rows.npy"])
         for place, (name, width) in enumerate((("values", "dim"), ("state", "state_width"))):
             mine = np.array([found[row][place] for row in rows])
-            assert mine.shape == (len(rows), told[width])
+            assert mine.shape == (len(rows), layout[width])
             np.testing.assert_array_equal(mine, known[f"{table}/{name}.npy"])
 
 

@@ -12,18 +12,10 @@ import torch
 
 from schemas.dataset import open_dataset
 from schemas.locks import lock_file
-from tests.trainer.make_dataset import make_dataset, write_job
-from tests.trainer.runs import SEGMENTS
 from trainer.data import reader, shared_row_groups
 from trainer.data.decode import RowGroup, spec_of
 from trainer.data.reader import Reader
 from trainer.data.shared_row_groups import SharedRowGroups
-
-
-@pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    job = write_job(tmp_path_factory.mktemp("job"))
-    return make_dataset(tmp_path_factory.mktemp("data") / "dataset", job, SEGMENTS)
 
 
 @pytest.fixture
