@@ -2,10 +2,7 @@
 
 import copy
 import json
-import os
 import pickle
-import subprocess
-import sys
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +24,6 @@ from presage.batch import Batch
 from schemas.dataset import Dataset, open_dataset, select_segments
 from schemas.errors import SchemaError
 from schemas.layout import FILE_SHIFT, JOB, SCHEMA
-from tests.fork_server import without_forking
 from tests.pipelines.logs import request, write_job, write_log
 from tests.trainer.growing import commit, grown_versions
 from tests.trainer.make_dataset import BLOCK_SAMPLES, make_samples
@@ -109,8 +105,7 @@ def logged_steps() -> list[list[list[Sample]]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("deduplicated", [True, False])
-@pytest.mark.parametrize("world_size", range(1, 6))
+@pytest.mark.parametrize(("world_size", "deduplicated"), [(n, n % 2 == 0) for n in range(1, 6)])
 def test_ranks_split_each_logged_batch_by_blocks(world_size: int, deduplicated: bool) -> None:
     options = {"world_size": world_size, "deduplicated": deduplicated}
     loaders = [loader(rank=rank, **options) for rank in range(world_size)]
@@ -210,9 +205,9 @@ class RefuseToCompute(TorchDispatchMode):
 
 @pytest.mark.parametrize("deduplicated", [False, True])
 def test_reading_runs_no_torch_operator_that_would_start_threads(deduplicated: bool) -> None:
-    made = loader(deduplicated=deduplicated, lookups=True)
+    running = loader(deduplicated=deduplicated, lookups=True)
     with RefuseToCompute():
-        made.first_batch()
+        running.first_batch()
 
 
 def test_columns_are_selected() -> None:
@@ -229,6 +224,12 @@ def test_columns_are_selected() -> None:
 
 
 # ---- State ----
+
+
+FEW: dict[str, Any] = {"features": ["item", "price"], "keep": []}
+"""Columns that are read fastest."""
+NUM_POINTS = [8, pytest.param(50, marks=pytest.mark.nightly)]
+"""Numbers of random points at which a loop is interrupted."""
 
 
 def through_json(state: dict[str, Any]) -> dict[str, Any]:
@@ -249,19 +250,25 @@ def state_after_steps(count: int, **options: Any) -> dict[str, Any]:
     return through_json(running.state_dict())
 
 
+def logged_keys() -> list[list[float]]:
+    """Return what `keys_of` returns of the batches of one rank."""
+    return [[sample[3][0] for sample in flat(blocks)] for blocks in logged_steps()]
+
+
 @pytest.mark.slow
-def test_resumed_at_random_points_gives_the_same_batches_at_any_world_size() -> None:
-    steps = [[sample[3][0] for sample in flat(blocks)] for blocks in logged_steps()]
-    few: dict[str, Any] = {"features": ["item", "price"], "keep": []}  # which are read fastest
-    rng = np.random.default_rng(3)
-    for point in rng.integers(0, len(steps) + 1, 50).tolist():
+@pytest.mark.parametrize("num_points", NUM_POINTS)
+def test_resumed_at_random_points_gives_the_same_batches_at_any_world_size(
+    num_points: int,
+) -> None:
+    steps, rng = logged_keys(), np.random.default_rng(3)
+    for point in rng.integers(0, len(steps) + 1, num_points).tolist():
         before, other = rng.integers(1, 6, 2).tolist()
-        few["equal_batches"] = bool(rng.integers(2))
-        state = state_after_steps(point, rank=0, world_size=before, **few)
-        assert state_after_steps(point, rank=before - 1, world_size=before, **few) == state
+        options = {**FEW, "equal_batches": bool(rng.integers(2))}
+        state = state_after_steps(point, rank=0, world_size=before, **options)
+        assert state_after_steps(point, rank=before - 1, world_size=before, **options) == state
         for world_size in (before, other):
             ranks = range(world_size)
-            resumed = [loader(rank=rank, world_size=world_size, **few) for rank in ranks]
+            resumed = [loader(rank=rank, world_size=world_size, **options) for rank in ranks]
             for each in resumed:
                 each.load_state_dict(state)
                 assert each.state_dict() == state
@@ -413,8 +420,8 @@ def test_torch_loader_that_would_batch_batches_is_refused() -> None:
 class Workers:
     """What torchdata's StatefulDataLoader does with n workers, in this process."""
 
-    def __init__(self, made: presage.DataLoader, num_workers: int) -> None:
-        self._loaders = [pickle.loads(pickle.dumps(made)) for _ in range(num_workers)]
+    def __init__(self, running: presage.DataLoader, num_workers: int) -> None:
+        self._loaders = [pickle.loads(pickle.dumps(running)) for _ in range(num_workers)]
         self._iterators: list[Iterator[Batch] | None] = [None] * num_workers
         self._next = 0
 
@@ -475,41 +482,25 @@ def test_workers_take_turns_and_resume(num_workers: int, monkeypatch: pytest.Mon
             assert [samples_of(b) for b in fewer.take(99)] == steps[point:]
 
 
-def spawned(made: presage.DataLoader) -> Any:
-    return TorchLoader(made, batch_size=None, num_workers=2, multiprocessing_context="spawn")
-
-
 @pytest.mark.slow
-def test_spawned_workers_give_the_batches_in_order() -> None:
-    steps = [flat(blocks) for blocks in logged_steps()]
-    running = loader(lookups=True)
-    found = list(islice(spawned(running), 7))
-    assert [samples_of(b) for b in found] == steps[:7]
-    running.load_state_dict(running.state_after(found[-1]))
-    assert [samples_of(b) for b in spawned(running)] == steps[7:]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("persistent", [False, True])
-def test_workers_use_a_loaded_state_once_whenever_they_started(persistent: bool) -> None:
-    made = loader(features=["item"], keep=[], shuffle=False)
-    wrapped: Any = TorchLoader(
-        made,
+@pytest.mark.parametrize("persistent", [pytest.param(False, marks=pytest.mark.nightly), True])
+def test_spawned_workers_give_the_batches_in_order_and_use_a_loaded_state_once(
+    persistent: bool,
+) -> None:
+    steps, running = [flat(blocks) for blocks in logged_steps()], loader(lookups=True)
+    spawned = TorchLoader(
+        running,
         batch_size=None,
         num_workers=2,
         multiprocessing_context="spawn",
-        persistent_workers=persistent,
+        persistent_workers=persistent,  # started before the state is loaded
     )
-
-    def steps() -> list[int]:
-        return [16 * batch.epoch + batch.step for batch in wrapped]
-
-    if persistent:  # its workers start before the state is loaded
-        assert steps() == list(range(32))
-    made.load_state_dict({**made.state_dict(), "epoch": 1, "step": 12})
-    assert steps() == [29, 30, 31]
-    assert steps() == list(range(32))
-    assert [batch.step for batch in islice(made, 2)] == [0, 1]
+    first = list(islice(spawned, 7))
+    assert [samples_of(batch) for batch in first] == steps[:7]
+    running.load_state_dict(running.state_after(first[-1]))
+    assert [samples_of(batch) for batch in spawned] == steps[7:]
+    assert [samples_of(batch) for batch in islice(spawned, 3)] == steps[:3]
+    assert [batch.step for batch in islice(running, 2)] == [0, 1]
 
 
 class _Forked:
@@ -518,18 +509,18 @@ class _Forked:
     def __init__(self, loader: Any, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
         self.steps: list[int] = []
         for index in range(2):
-            made = copy.copy(loader.dataset)  # shares memory
-            info = torch_worker.WorkerInfo(index, 2, seed=seed + index, dataset=made)
+            forked = copy.copy(loader.dataset)  # shares memory
+            info = torch_worker.WorkerInfo(index, 2, seed=seed + index, dataset=forked)
             with monkeypatch.context() as patch:
                 patch.setattr(torch_worker, "_worker_info", info)
-                self.steps += [16 * batch.epoch + batch.step for batch in made]
+                self.steps += [16 * batch.epoch + batch.step for batch in forked]
 
 
 def test_forked_workers_use_a_loaded_state_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = loader(features=["item"], keep=[], shuffle=False)
-    wrapped = TorchLoader(made, batch_size=None, num_workers=2)
+    running = loader(features=["item"], keep=[], shuffle=False)
+    wrapped = TorchLoader(running, batch_size=None, num_workers=2)
     for seed in (5, 6):
-        made.load_state_dict({**made.state_dict(), "epoch": 1, "step": 12})
+        running.load_state_dict({**running.state_dict(), "epoch": 1, "step": 12})
         assert sorted(_Forked(wrapped, monkeypatch, seed).steps) == [29, 30, 31]
         assert sorted(_Forked(wrapped, monkeypatch, seed).steps) == list(range(32))
         assert sorted(_Forked(wrapped, monkeypatch, seed + 7).steps) == list(range(32))
@@ -540,39 +531,39 @@ def test_workers_that_deliver_in_any_order_are_refused(monkeypatch: pytest.Monke
     message = "^in_order must be True in torch's DataLoader, got False: the state of a loop"
     with pytest.raises(ValueError, match=message):
         _Forked(wrapped, monkeypatch, 1)
-    spawning: Any = spawned(loader())
-    spawning.in_order = False
+    options: Any = {"multiprocessing_context": "spawn", "num_workers": 2, "in_order": False}
     with pytest.raises(ValueError, match=message):
-        iter(spawning)
+        iter(TorchLoader(loader(), batch_size=None, **options))
 
 
-def stateful(made: presage.DataLoader, method: str | None) -> Any:
+def stateful(running: presage.DataLoader, method: str | None) -> Any:
     """Return torchdata's loader around ours, with two worker processes or none."""
     module = pytest.importorskip(
         "torchdata.stateful_dataloader", reason="torchdata is not installed; run make setup"
     )
     num_workers = 2 if method else 0
     return module.StatefulDataLoader(
-        made, batch_size=None, num_workers=num_workers, multiprocessing_context=method
+        running, batch_size=None, num_workers=num_workers, multiprocessing_context=method
     )
 
 
 @pytest.mark.slow
-def test_stateful_dataloader_resumes_at_random_points_and_at_another_world_size() -> None:
-    steps = [[sample[3][0] for sample in flat(blocks)] for blocks in logged_steps()]
-    few: dict[str, Any] = {"features": ["item", "price"], "keep": []}  # which are read fastest
-    rng = np.random.default_rng(4)
-    for number, point in enumerate(rng.integers(0, len(steps) + 1, 50).tolist()):
-        method = "spawn" if number == 7 else None
+@pytest.mark.parametrize("num_points", NUM_POINTS)
+def test_stateful_dataloader_resumes_at_random_points_and_at_another_world_size(
+    num_points: int,
+) -> None:
+    steps, rng = logged_keys(), np.random.default_rng(4)
+    for number, point in enumerate(rng.integers(0, len(steps) + 1, num_points).tolist()):
+        method = "spawn" if number == 20 else None
         before, after = rng.integers(1, 5, 2).tolist()
         if method == "spawn":
             before, after = 4, 1
-        few["equal_batches"] = bool(rng.integers(2))
-        running = stateful(loader(rank=before - 1, world_size=before, **few), method)
+        options = {**FEW, "equal_batches": bool(rng.integers(2))}
+        running = stateful(loader(rank=before - 1, world_size=before, **options), method)
         assert len(list(islice(running, point))) == point
         state, rest = through_json(running.state_dict()), list[list[list[float]]]()
         for rank in range(after):
-            resumed = stateful(loader(rank=rank, world_size=after, **few), method)
+            resumed = stateful(loader(rank=rank, world_size=after, **options), method)
             resumed.load_state_dict(state)
             rest.append(list(map(keys_of, resumed)))
         found = [flat(parts) for parts in zip(*rest, strict=True)]
@@ -629,19 +620,3 @@ def test_prepared_lookups_are_used_by_our_collections(
             pooled.append(collection(batch.sparse_features).values())
         pooled[-1].sum().backward()
     torch.testing.assert_close(pooled[0], pooled[1])
-
-
-def test_importing_presage_imports_no_heavy_library(repository: Path) -> None:
-    heavy = "{'torch', 'pyarrow', 'duckdb', 'apache_beam', 'numpy'}"
-    code = f"import sys, presage; sys.exit(', '.join({heavy} & sys.modules.keys()) or 0)"
-    with without_forking():
-        done = subprocess.run(
-            [sys.executable, "-c", code],
-            env={**os.environ, "PYTHONPATH": str(repository)},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    assert done.returncode == 0, done.stderr
-    with pytest.raises(AttributeError, match="has no attribute 'Loader'"):
-        _ = presage.Loader  # type: ignore[attr-defined]

@@ -6,7 +6,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,10 +26,9 @@ from tests.pipelines.logs import age
 from tests.presage.test_loader import ORDER, samples_of, through_json
 from tests.shared import hard_links
 from tests.trainer.growing import commit, grown_versions
+from tests.trainer.processes import is_gone, wait_for
 from tests.trainer.runs import small_dataset
 from trainer.follow import directories_of
-
-WORKERS: dict[str, Any] = {"batch_size": None, "num_workers": 2}
 
 
 def copy_of_dataset(folder: Path) -> Path:
@@ -128,7 +126,7 @@ def test_dataset_at_a_store_is_read_here_and_by_spawned_workers_but_not_by_forke
     assert len(live_leases(url)) == 1
     found += map(samples_of, batches)
     assert found == expected
-    spawned = TorchLoader(loader, multiprocessing_context="spawn", **WORKERS)
+    spawned = TorchLoader(loader, batch_size=None, num_workers=1, multiprocessing_context="spawn")
     assert list(map(samples_of, spawned)) == expected
     assert live_leases(url) == []
     forked = run_script(FORK_AT_A_STORE, str(url), repository)
@@ -159,7 +157,9 @@ def test_worker_processes_follow_a_dataset(tmp_path: Path) -> None:
     commit(versions[0], dataset)
     options: dict[str, Any] = {**ORDER, "rank": 1, "world_size": 2}
     following = presage.DataLoader(dataset, follow=True, **options)
-    found = iter(TorchLoader(following, multiprocessing_context="spawn", **WORKERS))
+    found = iter(
+        TorchLoader(following, batch_size=None, num_workers=2, multiprocessing_context="spawn")
+    )
     batches: list[Batch] = [next(found) for _ in range(12)]  # all steps of the first segment
     for version in versions[1:]:
         timer = threading.Timer(0.05, commit, (version, dataset))
@@ -176,15 +176,7 @@ def test_worker_processes_follow_a_dataset(tmp_path: Path) -> None:
         assert (batch.epoch, batch.step) == divmod(position + 1, 22)
 
 
-def is_running(process_id: int) -> bool:
-    try:
-        stat = Path(f"/proc/{process_id}/stat").read_text()
-    except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] != "Z"
-
-
-SCRIPT = """
+FOLLOW = """
 import sys, torch, presage
 loader = presage.DataLoader(sys.argv[1], batch_samples=64, follow=True)
 wrapped = torch.utils.data.DataLoader(
@@ -203,20 +195,15 @@ def test_worker_that_follows_ends_with_its_parent(tmp_path: Path, repository: Pa
     (tmp_path / "dataset").mkdir()
     commit(grown_versions()[0], tmp_path / "dataset")
     parent = subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, str(tmp_path / "dataset")],
+        [sys.executable, "-c", FOLLOW, str(tmp_path / "dataset")],
         env={**os.environ, "PYTHONPATH": str(repository)},
         stdout=subprocess.PIPE,
         text=True,
     )
     assert parent.stdout is not None
     worker = int(parent.stdout.readline())
-    assert is_running(worker)  # it waits for segments
+    assert not is_gone(worker)  # it waits for segments
     parent.send_signal(signal.SIGKILL)
     parent.wait()
     parent.stdout.close()
-    deadline = time.monotonic() + 60
-    while is_running(worker):
-        if time.monotonic() > deadline:
-            os.kill(worker, signal.SIGKILL)
-            pytest.fail("the worker process still waits for segments")
-        time.sleep(0.02)
+    wait_for(lambda: is_gone(worker))

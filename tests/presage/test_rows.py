@@ -35,6 +35,7 @@ from tests.presage.own_loop import (
     train_and_save,
     train_step,
 )
+from tests.shared import each_once
 from tests.trainer.make_dataset import write_job
 from tests.trainer.runs import final_rows, losses_of, rows_in, run_job, small_dataset
 from tests.trainer.stores import running, start_store
@@ -128,8 +129,7 @@ def assert_trains_alike(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "transform"), each_once(KINDS, TRANSFORMS))
 def test_every_store_trains_as_memory_does(kind: str, transform: str, tmp_path: Path) -> None:
     with opened(kind, tmp_path) as (_, rows):
         model = Ranker(rows, TRANSFORMS[transform], "adam", 8)
@@ -139,7 +139,7 @@ def test_every_store_trains_as_memory_does(kind: str, transform: str, tmp_path: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["mmap", "processes"])
+@pytest.mark.parametrize("kind", ["mmap", pytest.param("processes", marks=pytest.mark.nightly)])
 def test_rows_are_current_however_often_they_are_looked_up(kind: str, tmp_path: Path) -> None:
     with opened(kind, tmp_path) as (_, rows):
         model = Ranker(rows, TRANSFORMS["split"], "adam", 8)
@@ -291,7 +291,9 @@ def start(*arguments: str | Path) -> subprocess.Popen[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["mmap", "log", "processes"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("mmap", marks=pytest.mark.nightly), "log", "processes"]
+)
 def test_killed_loop_resumes_with_the_same_bits(kind: str, tmp_path: Path) -> None:
     arguments: list[str | Path] = [kind, tmp_path]
     losses: dict[int, str] = {}
