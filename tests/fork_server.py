@@ -34,11 +34,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 ADDRESS = "PRESAGE_TEST_FORK_SERVER"
 """Environment variable with the directory of the server's socket; unset: nothing is forked."""
 MODULES = ("pipelines", "presage", "scheduler", "trainer")
 """Packages with a command line; modules of `tests` are forked as well."""
+FORKS_STAGES = "PRESAGE_TEST_FORK_STAGES"
+"""Environment variable: what the scheduler starts by its shell is forked, too. It then reads more
+memory of these processes than they need, since all modules are imported."""
+SHELL = ["/bin/sh", "-c", 'echo $$ > "$0" && exec "$@"']
+"""How the scheduler starts a process: the first argument is the file of its id."""
 BEAM_WORKER = "apache_beam.runners.worker.sdk_worker_main"
 _Popen = subprocess.Popen
 PRELOADED = (
@@ -68,8 +74,9 @@ _LINE_BYTES = 16_384
 
 
 def patch_popen() -> None:
-    """Replace `subprocess.Popen` in this process."""
+    """Replace `subprocess.Popen` and `os.waitid` in this process."""
     subprocess.Popen = ForkedPopen  # type: ignore[misc]
+    os.waitid = _waitid
 
 
 def start_session() -> None:
@@ -110,7 +117,9 @@ class ForkedPopen(_Popen):  # type: ignore[type-arg]
         own_session, group = rest[-2:]
         environment = os.environ if env is None else env
         is_plain = not (executable or preexec or group != -1)
-        words = _words_of(args)
+        words, pid_file = _words_of(args), None
+        if words[:3] == SHELL and FORKS_STAGES in environment:
+            pid_file, words = words[3], words[4:]
         if not is_plain or not is_forkable(words, environment):
             super()._execute_child(args, *rest)  # type: ignore[misc]
             return
@@ -122,8 +131,10 @@ class ForkedPopen(_Popen):  # type: ignore[type-arg]
             "folder": str(Path.cwd() / os.fsdecode(cwd or ".")),
             "own_session": own_session,
             "parent": os.getpid(),
+            "pid_file": pid_file,
         }
         self._server, self.pid = request_fork(request, files | {n: n for n in pass_fds})
+        _forked[self.pid] = self
         self._child_created = True
         self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]
 
@@ -149,6 +160,22 @@ class ForkedPopen(_Popen):  # type: ignore[type-arg]
             self._server.close()
             return pid, struct.unpack("i", status)[0] if status else signal.SIGKILL
         return 0, 0
+
+
+_forked: WeakValueDictionary[int, ForkedPopen] = WeakValueDictionary()
+_wait_for_id = os.waitid
+
+
+def _waitid(kind: int, number: int, options: int) -> object | None:
+    """Return what `os.waitid` returns; of a forked process only whether it has ended."""
+    process = _forked.get(number)
+    server = None if process is None or kind != os.P_PID else process._server
+    if server is None:
+        return _wait_for_id(kind, number, options)
+    with suppress(BlockingIOError):
+        server.recv(4, socket.MSG_PEEK | (socket.MSG_DONTWAIT if options & os.WNOHANG else 0))
+        return process
+    return None
 
 
 def _words_of(args: Any) -> list[str]:
@@ -316,6 +343,8 @@ class _Server:
         os.chdir(request["folder"])
         os.environ.clear()
         os.environ.update(request["environment"])
+        if request.get("pid_file"):
+            Path(request["pid_file"]).write_text(f"{os.getpid()}\n")
         os.getppid = lambda: parent if Path(f"/proc/{parent}").exists() else 1
         _set_command_line(["python", *request["arguments"]])
         random.seed()

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 from scheduler.retrain.log import read_state
 from scheduler.retrain.records import State
 from schemas.storage import Location
+from tests.fork_server import FORKS_STAGES
 from tests.integration.small_demo import write_small_demo
 
 DAYS = [f"2026-01-0{i}" for i in range(1, 5)]
@@ -70,10 +71,14 @@ class Site:
     def command(self, *words: str) -> list[str]:
         return [sys.executable, "-m", *words]
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables of commands, whose stages are forked from the server of the tests."""
+        return {**os.environ, "PYTHONPATH": str(self.repository), FORKS_STAGES: "1"}
+
     def run(self, *words: str) -> subprocess.CompletedProcess[str]:
-        environment = {**os.environ, "PYTHONPATH": str(self.repository)}
         return subprocess.run(
-            self.command(*words), env=environment, capture_output=True, text=True, check=False
+            self.command(*words), env=self.environment, capture_output=True, text=True, check=False
         )
 
     def retrain(self, *words: str) -> subprocess.CompletedProcess[str]:

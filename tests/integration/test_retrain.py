@@ -116,7 +116,7 @@ def disturb(site: Site, day: str, stage: str, sent: signal.Signals, *, child_too
     with (site.folder / f"said-{day}-{stage}").open("wb") as said:
         process = subprocess.Popen(
             site.command("scheduler", "retrain", str(site.job), "--date", day),
-            env={**os.environ, "PYTHONPATH": str(site.repository)},
+            env=site.environment,
             stderr=said,
         )
     until(process, lambda: pids_of(site, f"{day}.1.{stage}") - before)

@@ -68,8 +68,7 @@ def root(s3_store: Store, monkeypatch: pytest.MonkeyPatch) -> Location:
 def start(site: Site, root: Location, host: Path, *words: str) -> subprocess.Popen[bytes]:
     """Start the command on a host, which has a temporary and a cache folder of its own."""
     host.mkdir(exist_ok=True)
-    environment = {**os.environ, "PYTHONPATH": str(site.repository), "TMPDIR": str(host)}
-    environment["XDG_CACHE_HOME"] = str(host)
+    environment = site.environment | {"TMPDIR": str(host), "XDG_CACHE_HOME": str(host)}
     command = site.command("scheduler", "retrain", str(site.job), "--output", str(root), *words)
     with (host / "said").open("ab") as said:
         return subprocess.Popen(
