@@ -15,6 +15,7 @@ from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
 from schemas.layout import MANIFEST, part_path
 from schemas.rows import rows_of_ids
+from tests.shared import hard_links
 from tests.trainer.make_dataset import make_samples, write_job
 from tests.trainer.runs import SEGMENTS, reader_of, run_job
 from trainer.data.collate import Batch
@@ -92,9 +93,10 @@ def test_microbatches_of_any_size_have_the_samples_of_their_step(
 
 
 def test_few_files_stay_mapped_whatever_is_read(
-    job: Path, dataset: Path, monkeypatch: pytest.MonkeyPatch
+    job: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = [samples_of(reader_of(job, dataset).read(step)) for step in range(32)]
+    dataset = hard_links(dataset, tmp_path / "dataset")  # not those of other tests' readers
     monkeypatch.setattr("trainer.data.reader.OPEN_FILES", 3)
     reader = reader_of(job, dataset)
     for step in range(32):
