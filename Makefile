@@ -81,6 +81,8 @@ test-quick: build/installed ## the tests of single functions
 test: build/installed ## every function of the product, with a local store and one kill of each kind
 	$(PYTEST) -m "not nightly and not chaos"
 
+# Ten times as many examples of each property.
+test-all: export HYPOTHESIS_PROFILE := thorough
 test-all: test ## also Flink, Kubernetes, other stores, images, documents and the long fault injection
 	$(PYTEST) -m "nightly and not chaos"
 	$(PYTEST) -m chaos

@@ -36,6 +36,8 @@ RETRY_SEC, TIMEOUT_SEC, READ_SEC, CONNECT_SEC = 90, 300, 30, 10
 """Time for all attempts of a request, for one of them, without any byte, and for connecting."""
 MAX_RETRIES = 50
 """More than fit into that time."""
+FIRST_BACKOFF = timedelta(milliseconds=100)
+"""Shortest pause before a request is repeated."""
 METADATA_SEC = 1.0
 """Time in which the credentials service of a virtual machine must accept a connection."""
 METADATA_ADDRESS = "http://169.254.169.254"
@@ -211,9 +213,9 @@ def open_store(root: str, endpoint: str) -> Any:
         "allow_http": endpoint.startswith("http://"),
     }
     backoff = {
-        "init_backoff": timedelta(milliseconds=100),
+        "init_backoff": FIRST_BACKOFF,
         "max_backoff": timedelta(seconds=5),
-        "base": 4,  # a pause is drawn from [0.1 s, base x the last]; below e they do not grow
+        "base": 4,  # a pause is drawn from [FIRST_BACKOFF, base x the last]; below e none grows
     }
     retry: Any = {
         "max_retries": MAX_RETRIES,

@@ -29,7 +29,7 @@ from scheduler.controller.log import LOG
 from schemas.entry import end_threads
 from tests.conftest import REPOSITORY
 from tests.integration.small_demo import write_small_demo
-from tests.scheduler.status.made import lived
+from tests.scheduler.status.recordings import record_jobs
 from tests.shared import hard_links, make_once
 
 MODEL = "model: {name: attention, history: clicked_items, target: item_id, top_layers: [128, 64]}"
@@ -114,7 +114,7 @@ def _make_inputs(folder: Path) -> None:
     (folder / "trace.csv").write_text(TRACE)
     (folder / "speeds.csv").write_text(SPEEDS)
     (folder / "scheduled").mkdir()
-    lived(3).write_log(folder / "scheduled" / LOG, 60)
+    record_jobs(3).write_log(folder / "scheduled" / LOG, 60)
     for words in (
         "pipelines generate {in}/job.yaml --output {in}/log --num-samples 1200",
         "pipelines build {in}/job.yaml --input {in}/log --output {in}/dataset",

@@ -27,9 +27,14 @@ RARE_SERVERS = {"cluster", "gcs_store", "azure_store", "gs", "az"}
 
 # The same examples in every run, and no deadline: speed is measured by benchmarks.
 settings.register_profile(
-    "presage", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    "presage",
+    derandomize=True,
+    deadline=None,
+    max_examples=40,
+    suppress_health_check=[HealthCheck.too_slow],
 )
-settings.load_profile("presage")
+settings.register_profile("thorough", settings.get_profile("presage"), max_examples=400)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "presage"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -6,9 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FENCE = re.compile(r"^```(?P<info>[^`\n]*)\n(?P<body>.*?)^```$", re.MULTILINE | re.DOTALL)
-OPTIONS = re.compile(
-    r"^(?P<language>console|python)(?: (?P<slow>slow))?(?: norun=(?P<reason>.+))?$"
-)
+OPTIONS = re.compile(r"^(?P<language>console|python)(?: norun=(?P<reason>.+))?$")
 HEREDOC = re.compile(r"<<'(\w+)'")
 FIRST_WORDS = ("console", "python")
 
@@ -23,8 +21,6 @@ class Block:
     """The text between the fences."""
     line: int
     """Line of the opening fence, from 1."""
-    slow: bool
-    """Takes more than a few seconds."""
     reason: str | None
     """Why it is not run, such as a cluster that it needs; None if it is run."""
 
@@ -33,7 +29,7 @@ def blocks(text: str) -> list[Block]:
     """List the blocks fenced `console` or `python`, in order.
 
     Raises:
-        ValueError: an option after the language is not `slow` or `norun=<reason>`.
+        ValueError: an option after the language is not `norun=<reason>`.
     """
     result: list[Block] = []
     for fence in FENCE.finditer(text):
@@ -44,7 +40,7 @@ def blocks(text: str) -> list[Block]:
         options = OPTIONS.match(info)
         if options is None:
             raise ValueError(
-                f"block must be opened by its language, `slow`, `norun=<reason>`, "
+                f"block must be opened by its language, `norun=<reason>`, "
                 f"got info={info!r} in line {line}; mend its first line"
             )
         result.append(
@@ -52,7 +48,6 @@ def blocks(text: str) -> list[Block]:
                 language=options["language"],
                 body=fence["body"],
                 line=line,
-                slow=options["slow"] is not None,
                 reason=options["reason"],
             )
         )

@@ -33,15 +33,13 @@ CHECKER = doctest.OutputChecker()
 LENIENT = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 
 
-def parameters(*, with_run: bool) -> list[object]:
-    """Make one test of each document that has blocks to run, or blocks only to parse."""
-    found: list[object] = []
-    for name in DOCUMENTS:
-        own = [b for b in blocks((REPOSITORY / name).read_text()) if (b.reason is None) == with_run]
-        slow = with_run and any(block.slow for block in own)
-        if own:
-            found.append(pytest.param(name, id=name, marks=[pytest.mark.slow] if slow else []))
-    return found
+def documents_to_run() -> list[str]:
+    """Return the documents that have blocks to run."""
+    return [
+        name
+        for name in DOCUMENTS
+        if any(block.reason is None for block in blocks((REPOSITORY / name).read_text()))
+    ]
 
 
 @pytest.fixture
@@ -135,7 +133,7 @@ def run_block(block: Block, folder: Path, variables: dict[str, str]) -> list[str
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", parameters(with_run=True))
+@pytest.mark.parametrize("name", documents_to_run())
 @pytest.mark.timeout(1800)
 def test_blocks_of_document_run_as_shown(name: str, tree: Path) -> None:
     problems: list[str] = []
@@ -164,46 +162,41 @@ def parse(words: list[str]) -> None:
             parser.parse_args(words[3:])
 
 
-@pytest.mark.parametrize("name", parameters(with_run=False))
-def test_blocks_of_document_that_are_not_run_parse(name: str) -> None:
+def test_blocks_that_are_not_run_parse() -> None:
     problems: list[str] = []
-    for block in blocks((REPOSITORY / name).read_text()):
-        if block.reason is None:
-            continue
-        if block.language == "python":
-            examples = doctest.DocTestParser().get_examples(block.body)
-            source = "".join(example.source for example in examples) or block.body
-            compile(source, f"{name}:{block.line}", "exec")
-            continue
-        for command, _ in commands(block.body):
-            try:
-                parse(arguments(command))
-            except SystemExit:
-                problems.append(f"{name}:{block.line}: {command} does not parse")
+    for name in DOCUMENTS:
+        for block in blocks((REPOSITORY / name).read_text()):
+            if block.reason is None:
+                continue
+            if block.language == "python":
+                examples = doctest.DocTestParser().get_examples(block.body)
+                source = "".join(example.source for example in examples) or block.body
+                compile(source, f"{name}:{block.line}", "exec")
+                continue
+            for command, _ in commands(block.body):
+                try:
+                    parse(arguments(command))
+                except SystemExit:
+                    problems.append(f"{name}:{block.line}: {command} does not parse")
     assert not problems, "\n".join(problems)
 
 
-@pytest.mark.parametrize("name", DOCUMENTS)
-def test_document_names_only_files_that_exist(name: str) -> None:
-    text = (REPOSITORY / name).read_text()
+def test_documents_name_only_files_and_tests_that_exist() -> None:
     folders = {path.name for path in REPOSITORY.iterdir() if path.is_dir()} - {"demo"}
-    here = (REPOSITORY / name).parent
-    missing = [
-        path
-        for path in named_paths(text, folders)
-        if not (here / path).exists() and not (REPOSITORY / path).exists()
-    ]
-    assert missing == []
-
-
-@pytest.mark.parametrize("name", DOCUMENTS)
-def test_document_names_only_tests_that_exist(name: str) -> None:
-    missing = [
-        f"{path}::{test}"
-        for path, test in named_tests((REPOSITORY / name).read_text())
-        if not (REPOSITORY / path).is_file()
-        or f"def {test}(" not in (REPOSITORY / path).read_text()
-    ]
+    missing: list[str] = []
+    for name in DOCUMENTS:
+        text, here = (REPOSITORY / name).read_text(), (REPOSITORY / name).parent
+        missing += [
+            f"{name}: {path}"
+            for path in named_paths(text, folders)
+            if not (here / path).exists() and not (REPOSITORY / path).exists()
+        ]
+        missing += [
+            f"{name}: {path}::{test}"
+            for path, test in named_tests(text)
+            if not (REPOSITORY / path).is_file()
+            or f"def {test}(" not in (REPOSITORY / path).read_text()
+        ]
     assert missing == []
 
 
@@ -216,6 +209,7 @@ def test_documents_are_found() -> None:
     assert {"README.md", "schemas/README.md", "docs/README.md"} <= set(DOCUMENTS)
 
 
+@pytest.mark.nightly
 def test_run_console_of_failing_and_wrong_commands_names_both(tmp_path: Path) -> None:
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
     text = "```console\n$ echo one \\\n    two\none ...\n$ false\n$ echo three\nfour\n```\n"
@@ -229,6 +223,7 @@ def test_commands_with_a_text_of_lines_end_at_its_word() -> None:
     assert commands(body) == [(first, "printed\n"), ("cat a", "")]
 
 
+@pytest.mark.nightly
 def test_run_python_of_wrong_doctest_names_it(tmp_path: Path) -> None:
     write_environment(tmp_path / ".venv")
     right, wrong = blocks("```python\n>>> 1 + 1\n2\n```\n```python\n>>> 1 + 1\n3\n```\n")
@@ -238,7 +233,7 @@ def test_run_python_of_wrong_doctest_names_it(tmp_path: Path) -> None:
 
 def test_blocks_with_unknown_option_raise() -> None:
     message = (
-        "block must be opened by its language, `slow`, `norun=<reason>`, "
+        "block must be opened by its language, `norun=<reason>`, "
         "got info='console later' in line 1; mend its first line"
     )
     with pytest.raises(ValueError, match=re.escape(message)):

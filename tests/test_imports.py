@@ -3,6 +3,7 @@
 import ast
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -82,18 +83,19 @@ def test_modules_of_each_package_import_only_what_they_may(repository: Path) -> 
     assert not found, "\n".join(found)
 
 
+@cache
 def import_graph(repository: Path) -> dict[str, set[str]]:
     """Map each module to the modules of ours that it imports."""
-    known = modules(repository)
+    existing = modules(repository)
     return {
         name: {
             target
             for node in ast.walk(ast.parse(path.read_text()))
             for target_name in imported_modules(node)
             for target in (target_name, target_name.rpartition(".")[0])
-            if target in known and target != name
+            if target in existing and target != name
         }
-        for name, path in known.items()
+        for name, path in existing.items()
     }
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import uuid
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,8 @@ from schemas.paths import resolve_beside, schema_path
 from schemas.storage import Location
 from tests.object_store import Store
 from tests.pipelines import logs
-from tests.scheduler import made
+from tests.scheduler import small_job
+from tests.shared import Main
 from tests.trainer.make_dataset import write_job
 from tests.trainer.runs import small_dataset
 from trainer import __main__ as trainer
@@ -29,7 +29,6 @@ from trainer.stores.factory import token_file_of
 
 pytestmark = pytest.mark.nightly
 
-Main = Callable[[Sequence[str]], int]
 SHIPPED = ("demo", "ebnerd", "kuairand", "mind", "thirtymusic")
 
 
@@ -70,7 +69,7 @@ def test_job_and_schema_at_a_url_are_those_of_the_folder(name: str, repository: 
 def test_error_in_a_job_at_a_url_differs_in_its_name_alone(
     old: str, new: str, tmp_path: Path
 ) -> None:
-    path = made.write_job(tmp_path)
+    path = small_job.write_job(tmp_path)
     text = path.read_text().replace(old, new)
     path.write_bytes(text.encode(errors="surrogateescape"))
     url = at_url(tmp_path)
@@ -87,7 +86,7 @@ def test_error_in_a_job_at_a_url_differs_in_its_name_alone(
 def test_missing_job_and_schema_at_a_url_are_named_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made.write_job(tmp_path)
+    small_job.write_job(tmp_path)
     (tmp_path / "schema.pbtxt").unlink()
     url = at_url(tmp_path)
     schema, nowhere = url.replace("job.yaml", "schema.pbtxt"), f"{url}.x"
@@ -120,7 +119,7 @@ def test_schema_outside_the_folder_of_a_url_needs_a_flag() -> None:
 
 def test_token_beside_a_job_at_a_url_is_refused(tmp_path: Path) -> None:
     stores = 'train:\n  stores: {addresses: ["grpc://a:1"], token_file: TOKEN}\n'
-    path = made.write_job(tmp_path)
+    path = small_job.write_job(tmp_path)
     text = path.read_text()
     for token, is_refused in (("token", True), ("/etc/token", False)):
         path.write_text(text.replace("train:\n", stores.replace("TOKEN", token)))
@@ -205,7 +204,7 @@ def test_scheduler_reads_a_job_at_a_url(
     line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "job").mkdir()
-    path = made.write_job(tmp_path / "job", "  retrain: {output: days}")
+    path = small_job.write_job(tmp_path / "job", "  retrain: {output: days}")
     logs.write_log(tmp_path / "log")
     printed = list[str]()
     for job in (str(path), at_url(path.parent)):
@@ -219,7 +218,7 @@ def test_scheduler_reads_a_job_at_a_url(
 def test_paths_of_a_job_at_a_url_start_at_its_folder(tmp_path: Path) -> None:
     from scheduler.retrain.command import _root_of
 
-    made.write_job(tmp_path, "  retrain: {output: ../days}")
+    small_job.write_job(tmp_path, "  retrain: {output: ../days}")
     url = at_url(tmp_path)
     arguments = scheduler.build_parser().parse_args(["retrain", url, "--list"])
     root = _root_of(arguments, load_job(url))

@@ -164,12 +164,14 @@ def check_run(data: st.DataObject) -> None:
         ends_well(lambda: run_job(job, dataset, run, resume=True))
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(st.data())
 def test_dataset_with_a_changed_value_is_valid_or_refused_in_one_line(data: st.DataObject) -> None:
     check_dataset(data)
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(st.data())
 def test_run_with_a_changed_value_is_valid_or_refused_in_one_line(data: st.DataObject) -> None:

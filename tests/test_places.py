@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -12,10 +11,10 @@ from pipelines import cli as pipelines
 from scheduler import __main__ as scheduler
 from schemas import paths
 from schemas.storage import Location
-from tests.scheduler.made import write_job
+from tests.scheduler.small_job import write_job
+from tests.shared import Main
 from trainer import __main__ as trainer
 
-Main = Callable[[Sequence[str]], int]
 LOCKING: tuple[tuple[Main, str], ...] = (
     (trainer.main, "train JOB --dataset dataset --output PLACE"),
     (trainer.main, "erase PLACE --ids ids --table users"),
@@ -46,7 +45,7 @@ ANYWHERE: tuple[tuple[Main, str], ...] = (
 
 
 @pytest.fixture(autouse=True)
-def elsewhere(
+def working_directory(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An empty working directory that lies on NFS, as far as the mounts tell."""
@@ -64,7 +63,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def told(main: Main, line: str, job: str, place: str) -> int:
+def run_line(main: Main, line: str, job: str, place: str) -> int:
     return main([{"JOB": job, "PLACE": place}.get(word, word) for word in line.split()])
 
 
@@ -72,7 +71,7 @@ def told(main: Main, line: str, job: str, place: str) -> int:
 def test_every_command_that_locks_warns_of_a_network_filesystem(
     main: Main, line: str, job: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told(main, line, job, "data")
+    run_line(main, line, job, "data")
     first = capsys.readouterr().err.splitlines()[0].replace(str(tmp_path / "data"), "data")
     assert first == (
         "warning: output is on a network filesystem, where locks may not hold between hosts: "
@@ -85,7 +84,7 @@ def test_url_is_refused_in_one_line_and_nothing_is_written(
     main: Main, line: str, job: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        told(main, line, job, "s3://bucket/x")
+        run_line(main, line, job, "s3://bucket/x")
     last = capsys.readouterr().err.splitlines()[-1]
     assert re.search(r"must be (local|a local folder), got 's3://bucket/x'; (mount|give)", last)
     assert list(tmp_path.iterdir()) == []
@@ -96,7 +95,7 @@ def test_url_is_refused_in_one_line_and_nothing_is_written(
 def test_dataset_may_lie_anywhere_and_one_that_is_missing_is_named(
     main: Main, line: str, place: str, job: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert told(main, line, job, place) == 1
+    assert run_line(main, line, job, place) == 1
     where = Location.parse(place)
     assert capsys.readouterr().err.splitlines()[-1] == (
         f"error: there is no dataset: no build was committed in {where}; build it, or correct the "

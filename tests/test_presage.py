@@ -74,9 +74,7 @@ def test_each_command_has_the_usage_of_presage(capsys: pytest.CaptureFixture[str
         assert capsys.readouterr().out.startswith(f"usage: presage {command} ")
 
 
-def test_presage_runs_the_command_of_its_package(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_presage_runs_the_command_of_its_package(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "no-such-job.yaml"]) == 1
     assert "no-such-job.yaml" in capsys.readouterr().err
 
@@ -192,17 +190,15 @@ LINES = {
 }
 
 
-@pytest.mark.parametrize(("line", "expected"), LINES.items())
-def test_bash_completes_words(
-    line: str, expected: list[str], scripts: dict[str, str], tmp_path: Path
-) -> None:
-    words = line.split(" ")
+def test_bash_completes_words(scripts: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "script").write_text(scripts["bash"])
-    program = (
-        f"source ./script; COMP_WORDS=({' '.join(w or repr('') for w in words)}); "
-        f"COMP_CWORD={len(words) - 1}; _shtab_presage; complete -p presage; "
-        'printf "%s\\n" "${COMPREPLY[@]}"'
-    )
+    program = "source ./script; complete -p presage\n"
+    for words in (line.split(" ") for line in LINES):
+        quoted = " ".join(word or "''" for word in words)
+        program += (
+            f"COMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; COMPREPLY=(); _shtab_presage; "
+            'echo "${COMPREPLY[@]}"\n'
+        )
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", program],
         cwd=tmp_path,
@@ -210,9 +206,9 @@ def test_bash_completes_words(
         text=True,
         check=True,
     )
-    first, *found = done.stdout.splitlines()
+    first, *completions = done.stdout.splitlines()
     assert first == "complete -o bashdefault -F _shtab_presage presage"
-    assert sorted(filter(None, found)) == expected
+    assert [sorted(line.split()) for line in completions] == list(LINES.values())
 
 
 BASH_STARTUP = r"""

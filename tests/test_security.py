@@ -7,6 +7,7 @@ import os
 import re
 from argparse import ArgumentParser
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from schemas.storage import Location
 from tests.cluster.sockets import sockets_of
 from tests.conftest import REPOSITORY
 from tests.documents import blocks, commands
-from tests.scheduler.made import paths_of
+from tests.scheduler.small_job import paths_of
 from tests.trainer.faults import Faults
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import children_of, ended, num_steps, started, until
@@ -51,11 +52,14 @@ SERVER_FILES = {
 }
 
 
-def trees() -> Iterator[tuple[str, ast.Module]]:
-    """Give the path and the syntax tree of each source file of the packages."""
-    for package in PACKAGES:
-        for path in sorted((REPOSITORY / package).rglob("*.py")):
-            yield path.relative_to(REPOSITORY).as_posix(), ast.parse(path.read_text())
+@cache
+def trees() -> list[tuple[str, ast.Module]]:
+    """Return the path and the syntax tree of each source file of the packages."""
+    return [
+        (path.relative_to(REPOSITORY).as_posix(), ast.parse(path.read_text()))
+        for package in PACKAGES
+        for path in sorted((REPOSITORY / package).rglob("*.py"))
+    ]
 
 
 def imported(tree: ast.Module) -> set[str]:
@@ -215,6 +219,7 @@ def listening() -> list[str]:
     return sorted({host for host, _ in sockets_of([os.getpid()]).listening})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("workers", "hosts"), [(1, []), (2, ["::"])])
 def test_beam_listens_on_all_interfaces_with_several_workers_and_nowhere_with_one(
     workers: int, hosts: list[str], tmp_path: Path
@@ -257,8 +262,8 @@ def test_store_tells_its_token_to_nobody_and_listens_on_loopback(
         assert hosts <= LOOPBACK
         store.process.terminate()
         assert store.process.stdout is not None
-        said = store.process.stdout.read() + "".join(capfd.readouterr())
-    assert secret not in said
+        output = store.process.stdout.read() + "".join(capfd.readouterr())
+    assert secret not in output
     assert files_with(secret, tmp_path / "store") == []
 
 
@@ -271,7 +276,7 @@ def files_with(text: str, folder: Path) -> list[str]:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(400)
 def test_run_with_stores_and_replicas_leaves_tokens_in_their_files_alone(tmp_path: Path) -> None:
     job = write_job(tmp_path / "job", lookahead="2", every_steps="12")
@@ -283,14 +288,14 @@ def test_run_with_stores_and_replicas_leaves_tokens_in_their_files_alone(tmp_pat
     secrets = {path: (run / path).read_text().strip() for path in ("token", "store/token")}
     family = family_of(process.pid)
     assert len(family) >= 3
-    told = [" ".join(command).encode() + environment_of(pid) for pid, command in family.items()]
+    visible = [" ".join(command).encode() + environment_of(pid) for pid, command in family.items()]
     hosts = {host for host, _ in sockets_of([process.pid, *family]).listening}
-    status, said = ended(process)
-    assert status == 0, said
+    status, output = ended(process)
+    assert status == 0, output
     assert hosts
     assert hosts <= LOOPBACK
     for path, secret in secrets.items():
         assert (run / path).stat().st_mode & 0o777 == 0o600
-        assert not any(secret.encode() in text for text in told)
-        assert secret not in said
+        assert not any(secret.encode() in text for text in visible)
+        assert secret not in output
         assert files_with(secret, run) == [path]

@@ -173,8 +173,14 @@ def _sketch_ids(
 ) -> tuple[pa.Array, NDArray[np.int64], NDArray[np.uint64]]:
     """Return frequent values, their counts, and the smallest hashes."""
     values = np.ascontiguousarray(values)
-    frequent, counts = kernels.frequent_values(values, TOP_VALUES)
-    return pa.array(frequent), counts, kernels.smallest_hashes(values, SMALLEST_HASHES)
+    hashes = kernels.smallest_hashes(values, SMALLEST_HASHES)
+    if values.dtype != np.uint64:
+        frequent, counts = kernels.frequent_values(values, TOP_VALUES)
+        return pa.array(frequent), counts, hashes
+    # The kernel returns int64: in the order of the same numbers less 2**63.
+    shift = np.uint64(1 << 63)
+    frequent, counts = kernels.frequent_values((values ^ shift).view(np.int64), TOP_VALUES)
+    return pa.array(frequent.view(np.uint64) ^ shift), counts, hashes
 
 
 def _sketch_texts(

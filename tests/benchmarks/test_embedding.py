@@ -1,11 +1,10 @@
 """The embedding benchmark draws the documented skew, and looks up rows of whole tables."""
 
-import json
-
 import numpy as np
 import pytest
 
 from benchmarks.embedding import HOT_ROWS, HOT_SHARE, draw, main, shapes, step_of
+from tests.shared import json_of
 
 
 def test_heavy_skew_gives_hot_rows_their_share() -> None:
@@ -26,10 +25,9 @@ def test_steps_look_up_rows_of_whole_tables(skew: str) -> None:
 
 
 @pytest.mark.slow
-def test_main_prints_the_smallest_ratio(capsys: pytest.CaptureFixture[str]) -> None:
+def test_main_prints_the_smallest_ratio() -> None:
     options = "--json --rounds 2 --dims 16 --skews heavy --samples 64"
-    assert main(options.split()) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json_of(main, options.split())
     assert {"ours", "peer", "ratio", "unit", "rounds"} <= found.keys()
     assert found["num_configurations"] == len(found["details"]) == 2
     assert found["ratio"] == min(c["ratio"] for c in found["details"])

@@ -1,6 +1,5 @@
 """The order benchmark trains on the same samples in different orders."""
 
-import json
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -22,6 +21,7 @@ from pipelines.table.rows import content_hash, expand
 from schemas.dataset import open_dataset
 from schemas.storage import Location
 from tests.pipelines import logs
+from tests.shared import json_of
 
 
 @pytest.mark.slow
@@ -34,8 +34,7 @@ def test_variants_hold_the_same_samples_in_their_orders(tmp_path: Path) -> None:
         folder = tmp_path / str(place)
         write_variant(job, tmp_path / "samples.parquet", order, folder, seed=3)
         dataset = build_dataset(folder / "job.yaml", folder / "log", folder / "dataset")
-        expand(Location.parse(dataset), Location.parse(folder / "x.parquet"))
-        found[order] = pq.read_table(folder / "x.parquet").drop_columns(["order_key"])
+        found[order] = logs.stored_table(dataset).drop_columns(["order_key"])
         assert training_samples(dataset) == training_samples(shipped)
         assert open_dataset(dataset).job.train.seed == 3
     original = pq.read_table(tmp_path / "samples.parquet")
@@ -57,10 +56,9 @@ def test_headline_has_the_keys_of_the_contract() -> None:
 
 
 @pytest.mark.chaos
-def test_order_of_mind_is_measured(shared_data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_order_of_mind_is_measured(shared_data: Path) -> None:
     arguments = ["--json", "--datasets", "mind", "--seeds", "1", "--shared-data", str(shared_data)]
-    assert main(arguments) == 0
-    details = json.loads(capsys.readouterr().out)["details"]["mind"]
+    details = json_of(main, arguments)["details"]["mind"]
     assert len(set(details["num_steps"].values())) == 1
     assert set(details["num_training_samples"].values()) == {149_984}
     assert all(0.5 < o["ne"] < 1.5 for o in details["orders"].values())

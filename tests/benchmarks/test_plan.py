@@ -1,22 +1,19 @@
 """The plan benchmark measures both policies on one dataset."""
 
-import json
 from pathlib import Path
 
 import pytest
 
 from benchmarks.plan import main, overlap_sec
+from tests.shared import json_of
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS
 
 
 @pytest.mark.slow
-def test_benchmark_reports_the_share_of_a_step_and_the_time_per_access(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_benchmark_reports_the_share_of_a_step_and_the_time_per_access(tmp_path: Path) -> None:
     dataset = make_dataset(tmp_path / "dataset", write_job(tmp_path / "job"), SEGMENTS)
-    assert main(["--json", "--rounds", "1", "--steps", "3", "--dataset", str(dataset)]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json_of(main, ["--json", "--rounds", "1", "--steps", "3", "--dataset", str(dataset)])
     assert found["ratio"] == pytest.approx(found["peer"] / found["ours"])
     assert len(found["rounds"]) == 1
     for details in found["details"].values():

@@ -14,6 +14,12 @@ from schemas.dataset import open_dataset
 from schemas.fitted import load_fitted
 from tests.pipelines import transform_jobs as jobs
 from tests.pipelines.logs import request
+from tests.shared import output_of
+
+
+@pytest.fixture(autouse=True)
+def short_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.preprocess.ROUND_SEC", 0.01)
 
 
 @pytest.fixture(scope="module")
@@ -25,6 +31,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory / "dataset"
 
 
+@pytest.mark.slow
 def test_sides_differ_in_repetition_only(dataset: Path) -> None:
     opened = open_dataset(dataset)
     data = opened.job.data
@@ -33,11 +40,11 @@ def test_sides_differ_in_repetition_only(dataset: Path) -> None:
     assert pa.concat_tables(peer["user"]).num_rows > 3 * pa.concat_tables(ours["user"]).num_rows
     assert peer[SAMPLES][0].equals(ours[SAMPLES][0])
     fitted = load_fitted(dataset, opened.segments[0].manifest.fitted, data)
-    made = [
+    tables = [
         apply_transforms(pa.concat_tables(side["user"]), "user", data.transforms["user"], fitted)
         for side in (ours, peer)
     ]
-    first, second = (sorted(set(map(str, table.to_pylist()))) for table in made)
+    first, second = (sorted(set(map(str, table.to_pylist()))) for table in tables)
     assert first == second
 
 
@@ -51,9 +58,8 @@ def test_measure_counts_each_round_and_group(dataset: Path) -> None:
 
 
 @pytest.mark.slow
-def test_main_prints_one_object(shared_data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_main_prints_one_object(shared_data: Path) -> None:
     arguments = ["--json", "--datasets", "ebnerd", "--rounds", "2", "--shared-data"]
-    assert main([*arguments, str(shared_data)]) == 0
-    (line,) = capsys.readouterr().out.splitlines()
+    (line,) = output_of(main, [*arguments, str(shared_data)]).splitlines()
     found = json.loads(line)
     assert {"ours", "peer", "ratio", "unit", "rounds", "details"} == set(found)

@@ -12,9 +12,7 @@ from benchmarks.recovery import CommitWatcher, headline, in_rounds, rejoin_costs
 from schemas.run_log import METRICS, StepMetric
 
 
-def test_rejoin_costs_end_at_the_first_step_of_both_replicas(
-    tmp_path: Path,
-) -> None:
+def test_rejoin_costs_end_at_the_first_step_of_both_replicas(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     watcher = CommitWatcher(tmp_path, process)

@@ -27,13 +27,14 @@ print(sent_bytes() - before, sent_bytes(excluded_port=port) - others)
 """Runs in a separate process, because this one has connections of other tests."""
 
 
+@pytest.mark.slow
 def test_sent_bytes_are_counted_except_to_one_port(repository: Path) -> None:
     command = [sys.executable, "-c", COUNTS]
     done = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=True)
     assert done.stdout == "70000 0\n"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(400)
 def test_both_sides_give_the_same_losses(tmp_path: Path) -> None:
     job = write_job(tmp_path / "job", dtype="float32", pooling="sum")

@@ -1,6 +1,5 @@
 """Drawn workloads, and the ratios of completion times over them."""
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +16,7 @@ from benchmarks.workloads import (
 )
 from scheduler.simulator.cluster import EndedJob, ResourceUse, Result
 from scheduler.simulator.jobs import synthetic_tables
+from tests.shared import json_of
 
 TABLES = [synthetic_tables()]
 
@@ -35,6 +35,7 @@ def test_workload_is_the_same_whenever_it_is_drawn_and_fits_its_cluster() -> Non
         assert submitted == sorted(submitted)
 
 
+@pytest.mark.slow
 def test_requests_that_are_too_small_are_half_to_all_of_the_need() -> None:
     small = next(
         one
@@ -68,13 +69,10 @@ def test_distribution_of_ratios() -> None:
 
 
 @pytest.mark.slow
-def test_main_prints_the_ratios_of_each_workload(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_main_prints_the_ratios_of_each_workload(tmp_path: Path) -> None:
     # Without published data only synthetic kinds and arrivals are drawn.
     words = ["--json", "--seed", "1", "--first", "6", "--workloads", "2"]
-    assert main([*words, "--shared-data", str(tmp_path)]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json_of(main, [*words, "--shared-data", str(tmp_path)])
     assert [row["number"] for row in found["workloads"]] == [6, 7]
     assert found["over_static"]["max"] == max(row["over_static"] for row in found["workloads"])
     assert found["over_static"]["max"] <= 1.03

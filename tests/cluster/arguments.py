@@ -13,18 +13,14 @@ ETCD = "etcd"
 API_SERVER = "kube-apiserver"
 CONTROLLERS = "kube-controller-manager"
 SCHEDULER = "kube-scheduler"
-KWOK = "kwok"
 HOST = "127.0.0.1"
 LOWEST_PORT, HIGHEST_PORT = 20_000, 30_000
 """Below those that Linux gives to clients and to servers that ask for port 0."""
 FAILED_AFTER_SEC = 30
-"""A node that said nothing for so long is unreachable; its process may get no core for some time,
+"""A node that was silent for so long is unreachable; its process may get no core for some time,
 beside trainers."""
 TOLERATED_SEC = 2
 """Pods stay this long on an unreachable node."""
-STAGES = Path(__file__).parent / "stages.yaml"
-MARK_OF_FAKES = {"cluster.test/node": KWOK}
-"""Annotation of nodes that only say that they run their Pods."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,15 +141,3 @@ def controllers(folder: Path) -> list[str]:
 def scheduler(folder: Path) -> list[str]:
     """Return the arguments of the scheduler."""
     return [f"--kubeconfig={folder / 'kubeconfig'}", "--secure-port=0", "--leader-elect=false"]
-
-
-def fakes(folder: Path) -> list[str]:
-    """Return the arguments of the process that answers for all nodes without processes."""
-    mark = ",".join(f"{name}={value}" for name, value in MARK_OF_FAKES.items())
-    return [
-        f"--kubeconfig={folder / 'kubeconfig'}",
-        f"--config={STAGES}",
-        "--manage-all-nodes=false",
-        f"--manage-nodes-with-annotation-selector={mark}",
-        "--node-lease-duration-seconds=8",
-    ]

@@ -26,7 +26,7 @@ ENVIRONMENT = {
 VERSION = "k8s.io/component-base/version"
 """The Go package that keeps what a server says of its version."""
 LAST_CHARACTERS = 1000
-"""Of what Go said, in the message of a build that failed."""
+"""Of what Go printed, in the message of a build that failed."""
 
 needs_cluster = pytest.mark.skipif(
     shutil.which("go") is None,
@@ -107,5 +107,5 @@ def _words(done: subprocess.CompletedProcess[str]) -> str:
 
 def _link_flags() -> str:
     version = kubernetes_version()
-    said = {"gitVersion": version, "gitMajor": "1", "gitMinor": version.split(".")[1]}
-    return "-s -w " + " ".join(f"-X {VERSION}.{name}={value}" for name, value in said.items())
+    linked = {"gitVersion": version, "gitMajor": "1", "gitMinor": version.split(".")[1]}
+    return "-s -w " + " ".join(f"-X {VERSION}.{name}={value}" for name, value in linked.items())

@@ -25,7 +25,7 @@ from typing import Any
 
 SET_PDEATHSIG = 1
 SET_CHILD_SUBREAPER = 36
-LOOK_SEC = 0.2
+POLL_SEC = 0.2
 """Between two looks at memory."""
 KILLED = 128 + signal.SIGKILL
 NOT_STARTED = 128
@@ -69,7 +69,7 @@ class Container:
         poll.register(ended, select.POLLIN)
         poll.register(sys.stdin.fileno(), select.POLLIN | select.POLLHUP)
         while True:
-            ready = {number for number, _ in poll.poll(LOOK_SEC * 1000)}
+            ready = {number for number, _ in poll.poll(POLL_SEC * 1000)}
             if ended in ready:
                 return None
             if sys.stdin.fileno() in ready and not self._obey(main):
@@ -126,8 +126,8 @@ def private_bytes(pid: int) -> int:
     """
     with suppress(OSError):
         lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-        held = (line.split() for line in lines if line.startswith(("Pss_Anon", "Pss_Shmem")))
-        return 1024 * sum(int(words[1]) for words in held)
+        memory = (line.split() for line in lines if line.startswith(("Pss_Anon", "Pss_Shmem")))
+        return 1024 * sum(int(words[1]) for words in memory)
     return 0
 
 

@@ -82,35 +82,35 @@ class Kubelet:
         self._containers: dict[str, Started] = {}
         self._capacity: dict[str, str] = {}
         self._waiting: set[str] = set()
-        self.told: queue.Queue[tuple[Callable[..., None], Any]] = queue.Queue()
+        self.events: queue.Queue[tuple[Callable[..., None], Any]] = queue.Queue()
 
     def run(self) -> None:
         """Work until it is killed."""
         self._capacity = retried(lambda: self._api.read_node(self._node)).status.allocatable
         while True:
-            take_in, what = self.told.get()
+            take_in, what = self.events.get()
             take_in(what)
 
-    def see_all(self, listed: Sequence[Pod]) -> None:
+    def observe_all(self, listed: Sequence[Pod]) -> None:
         """Take in all Pods of this node."""
         for uid in self._containers.keys() - {pod.metadata.uid for pod in listed}:
             self._forget(uid)
         for pod in listed:
-            self.see(pod)
+            self.observe(pod)
 
-    def see_event(self, event: Mapping[str, Any]) -> None:
+    def observe_event(self, event: Mapping[str, Any]) -> None:
         """Take in one change."""
         if event["type"] == "DELETED":
             self._forget(event["object"].metadata.uid)
         else:
-            self.see(event["object"])
+            self.observe(event["object"])
 
-    def see(self, pod: Pod) -> None:
+    def observe(self, pod: Pod) -> None:
         """Take in what a Pod is now."""
-        known = self._containers.get(pod.metadata.uid)
-        if known is not None:
-            known.pod = pod
-            self._follow(known)
+        started = self._containers.get(pod.metadata.uid)
+        if started is not None:
+            started.pod = pod
+            self._follow(started)
         elif pod.metadata.deletion_timestamp:
             self._remove(pod)
         elif pod.status.phase == "Running":  # of this node before it died
@@ -118,15 +118,15 @@ class Kubelet:
         elif pod.status.phase == "Pending":
             self._start(pod)
 
-    def _follow(self, known: Started) -> None:
+    def _follow(self, started: Started) -> None:
         """Do to a container what its Pod says."""
-        if known.end is not None:
-            if known.pod.metadata.deletion_timestamp:
-                self._remove(known.pod)
-        elif known.pod.metadata.deletion_timestamp:
-            known.stop(known.pod.metadata.deletion_grace_period_seconds or 0)
-        elif pods.resources(known.pod) != known.applied:
-            self._resize(known)
+        if started.end is not None:
+            if started.pod.metadata.deletion_timestamp:
+                self._remove(started.pod)
+        elif started.pod.metadata.deletion_timestamp:
+            started.stop(started.pod.metadata.deletion_grace_period_seconds or 0)
+        elif pods.resources(started.pod) != started.applied:
+            self._resize(started)
 
     def _start(self, pod: Pod) -> None:
         why = pods.unsupported(pod)
@@ -158,16 +158,16 @@ class Kubelet:
             return  # one look is on its way
         self._waiting.add(pod.metadata.uid)
         self._report(pod, pods.waiting(pod, reason, missing))
-        threading.Timer(RETRY_SEC, self.told.put, [(self._look_again, pod)]).start()
+        threading.Timer(RETRY_SEC, self.events.put, [(self._poll_pod, pod)]).start()
 
-    def _look_again(self, pod: Pod) -> None:
+    def _poll_pod(self, pod: Pod) -> None:
         """Start a Pod that waited, if it is still there."""
         self._waiting.discard(pod.metadata.uid)
         found = retried(
             lambda: self._api.read_namespaced_pod(pod.metadata.name, pod.metadata.namespace)
         )
         if found is not None and found.metadata.uid == pod.metadata.uid:
-            self.see(found)
+            self.observe(found)
 
     def _secret_that_is_missing(self, pod: Pod) -> str:
         """Write a container's Secrets where it looks for them; say which there is not."""
@@ -198,42 +198,42 @@ class Kubelet:
 
     def _wait(self, started: Started) -> None:
         end = started.wait()
-        self.told.put((self._take_in_end, (started, end)))
+        self.events.put((self._take_in_end, (started, end)))
 
     def _take_in_end(self, what: tuple[Started, dict[str, Any]]) -> None:
-        known, known.end = what
-        if known.pod.metadata.uid in self._containers:
-            self._report(known.pod, pods.ended(known.pod, known.started_at, what[1]))
-            self._follow(known)
+        started, started.end = what
+        if started.pod.metadata.uid in self._containers:
+            self._report(started.pod, pods.ended(started.pod, started.started_at, what[1]))
+            self._follow(started)
         else:
-            known.remove_volumes()
+            started.remove_volumes()
         for other in self._containers.values():  # one may fit now that did not
             if other.end is None:
                 self._follow(other)
 
-    def _resize(self, known: Started) -> None:
+    def _resize(self, started: Started) -> None:
         """Change a container's resources where they fit, or say that they do not."""
-        wanted = pods.resources(known.pod)
-        reason = self._misfit(known, wanted)
-        if reason and known.misfit == (reason, wanted):
-            return  # it is said
-        known.misfit = (reason, wanted) if reason else None
+        wanted = pods.resources(started.pod)
+        reason = self._misfit(started, wanted)
+        if reason and started.misfit == (reason, wanted):
+            return  # already reported
+        started.misfit = (reason, wanted) if reason else None
         if reason:
             text = f"the node has {self._capacity}, and the Pod asks for {wanted}"
             pending = pods.condition("PodResizePending", holds=True, reason=reason, text=text)
-            self._report(known.pod, {"conditions": [pending]})
+            self._report(started.pod, {"conditions": [pending]})
             return
-        known.apply(wanted)
-        status = pods.running(known.pod, known.started_at, wanted)
+        started.apply(wanted)
+        status = pods.running(started.pod, started.started_at, wanted)
         status["conditions"].append({"type": "PodResizePending", "$patch": "delete"})
-        self._report(known.pod, status)
+        self._report(started.pod, status)
 
-    def _misfit(self, known: Started, wanted: dict[str, dict[str, str]]) -> str | None:
+    def _misfit(self, started: Started, wanted: dict[str, dict[str, str]]) -> str | None:
         """Say in one word why a container cannot have these resources; None where it can."""
         others = [
             other.applied
             for other in self._containers.values()
-            if other is not known and other.end is None
+            if other is not started and other.end is None
         ]
         for name in ("cpu", "memory"):
             capacity = pods.amount({"node": self._capacity}, "node", name)
@@ -245,11 +245,11 @@ class Kubelet:
 
     def _forget(self, uid: str) -> None:
         """End what is no longer in the API: it was removed without waiting for this node."""
-        known = self._containers.pop(uid, None)
-        if known is not None and known.end is None:
-            known.stop(0)
-        elif known is not None:
-            known.remove_volumes()
+        started = self._containers.pop(uid, None)
+        if started is not None and started.end is None:
+            started.stop(0)
+        elif started is not None:
+            started.remove_volumes()
 
     def _remove(self, pod: Pod) -> None:
         """Take a Pod that has ended from the API, as only its node may do."""
@@ -270,7 +270,7 @@ def follow_pods(api: Any, node: str, kubelet: Kubelet) -> None:
     selector = f"spec.nodeName={node}"
     while True:
         listed = retried(lambda: api.list_pod_for_all_namespaces(field_selector=selector))
-        kubelet.told.put((kubelet.see_all, listed.items))
+        kubelet.events.put((kubelet.observe_all, listed.items))
         try:
             for event in watch.Watch().stream(
                 api.list_pod_for_all_namespaces,
@@ -278,12 +278,12 @@ def follow_pods(api: Any, node: str, kubelet: Kubelet) -> None:
                 resource_version=listed.metadata.resource_version,
                 timeout_seconds=LIST_AGAIN_SEC,
             ):
-                kubelet.told.put((kubelet.see_event, event))
+                kubelet.events.put((kubelet.observe_event, event))
         except (ApiException, HTTPError, OSError):
             time.sleep(RETRY_SEC)
 
 
-def beat(api: Any, leases: Any, node: str) -> None:
+def renew_lease(api: Any, leases: Any, node: str) -> None:
     """Say over and over that the node lives."""
     lease = {
         "metadata": {"name": node, "namespace": LEASES},
@@ -308,7 +308,7 @@ def main(argv: Sequence[str]) -> None:
     api = client.CoreV1Api(connection)
     kubelet = Kubelet(api, node, Path(folder))
     leases = client.CoordinationV1Api(connection)
-    threading.Thread(target=beat, args=(api, leases, node), daemon=True).start()
+    threading.Thread(target=renew_lease, args=(api, leases, node), daemon=True).start()
     threading.Thread(target=follow_pods, args=(api, node, kubelet), daemon=True).start()
     kubelet.run()
 

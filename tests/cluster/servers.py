@@ -20,7 +20,7 @@ from kubernetes.client import ApiException
 from urllib3.exceptions import HTTPError
 
 from tests.cluster import arguments
-from tests.cluster.arguments import API_SERVER, ETCD, KWOK, Ports
+from tests.cluster.arguments import API_SERVER, ETCD, Ports
 from tests.cluster.container import die_with_parent
 from tests.cluster.waiting import until
 
@@ -92,9 +92,9 @@ class Cluster:
     def kubeconfig_of(self, namespace: str, account: str) -> Path:
         """Return a kubeconfig with which one may do what a service account may."""
         request = {"spec": {"expirationSeconds": 3600}}
-        made = self.core().create_namespaced_service_account_token(account, namespace, request)
+        response = self.core().create_namespaced_service_account_token(account, namespace, request)
         settings = json.loads(self.kubeconfig.read_text())
-        settings["users"][0]["user"]["token"] = made.status.token
+        settings["users"][0]["user"]["token"] = response.status.token
         path = self.folder / f"{namespace}-{account}.kubeconfig"
         path.write_text(json.dumps(settings, indent=2))
         return path
@@ -110,35 +110,25 @@ class Cluster:
         until(f"the service account of namespace {name}", lambda: has_account(api, name))
         return name
 
-    def add_node(
-        self, name: str, *, cpu: str = "2", memory: str = "4Gi", processes: bool = True
-    ) -> None:
+    def add_node(self, name: str, *, cpu: str = "2", memory: str = "4Gi") -> None:
         """Add a node, or start one again that failed; it may need some seconds to be ready.
 
         Args:
             name: of the node.
             cpu: cores, as a quantity; of a node that is new.
             memory: bytes, as a quantity; of a node that is new.
-            processes: whether its containers are run. Else all nodes share one process, which
-                says of each Pod that it runs, until the annotation `cluster.test/exit` gives it
-                an exit code.
         """
         room = {"cpu": cpu, "memory": memory, "pods": "110"}
         labels = {"kubernetes.io/hostname": name, "kubernetes.io/os": "linux"}
         metadata = {"name": name, "labels": labels}
-        if not processes:
-            metadata["annotations"] = arguments.MARK_OF_FAKES
         try:
             node = {"metadata": metadata, "status": {"allocatable": room, "capacity": room}}
             self.core().create_node(node)
         except ApiException as error:
             if error.status != 409:
                 raise
-        if processes:
-            kubelet = (sys.executable, "-m", "tests.cluster.kubelet")
-            self._run(name, *kubelet, self.kubeconfig, name, self.folder / name)
-        elif KWOK not in self._processes:
-            self._run(KWOK, self._binary, KWOK, *arguments.fakes(self.folder))
+        kubelet = (sys.executable, "-m", "tests.cluster.kubelet")
+        self._run(name, *kubelet, self.kubeconfig, name, self.folder / name)
 
     def fail_node(self, name: str) -> None:
         """Kill a node and all its containers at once; `add_node` brings it back, empty."""
@@ -166,10 +156,7 @@ class Cluster:
             ValueError: no process has this name.
         """
         if name not in self._processes:
-            raise ValueError(
-                f"name must be one of {', '.join(self._processes)}, got name={name!r}; "
-                f"nodes without processes share {KWOK}"
-            )
+            raise ValueError(f"name must be one of {', '.join(self._processes)}, got {name=}")
         process = self._processes.pop(name)
         process.send_signal(how)
         try:
@@ -258,7 +245,7 @@ class Cluster:
                 last = self.log(name)[-LAST_CHARACTERS:]
                 if TAKEN in last:
                     raise PortTakenError(last)
-                raise RuntimeError(f"{name} must run, got exit status {status}; it said: {last}")
+                raise RuntimeError(f"{name} must run, got exit status {status}; it printed: {last}")
 
     def _end(self) -> None:
         for name in reversed(list(self._processes)):

@@ -40,9 +40,9 @@ def sockets_of(pids: Iterable[int]) -> Sockets:
     inodes = {inode for pid in pids for inode in _inodes(pid)}
     rows = [row for row in _rows() if row[3] in inodes]
     listening = frozenset(own for state, own, _, _ in rows if state == LISTENS)
-    taken = {own[1] for own in listening}
+    used = {own[1] for own in listening}
     called = {
-        other for state, own, other, _ in rows if state == IS_CONNECTED and own[1] not in taken
+        other for state, own, other, _ in rows if state == IS_CONNECTED and own[1] not in used
     }
     return Sockets(listening, frozenset(called))
 

@@ -62,20 +62,20 @@ class Started:
     def apply(self, resources: dict[str, dict[str, str]]) -> None:
         """Give it these resources; of them only the limit of memory is felt."""
         self.applied = resources
-        self._say(f"limit {pods.amount(resources, 'limits', 'memory'):.0f}")
+        self._send(f"limit {pods.amount(resources, 'limits', 'memory'):.0f}")
 
     def stop(self, grace_sec: float) -> None:
         """Ask it to end, and kill it after so many seconds."""
         if grace_sec < self._grace_sec:
             self._grace_sec = grace_sec
-            self._say(f"stop {grace_sec}")
+            self._send(f"stop {grace_sec}")
 
     def wait(self) -> dict[str, Any]:
         """Return how it ended, when it has."""
         assert self._process.stdout is not None
-        said = self._process.stdout.readline()
+        line = self._process.stdout.readline()
         self._process.wait()
-        end = json.loads(said) if said else container.ending(container.KILLED, "Error")
+        end = json.loads(line) if line else container.ending(container.KILLED, "Error")
         end["message"] = end["message"] or pods.message(
             self.pod, self.message, self.log, end["exitCode"]
         )
@@ -87,8 +87,8 @@ class Started:
             if Path(path) != self.message:
                 shutil.rmtree(path, ignore_errors=True)
 
-    def _say(self, line: str) -> None:
+    def _send(self, line: str) -> None:
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended, which is told soon
+        with suppress(BrokenPipeError):  # it has ended, which is reported soon
             self._process.stdin.write(line.encode() + b"\n")
             self._process.stdin.flush()

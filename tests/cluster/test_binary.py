@@ -64,9 +64,9 @@ def test_cluster_binary_asked_for_by_two_at_once_is_built_by_one(source: Path) -
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
-    said = [process.communicate() for process in both]
-    assert said[0][0] == said[1][0] != ""
-    assert sum("built the servers" in warned for _, warned in said) == 1
+    outputs = [process.communicate() for process in both]
+    assert outputs[0][0] == outputs[1][0] != ""
+    assert sum("built the servers" in warned for _, warned in outputs) == 1
 
 
 @pytest.mark.slow

@@ -57,7 +57,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         container.wait()
 
 
-def say(container: subprocess.Popen[bytes], line: str) -> None:
+def send(container: subprocess.Popen[bytes], line: str) -> None:
     assert container.stdin is not None
     container.stdin.write(line.encode() + b"\n")
     container.stdin.flush()
@@ -65,9 +65,9 @@ def say(container: subprocess.Popen[bytes], line: str) -> None:
 
 def ending(container: subprocess.Popen[bytes]) -> dict[str, Any]:
     assert container.stdout is not None
-    said = container.stdout.readline()
+    line = container.stdout.readline()
     container.wait()
-    return json.loads(said)
+    return json.loads(line)
 
 
 ENDS = {
@@ -129,9 +129,9 @@ def test_container_that_is_stopped_is_asked_once_then_killed(start: Start, tmp_p
     )
     container = start(sys.executable, "-c", counts)
     until("its handler", lambda: "ready" in (tmp_path / "log").read_text())
-    say(container, "stop 600")
+    send(container, "stop 600")
     until("its signal", lambda: "asked" in (tmp_path / "log").read_text())
-    say(container, "stop 0.5")
+    send(container, "stop 0.5")
     assert ending(container) == {"exitCode": 137, "reason": "Error", "message": ""}
     assert (tmp_path / "log").read_text().splitlines() == ["ready", "asked"]
 
@@ -140,9 +140,9 @@ def test_container_over_its_limit_is_killed_with_its_children(start: Start, tmp_
     holds = "held = b'x' * 100_000_000; import time; print('holds', flush=True); time.sleep(600)"
     starts = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {holds!r}])"
     container = start(sys.executable, "-c", starts)
-    say(container, "limit 200000000")
+    send(container, "limit 200000000")
     until("its memory", lambda: "holds" in (tmp_path / "log").read_text())
     others = list(descendants(container.pid))
-    say(container, "limit 90000000")
+    send(container, "limit 90000000")
     assert ending(container) == {"exitCode": 137, "reason": "OOMKilled", "message": ""}
     assert [pid for pid in others if runs(pid)] == []

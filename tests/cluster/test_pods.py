@@ -55,6 +55,12 @@ def test_command_and_arguments_refer_to_the_environment() -> None:
     assert pods.command(pod, {"A": "1"}) == ["run", "--to=1", "1$(B)"]
 
 
+def two_containers() -> Pod:
+    pod = a_pod()
+    pod.spec.containers *= 2
+    return pod
+
+
 OF_SECRET = client.V1EnvVarSource(
     secret_key_ref=client.V1SecretKeySelector(name="secret", key="key")
 )
@@ -62,6 +68,10 @@ REFUSED = {
     "it would be started again": (
         a_pod(restart_policy="Always"),
         "restartPolicy must be Never, got Always",
+    ),
+    "there are two containers": (
+        two_containers(),
+        "a node of processes runs Pods of one container; leave out the others",
     ),
     "only an image is given": (
         a_pod(command=None),

@@ -27,7 +27,6 @@ from tests.cluster.waiting import runs, until
 
 with Cluster(Path(sys.argv[1]), Path(sys.argv[2])) as cluster:
     cluster.add_node("node-0")
-    cluster.add_node("fake-0", processes=False)
     command = ["sh", "-c", "sleep 600 & : > " + sys.argv[1] + "/begun; wait"]
     container = {"name": "main", "image": "none", "command": command}
     spec = {"restartPolicy": "Never", "containers": [container], "nodeName": "node-0"}
@@ -44,18 +43,18 @@ def test_test_run_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
     command = [sys.executable, "-c", RUNS, str(tmp_path), str(binary)]
     with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as run:
         assert run.stdout is not None
-        said = run.stdout.readline()
+        line = run.stdout.readline()
         left = list(descendants(run.pid))
         run.kill()
-    assert said == "ready\n"
-    names = ["etcd", "apiserver", "controllers", "scheduler", "kwok", "node", "supervisor"]
+    assert line == "ready\n"
+    names = ["etcd", "apiserver", "controllers", "scheduler", "node", "supervisor"]
     assert len(left) == len([*names, "sh", "sleep"])
     until("their end", lambda: not [pid for pid in left if runs(pid)])
 
 
-@pytest.mark.parametrize("taken", ["etcd", "api_server"])
+@pytest.mark.parametrize("used", ["etcd", "api_server"])
 def test_cluster_whose_port_is_taken_finds_another(
-    taken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    used: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     binary = cluster_binary()
     with closing(socket.socket()) as somebody:
@@ -63,7 +62,7 @@ def test_cluster_whose_port_is_taken_finds_another(
         somebody.listen()
         free = arguments.free_ports
         ports = {name: getattr(free(), name) for name in ("etcd", "etcd_peers", "api_server")}
-        ports[taken] = somebody.getsockname()[1]
+        ports[used] = somebody.getsockname()[1]
         choices = iter([arguments.Ports(**ports)])
         monkeypatch.setattr(arguments, "free_ports", lambda: next(choices, None) or free())
         with Cluster(tmp_path, binary) as cluster:

@@ -12,7 +12,7 @@ def until(what: str, look: Callable[[], Found], *, timeout_sec: float = 120.0) -
     """Look again and again until what is found is true, and return it.
 
     Args:
-        what: said when it does not come.
+        what: printed when it does not come.
         look: returns something false as long as it has not come.
         timeout_sec: wait no longer than this, in seconds; no speed is meant by it.
 

@@ -4,13 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from pipelines.context import BuildRequest
-from tests.pipelines.logs import (
-    SCHEMA,
-    built,
-    request,
-    write_job,
-    write_log,
-)
+from tests.pipelines.logs import SCHEMA, built, request, write_job, write_log
 
 DEFAULT = """tensor_representation_group { key: "" value { tensor_representation { key: "price"
   value { dense_tensor { column_name: "price" default_value { float_value: 2.5 } } } } } }

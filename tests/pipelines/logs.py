@@ -19,13 +19,14 @@ from pipelines.build import build
 from pipelines.context import BuildRequest
 from pipelines.table.indexes import INDEX_PREFIX
 from pipelines.table.vacuum import vacuum
-from schemas.dataset import version_name
+from schemas.dataset import open_dataset, version_name
 from schemas.fitted import FITTED_DIRECTORY, VOCABULARIES
 from schemas.layout import JOB as JOB_FILE
 from schemas.layout import SCHEMA as SCHEMA_FILE
 from schemas.layout import SEGMENTS, tombstones_path
 from schemas.leases import LEASES
 from schemas.manifest import DatasetManifest, encode_manifest, find_root, read_dataset
+from schemas.samples import read_samples
 from schemas.storage import MANIFESTS, Location, store_time
 
 PROCESSES = ["--direct_num_workers=2", "--direct_running_mode=multi_processing"]
@@ -230,6 +231,25 @@ def age(directory: Path, seconds: float = 8 * 86_400.0) -> None:
         if path.parent.name != LEASES:
             then = path.stat().st_mtime - seconds
             os.utime(path, (then, then))
+
+
+def stored_table(dataset: Path | Location, *, model_inputs: bool = False) -> pa.Table:
+    """Return all samples of a dataset in stored order."""
+    return pa.concat_tables(read_samples(open_dataset(dataset), model_inputs))
+
+
+def sample_tuples(*tables: pa.Table) -> list[tuple[object, ...]]:
+    """Return samples of the job as those of `samples_of`."""
+    return sorted(
+        (r["session"], r["time"], r["user"], tuple(r["history"]), r["item"], r["label"])
+        for table in tables
+        for r in table.to_pylist()
+    )
+
+
+def stored_samples(dataset: Path) -> list[tuple[object, ...]]:
+    """Return the samples of a dataset of the job as those of `samples_of`."""
+    return sample_tuples(stored_table(dataset))
 
 
 def samples_of(rows: pa.Table) -> list[tuple[object, ...]]:

@@ -69,8 +69,7 @@ def shifting_log(directory: Path, num_rows: int) -> None:
             "time": pa.array(1_767_225_600_000_000 + second * 1_000_000, pa.timestamp("us")),
             "user": pa.array(session % 7),
             "history": pa.array(
-                [None if i % 17 == 3 else h for i, h in enumerate(histories)],
-                pa.list_(pa.int64()),
+                [None if i % 17 == 3 else h for i, h in enumerate(histories)], pa.list_(pa.int64())
             ),
             "item": pa.array(item),
             "label": pa.array((rng.random(num_rows) < 0.3).astype(np.int8)),

@@ -95,8 +95,8 @@ def brute_force(dataset: Path, table: str, epochs: int) -> list[dict[int, int]]:
             for feature in data.tables[table].features:
                 for value in part[feature].to_pylist():
                     ids.extend(value if isinstance(value, list) else [value])
-            known = [i for i in ids if i is not None]
-            found = rows_of_ids(np.array(known, np.int64), table, data.tables[table])
+            valid = [i for i in ids if i is not None]
+            found = rows_of_ids(np.array(valid, np.int64), table, data.tables[table])
             rows_per_step.append(set(found.tolist()))
     rows = np.array(sorted(set().union(*rows_per_step)), np.int64)
     steps = [np.searchsorted(rows, sorted(step)) for step in rows_per_step * epochs]
@@ -202,8 +202,8 @@ def test_positions_decide_the_order_whoever_comes_first(one: Path, tmp_path: Pat
         dataset = copy_of(one / "dataset", tmp_path / name)
         for position, log in segments:
             build(addition(job, one / log, dataset, position))
-    forth, back = (bytes_of(tmp_path / name) for name in orders)
-    assert forth == back
+    forward, backward = (bytes_of(tmp_path / name) for name in orders)
+    assert forward == backward
     alone = read_dataset(build_alone(one, tmp_path / "alone")).indexes[0].parts
     for name in orders:
         parts = read_dataset(tmp_path / name).indexes[0].parts
@@ -305,7 +305,7 @@ def test_added_columns_are_answered_by_segments_that_were_built_before(
 
 def test_segment_that_exists_at_another_position_is_refused(tmp_path: Path) -> None:
     dataset = built(tmp_path, 60)
-    again = addition(tmp_path / "job" / "job.yaml", tmp_path / "log", dataset, position=7)
+    second = addition(tmp_path / "job" / "job.yaml", tmp_path / "log", dataset, position=7)
     with pytest.raises(SchemaError, match=r"already exists, not at position 7 in .*; leave "):
-        build(again)
-    assert not build(replace(again, position=0))["built"]
+        build(second)
+    assert not build(replace(second, position=0))["built"]

@@ -15,7 +15,7 @@ from schemas.config.job import MAX_GROUPS
 BLOCK = 64
 
 
-def made(seed: int, num_samples: int = 256) -> dict[str, pa.Array]:
+def columns_of(seed: int, num_samples: int = 256) -> dict[str, pa.Array]:
     """Columns that change at different rates, some of them together."""
     rng = np.random.default_rng(seed)
     session = np.sort(rng.integers(0, num_samples // 16, num_samples))
@@ -33,8 +33,8 @@ def made(seed: int, num_samples: int = 256) -> dict[str, pa.Array]:
 def costs_of(columns: dict[str, pa.Array], bytes_per_group: float = 40) -> Costs:
     features = [feature_of(n, "sparse", pa.chunked_array([c])) for n, c in columns.items()]
     num_samples = len(next(iter(columns.values())))
-    known = [f for f in features if f is not None]
-    return Costs(np.arange(num_samples) // BLOCK, known, bytes_per_group)
+    usable = [f for f in features if f is not None]
+    return Costs(np.arange(num_samples) // BLOCK, usable, bytes_per_group)
 
 
 def starts(costs: Costs, every: int = 16) -> np.ndarray:
@@ -62,20 +62,20 @@ def total(costs: Costs, sets: Sequence[frozenset[int]]) -> float:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_search_finds_what_trying_every_placement_finds(seed: int) -> None:
-    costs = costs_of(made(seed))
+    costs = costs_of(columns_of(seed))
     best = min(total(costs, sets) for sets in placements(range(len(costs.features))))
     assert total(costs, search(costs)) == pytest.approx(best, rel=1e-9)
 
 
 def test_search_in_parts_finds_the_same_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    costs = costs_of(made(0, 4096))
+    costs = costs_of(columns_of(0, 4096))
     whole = search(costs)
     monkeypatch.setattr("pipelines.autogroup.search.MAX_SETS", 3)
     assert set(search(costs)) == set(whole)
 
 
 def test_features_that_change_together_share_a_group_and_others_stay_in_samples() -> None:
-    choice = choose_groups(costs_of(made(0, 4096)), np.arange(4096) % 16 == 0)
+    choice = choose_groups(costs_of(columns_of(0, 4096)), np.arange(4096) % 16 == 0)
     assert choice.mapping() == {"user": ("user", "country"), "query": ("query", "history")}
     assert choice.features["item"].dedup_factor < 1.01
 
@@ -105,8 +105,8 @@ def test_lists_that_grow_are_a_group_although_none_repeats() -> None:
 
 def test_what_transforms_make_of_a_column_counts_with_it() -> None:
     column = pa.chunked_array([pa.array(np.random.default_rng(0).integers(0, 10**9, 4096))])
-    kept, made, part = (feature_of("x", "kept", column, n) for n in (0.0, 1.0, 0.5))
-    costs = Costs(np.arange(4096) // BLOCK, [f for f in (kept, made, part) if f is not None])
+    kept, columns_of, part = (feature_of("x", "kept", column, n) for n in (0.0, 1.0, 0.5))
+    costs = Costs(np.arange(4096) // BLOCK, [f for f in (kept, columns_of, part) if f is not None])
     assert costs.in_samples(1) == 2 * costs.in_samples(0)
     assert costs.in_samples(2) == 1.5 * costs.in_samples(0)
 
@@ -127,7 +127,7 @@ def test_bytes_of_texts_are_about_those_of_zstd() -> None:
 
 
 def test_dedup_factor_is_counted_within_blocks() -> None:
-    columns = made(3, 4096)
+    columns = columns_of(3, 4096)
     choice = choose_groups(costs_of(columns), np.arange(4096) % 16 == 0)
     rows = list(zip(columns["query"].to_pylist(), map(str, columns["history"].to_pylist()),
                     (np.arange(4096) // BLOCK).tolist(), strict=True))  # fmt: skip

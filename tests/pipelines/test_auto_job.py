@@ -32,7 +32,6 @@ from pipelines.build import build
 from pipelines.prepare import prepare
 from pipelines.samples import lookups
 from pipelines.sources.rows import ORIGIN, InputSplit
-from pipelines.table.rows import expand
 from pipelines.table.verify import verify
 from pipelines.transforms.apply import columns_of
 from schemas.config.job import load_job
@@ -42,7 +41,17 @@ from schemas.features import load_features
 from schemas.storage import Location
 from tests import real_logs
 from tests.pipelines import test_executor
-from tests.pipelines.logs import bytes_of, request, samples_of, write_job, write_log
+from tests.pipelines.logs import (
+    bytes_of,
+    copy_of,
+    raw_rows,
+    request,
+    samples_of,
+    stored_samples,
+    stored_table,
+    write_job,
+    write_log,
+)
 
 NAMED = "{user: [session, user, history]}"
 
@@ -71,9 +80,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_dataset_names_the_groups_and_puts_transforms_where_their_inputs_are(
-    dataset: Path,
-) -> None:
+def test_dataset_names_the_groups_and_puts_transforms_where_their_inputs_are(dataset: Path) -> None:
     job = open_dataset(dataset).job
     assert job.data.groups == {"session": ("session", "time", "user", "history")}
     assert job.data.transforms == {"session": {"num_history": "ln(1 + len(history))"}}
@@ -84,14 +91,9 @@ def test_dataset_names_the_groups_and_puts_transforms_where_their_inputs_are(
     assert "# ours" in text
 
 
-def test_dataset_holds_the_same_samples_as_with_named_groups(dataset: Path, tmp_path: Path) -> None:
-    rows = write_log(tmp_path / "log", 3000)
-    expand(Location.parse(dataset), Location.parse(tmp_path / "x.parquet"))
-    result = pq.read_table(tmp_path / "x.parquet").to_pylist()
-    names = ("session", "time", "user", "history", "item", "label")
-    assert sorted(
-        tuple(tuple(r[n]) if n == "history" else r[n] for n in names) for r in result
-    ) == samples_of(rows)
+@pytest.mark.slow
+def test_dataset_holds_the_same_samples_as_with_named_groups(dataset: Path) -> None:
+    assert stored_samples(dataset) == samples_of(raw_rows(3000, seed=0))
     assert verify(dataset)["problems"] == []
 
 
@@ -122,20 +124,14 @@ def test_files_listed_in_another_order_give_the_same_groups(
 
 @pytest.mark.slow
 def test_a_second_build_into_the_dataset_keeps_its_groups(dataset: Path, tmp_path: Path) -> None:
-    other = built(tmp_path)
-    before = bytes_of(other)
-    build(request(tmp_path / "job" / "job.yaml", tmp_path / "log", other))
-    assert bytes_of(other) == before == bytes_of(dataset)
-
-
-@pytest.mark.slow
-def test_groups_are_taken_from_the_dataset_when_the_log_has_grown(tmp_path: Path) -> None:
-    dataset = built(tmp_path)
-    groups = open_dataset(dataset).job.data.groups
+    copy, job = copy_of(dataset, tmp_path / "dataset"), auto_job(tmp_path / "job")
+    write_log(tmp_path / "log", 3000)
+    build(request(job, tmp_path / "log", copy))
+    assert bytes_of(copy) == bytes_of(dataset)
     write_log(tmp_path / "log", 3000, seed=5)
     with pytest.raises(SchemaError, match="output must be empty or hold the same segment"):
-        build(request(tmp_path / "job" / "job.yaml", tmp_path / "log", dataset))
-    assert open_dataset(dataset).job.data.groups == groups
+        build(request(job, tmp_path / "log", copy))
+    assert open_dataset(copy).job == open_dataset(dataset).job
 
 
 @pytest.mark.slow
@@ -269,7 +265,7 @@ def test_declared_transforms_follow_what_they_are_made_of(tmp_path: Path) -> Non
         "short: {last: {column: history, count: 3}}, num: len(short), "
         "pair: {cross: {columns: [item, short], num_rows: 9}}")}))  # fmt: skip
     named = named_groups(job, {"a": ("user",), "b": ("history",)})
-    assert {g: list(made) for g, made in named.data.transforms.items()} == {
+    assert {g: list(transforms) for g, transforms in named.data.transforms.items()} == {
         "b": ["short", "num"], "samples": ["pair"]}  # fmt: skip
     (tmp_path / "named.yaml").write_text(rewritten(job_text(tmp_path), named.data, {}))
     assert load_job(tmp_path / "named.yaml").data == named.data
@@ -306,6 +302,7 @@ def test_columns_of_leaves_out_parameters_and_functions() -> None:
     assert columns_of(text) == {"h", "z", "b", "q r"}
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.tuples(st.integers(0, 30), st.integers(0, 6)), min_size=1, max_size=60),
     st.integers(1, 80),
@@ -399,7 +396,7 @@ def test_a_log_with_one_huge_session_is_sampled_within_its_bound(
     assert 100 < seen[0] < 300
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["mind", "ebnerd"])
 def test_chosen_groups_are_as_good_as_the_shipped_ones(
     name: str, shared_data: Path, repository: Path, tmp_path: Path
@@ -436,7 +433,9 @@ def test_groups_are_chosen_from_the_samples_that_a_build_makes(
     monkeypatch.setattr("pipelines.prepare.PART_INPUT_BYTES", 4_000)  # several parts
     path = write(tmp_path)
     job = load_job(path)
-    transforms = {n: t for made in job.data.transforms.values() for n, t in made.items()}
+    transforms = {
+        n: t for transforms in job.data.transforms.values() for n, t in transforms.items()
+    }
     data = dataclasses.replace(job.data, groups={}, transforms={"samples": transforms})
     features = load_features(path.parent / data.schema)
     asked = request(path, tmp_path / "input", tmp_path / "dataset")
@@ -447,8 +446,7 @@ def test_groups_are_chosen_from_the_samples_that_a_build_makes(
     )
     assert sample is not None
     build(dataclasses.replace(asked, beam_args=["--runner=InProcess"]))
-    expand(Location.parse(tmp_path / "dataset"), Location.parse(tmp_path / "rows.parquet"))
-    rows = pq.read_table(tmp_path / "rows.parquet")
+    rows = stored_table(tmp_path / "dataset")
     if data.split.evaluation_from is not None:
         end = pa.scalar(data.split.evaluation_from, pa.timestamp("us"))
         rows = rows.filter(pa.array([t < end.as_py() for t in rows[data.session.time].to_pylist()]))

@@ -213,7 +213,9 @@ def reasons_of(result: SqlResult) -> dict[int, str]:
     return dict(zip(origins, reasons, strict=True))
 
 
-@pytest.mark.parametrize("name", STATEMENTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in NOT_MARKED else n for n in STATEMENTS]
+)
 def test_bad_rows_are_those_that_raise_alone_and_marks_find_them(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -303,14 +305,12 @@ def test_reasons_of_several_kinds_name_the_expression() -> None:
     assert len({*reasons} - {rest}) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("statement", "named"),
     [
         ("SELECT COLUMNS('x|w')::INT FROM log", "CAST(COLUMNS('x|w') AS INTEGER)"),
-        (
-            "SELECT *, hash(l) AS h FROM (SELECT [hash(x)] AS l FROM log)",
-            "list_value(hash(x))",
-        ),
+        ("SELECT *, hash(l) AS h FROM (SELECT [hash(x)] AS l FROM log)", "list_value(hash(x))"),
     ],
 )
 def test_good_rows_are_not_rejected_with_bad_ones_that_nothing_tells_apart(

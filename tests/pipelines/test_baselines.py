@@ -32,11 +32,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 @pytest.mark.slow
 def test_baselines_hold_the_same_rows_in_other_orders(dataset: Dataset, tmp_path: Path) -> None:
     table = flat_rows(dataset).read(column_names(dataset, model_inputs=False))
-    orders = {
-        "clustered": table,
-        "shuffled": shuffled(table),
-        "time": time_ordered(table, "time"),
-    }
+    orders = {"clustered": table, "shuffled": shuffled(table), "time": time_ordered(table, "time")}
     rows = {name: sorted(map(str, t.to_pylist())) for name, t in orders.items()}
     assert rows["clustered"] == rows["shuffled"] == rows["time"]
     assert not orders["shuffled"].equals(table)

@@ -1,6 +1,5 @@
 """A whole build on the local runner: nothing lost, nothing added, the same bytes every time."""
 
-import json
 import os
 from dataclasses import replace
 from itertools import pairwise
@@ -28,13 +27,15 @@ from tests.pipelines.logs import (
     copy_of,
     raw_rows,
     request,
-    reverse_listings,
     samples_of,
+    stored_samples,
+    stored_table,
     unnamed_places,
     vacuum_later,
     write_job,
     write_log,
 )
+from tests.shared import error_of, json_of
 
 
 @pytest.fixture(scope="module")
@@ -43,19 +44,10 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built(tmp_path_factory.mktemp("built"))
 
 
-def read_back(dataset: Path, target: Path) -> list[tuple[object, ...]]:
-    expand(Location.parse(dataset), Location.parse(target))
-    rows = pq.read_table(target).to_pylist()
-    return sorted(
-        (r["session"], r["time"], r["user"], tuple(r["history"]), r["item"], r["label"])
-        for r in rows
-    )
-
-
-@pytest.mark.slow
 def test_expand_of_a_build_returns_the_samples_of_the_log(dataset: Path, tmp_path: Path) -> None:
-    rows = write_log(tmp_path / "log")
-    assert read_back(dataset, tmp_path / "x.parquet") == samples_of(rows)
+    expand(Location.parse(dataset), Location.parse(tmp_path / "x.parquet"))
+    assert pq.read_table(tmp_path / "x.parquet") == stored_table(dataset)
+    assert stored_samples(dataset) == samples_of(raw_rows(300, seed=0))
 
 
 def test_expand_with_model_inputs_adds_the_transformed_columns(
@@ -100,30 +92,6 @@ def test_blocks_are_full_but_the_last_of_each_split(dataset: Path) -> None:
 
 
 @pytest.mark.slow
-def test_build_twice_gives_the_same_bytes(dataset: Path, tmp_path: Path) -> None:
-    assert bytes_of(built(tmp_path)) == bytes_of(dataset)
-
-
-@pytest.mark.slow
-def test_build_with_files_listed_in_another_order_gives_the_same_bytes(
-    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reverse_listings(monkeypatch)
-    assert bytes_of(built(tmp_path)) == bytes_of(dataset)
-
-
-@pytest.mark.slow
-def test_build_in_several_parts_keeps_every_sample(
-    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("pipelines.prepare.PART_INPUT_BYTES", 2_000)
-    many = built(tmp_path / "many")
-    assert len(set(open_dataset(many).segments[0].column("file").tolist())) > 3
-    assert read_back(many, tmp_path / "a.parquet") == read_back(dataset, tmp_path / "b.parquet")
-    assert verify(many)["problems"] == []
-
-
-@pytest.mark.slow
 def test_small_windows_of_several_parts_share_row_groups_and_keep_every_sample(
     dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,8 +107,7 @@ def test_small_windows_of_several_parts_share_row_groups_and_keep_every_sample(
     )
     assert len(windows) > 2 * len(places)
     assert len(places) == len({place[:2] for place in places}) > 2
-    expected = read_back(dataset, tmp_path / "b.parquet")
-    assert read_back(tmp_path / "dataset", tmp_path / "a.parquet") == expected
+    assert stored_samples(tmp_path / "dataset") == stored_samples(dataset)
     assert verify(tmp_path / "dataset")["problems"] == []
 
 
@@ -166,7 +133,7 @@ def test_repeated_rows_in_many_parts_of_many_segments_are_all_kept(
         build(asked(job, log, tmp_path / "dataset"))
     opened = open_dataset(tmp_path / "dataset")
     assert [len(set(s.column("file").tolist())) > 2 for s in opened.segments] == [True] * 3
-    assert read_back(tmp_path / "dataset", tmp_path / "x.parquet") == sorted(expected)
+    assert stored_samples(tmp_path / "dataset") == sorted(expected)
     assert verify(tmp_path / "dataset")["problems"] == []
 
 
@@ -226,8 +193,8 @@ def test_build_whose_commit_may_have_succeeded_can_be_run_again(
         with pytest.raises(OSError, match=r"^$"):
             built(tmp_path)
     assert find_root(tmp_path / "dataset") is None
-    again = request(tmp_path / "job" / "job.yaml", tmp_path / "log", tmp_path / "dataset")
-    build(replace(again, attempt="again"))
+    second = request(tmp_path / "job" / "job.yaml", tmp_path / "log", tmp_path / "dataset")
+    build(replace(second, attempt="again"))
     assert bytes_of(tmp_path / "dataset") == bytes_of(dataset)
     vacuum_later(tmp_path / "dataset")
     assert unnamed_places(tmp_path / "dataset") == []
@@ -245,9 +212,7 @@ def test_sessions_with_a_gap_are_counted_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_json_of_build_has_the_keys_of_the_contract(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_of_build_has_the_keys_of_the_contract(tmp_path: Path) -> None:
     write_log(tmp_path / "log")
     job = write_job(tmp_path / "job")
     arguments = [
@@ -259,10 +224,7 @@ def test_json_of_build_has_the_keys_of_the_contract(
         "--json",
         IN_PROCESS,
     ]
-    assert main([*arguments, "--output", str(tmp_path / "dataset")]) == 0
-    printed = capsys.readouterr()
-    assert printed.out.count("\n") == 1
-    result = json.loads(printed.out)
+    result = json_of(main, [*arguments, "--output", str(tmp_path / "dataset")])
     names = "num_samples num_sessions num_blocks num_rejects input_bytes dataset_bytes oracle_bytes"
     assert {
         *names.split(),
@@ -279,32 +241,26 @@ def test_json_of_build_has_the_keys_of_the_contract(
     assert result["groups"]["user"]["dedup_factor"] == pytest.approx(factor, rel=1e-6)
 
 
-def test_unknown_option_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_option_is_named(tmp_path: Path) -> None:
     write_log(tmp_path / "log")
     job = write_job(tmp_path / "job")
     arguments = ["build", str(job), "--input", str(tmp_path / "log"), "--outptu", "x"]
-    assert main([*arguments, "--output", str(tmp_path / "dataset")]) == 1
-    assert "unknown option: --outptu" in capsys.readouterr().err
+    assert "unknown option: --outptu" in error_of(
+        main, [*arguments, "--output", str(tmp_path / "dataset")]
+    )
 
 
 @pytest.mark.parametrize("option", [[], ["--check-sql"]], ids=["some rows", "all rows"])
 @pytest.mark.parametrize(
-    "sql",
-    ["row_number() OVER () AS user", "count(*) OVER () AS user", "lag(user) OVER () AS user"],
+    "sql", ["row_number() OVER () AS user", "count(*) OVER () AS user", "lag(user) OVER () AS user"]
 )
 def test_sql_that_depends_on_other_rows_ends_the_build(
-    sql: str,
-    option: list[str],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    sql: str, option: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pipelines.samples.validate._check_row_local", lambda *_: None)
     write_log(tmp_path / "log")
     job = write_job(tmp_path / "job")
     job.write_text(job.read_text().replace("user, history,", f"{sql}, history,"))
     arguments = ["build", str(job), "--input", str(tmp_path / "log"), *option, IN_PROCESS]
-    assert main([*arguments, "--output", str(tmp_path / "dataset")]) == 1
-    assert "data.samples.map must be row-local, got other samples of raw row" in (
-        capsys.readouterr().err
-    )
+    message = "data.samples.map must be row-local, got other samples of raw row"
+    assert message in error_of(main, [*arguments, "--output", str(tmp_path / "dataset")])

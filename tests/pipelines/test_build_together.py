@@ -22,6 +22,7 @@ from tests.pipelines.logs import (
     write_job,
     write_log,
 )
+from tests.shared import refusal_of
 
 
 @pytest.mark.slow
@@ -57,15 +58,13 @@ def test_build_of_a_finished_dataset_keeps_its_other_indexes(tmp_path: Path) -> 
     assert bytes_of(dataset) == before
 
 
-def test_build_into_a_file_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_build_into_a_file_is_one_line(tmp_path: Path) -> None:
     write_log(tmp_path / "log")
     (tmp_path / "dataset").write_text("taken")
     arguments = ["--input", str(tmp_path / "log"), "--output", str(tmp_path / "dataset")]
-    assert main(["build", str(write_job(tmp_path / "job")), *arguments]) == 1
-    error = (
-        f"error: dataset must be a directory, got a file in {tmp_path / 'dataset'}; choose another"
+    assert refusal_of(main, ["build", str(write_job(tmp_path / "job")), *arguments]) == (
+        f"dataset must be a directory, got a file in {tmp_path / 'dataset'}; choose another"
     )
-    assert capsys.readouterr().err.strip() == error
 
 
 def test_build_into_its_own_input_is_refused(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from schemas.config.job import SplitConfig
 from schemas.dataset import Dataset, open_dataset
 from schemas.layout import EVALUATION, STATISTICS, TRAIN
 from tests.pipelines.logs import write_job, write_log
+from tests.shared import error_of, output_of
 
 LATE = datetime(2027, 1, 1)
 NO_EVALUATION = (
@@ -132,15 +133,11 @@ def test_label_that_teaches_nothing_is_said(
 
 
 @pytest.mark.slow
-def test_build_and_preview_say_that_the_label_never_changes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_build_and_preview_say_that_the_label_never_changes(tmp_path: Path) -> None:
     write_log(tmp_path / "log", 60)
     job = write_job(tmp_path / "job")
     job.write_text(job.read_text().replace("clicked AS label", "1::TINYINT AS label"))
     given = [str(job), "--input", str(tmp_path / "log"), "--json"]
-    assert main(["preview", *given]) == 0
-    assert "label 'label' is 1 in every sample" in capsys.readouterr().out
+    assert "label 'label' is 1 in every sample" in output_of(main, ["preview", *given])
     build = ["build", *given, "--runner=InProcess", "--output", str(tmp_path / "dataset")]
-    assert main(build) == 0
-    assert "warning: label 'label' is 1 in every sample" in capsys.readouterr().err
+    assert "warning: label 'label' is 1 in every sample" in error_of(main, build, 0)

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -26,7 +25,6 @@ from pipelines.samples.tuples import (
 )
 from pipelines.shuffle import partition_of_key
 from pipelines.sources.rows import ORIGIN, microseconds
-from pipelines.table.rows import expand
 from pipelines.table.verify import verify
 from schemas.config.job import (
     DataConfig,
@@ -39,10 +37,8 @@ from schemas.config.job import (
 )
 from schemas.dataset import open_dataset
 from schemas.layout import STATISTICS
-from schemas.storage import Location
-from tests.pipelines.logs import request, samples_of, write_job
+from tests.pipelines.logs import request, samples_of, stored_samples, stored_table, write_job
 from tests.pipelines.logs import write_log as write_small_log
-from tests.pipelines.test_build import read_back
 
 GROUPS = {"user": ("session", "name"), "clicks": ("history",)}
 START = microseconds(datetime(2026, 1, 1))
@@ -140,21 +136,21 @@ def test_star_joined_back_gives_the_samples_and_no_tuple_stands_twice_in_a_block
     rows: list[tuple[int, int, str | None, list[int] | None]],
 ) -> None:
     clustered = cluster(tuples_of(rows), data_config(evaluation_from=20))
-    made = to_star(clustered, 3, data_config())
-    blocks = made.samples["block"].to_pylist()
+    star = to_star(clustered, 3, data_config())
+    blocks = star.samples["block"].to_pylist()
     assert [b >> 20 for b in blocks] == [3] * len(rows)
     for group, columns in (("user", ["session", "name"]), ("clicks", ["history"])):
-        tuples = made.groups[group].to_pylist()
+        tuples = star.groups[group].to_pylist()
         by_place = {(t["block"], t["unique_index"]): t for t in tuples}
         assert len(by_place) == len(tuples)
         values = {(t["block"], *(str(t[c]) for c in columns)) for t in tuples}
         assert len(values) == len(tuples)
-        inverse = made.samples[f"{group}_inverse"].to_pylist()
+        inverse = star.samples[f"{group}_inverse"].to_pylist()
         joined = [by_place[place] for place in zip(blocks, inverse, strict=True)]
         for column in columns:
             assert [t[column] for t in joined] == clustered.samples.column(column).to_pylist()
-    doubled = made.groups["user"]["doubled"].to_pylist()
-    assert doubled == [2 * s for s in made.groups["user"]["session"].to_pylist()]
+    doubled = star.groups["user"]["doubled"].to_pylist()
+    assert doubled == [2 * s for s in star.groups["user"]["session"].to_pylist()]
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=80), st.sampled_from([1, 2, 7, 16]))
@@ -311,9 +307,8 @@ def test_a_part_in_pieces_holds_the_same_samples_in_the_same_blocks(
     monkeypatch.setattr(chunks, "CHUNK_BYTES", piece_bytes)
     build(request(job, tmp_path / "log", tmp_path / "pieces"))
     assert not verify(tmp_path / "pieces")["problems"]
-    assert read_back(tmp_path / "pieces", tmp_path / "pieces.parquet") == samples_of(rows)
-    expand(Location.parse(tmp_path / "whole"), Location.parse(tmp_path / "whole.parquet"))
-    assert pq.read_table(tmp_path / "pieces.parquet") == pq.read_table(tmp_path / "whole.parquet")
+    assert stored_samples(tmp_path / "pieces") == samples_of(rows)
+    assert stored_table(tmp_path / "pieces") == stored_table(tmp_path / "whole")
     whole, cut = (open_dataset(tmp_path / d).segments[0] for d in ("whole", "pieces"))
     assert whole.blocks.drop_columns(["row_group"]) == cut.blocks.drop_columns(["row_group"])
     assert cut.blocks["row_group"].to_pylist() != whole.blocks["row_group"].to_pylist()

@@ -65,10 +65,11 @@ def test_appends_at_a_store_with_faults_and_kills_all_survive(
 
 
 @pytest.mark.slow
-def test_appends_at_gcs_with_faults_all_survive(
-    gcs_store: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("fixture", ["gcs_store", "azure_store"])
+def test_appends_at_another_store_with_faults_all_survive(
+    fixture: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    race_at_store(gcs_store, monkeypatch, tmp_path / "work", 3, 1)
+    race_at_store(request.getfixturevalue(fixture), monkeypatch, tmp_path / "work", 3, 1)
 
 
 @pytest.mark.chaos

@@ -82,13 +82,13 @@ def parameters(repository: Path) -> dict[str, dict[str, object]]:
 def test_metadata_names_the_parameters_that_the_launcher_takes(
     template: ModuleType, repository: Path
 ) -> None:
-    ours = {
+    accepted = {
         action.dest: not action.required
         for action in template.parser()._actions
         if action.dest != "help"
     }
-    said = {name: bool(p.get("isOptional")) for name, p in parameters(repository).items()}
-    assert said == ours
+    documented = {name: bool(p.get("isOptional")) for name, p in parameters(repository).items()}
+    assert documented == accepted
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelines.transforms.apply import (
@@ -66,7 +66,6 @@ KINDS: dict[str, tuple[Any, Callable[[Any], Any]]] = {
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("values", [INTS, FLOATS], ids=["ints", "floats"])
 @given(data=st.data())
-@settings(max_examples=30, deadline=None)
 def test_numbers_and_lists_of_them_are_transformed_value_by_value(
     kind: str, values: st.SearchStrategy[Any], data: st.DataObject
 ) -> None:
@@ -87,7 +86,6 @@ def test_numbers_and_lists_of_them_are_transformed_value_by_value(
     st.integers(1, 4),
     st.booleans(),
 )
-@settings(max_examples=80, deadline=None)
 def test_cut_lists_are_slices(rows: list[list[int] | None], count: int, from_end: bool) -> None:
     column = pa.array([[1, 2], *rows], pa.large_list(pa.int64())).slice(1)
     result = truncate_lists(column, count, from_end)
@@ -174,10 +172,10 @@ def test_lists_hold_no_nulls_whatever_their_values_are() -> None:
         {"clip": ClipConfig(column="x", minimum=0)},
     ]
     for kind in kinds:
-        made = applied(odd, **kind)
-        assert made.values.null_count == 0
-        assert np.isfinite(made[0].values.to_numpy()).tolist() == [False, False, True]
-        assert made.to_pylist()[1:] == [None, []]
+        result = applied(odd, **kind)
+        assert result.values.null_count == 0
+        assert np.isfinite(result[0].values.to_numpy()).tolist() == [False, False, True]
+        assert result.to_pylist()[1:] == [None, []]
     buckets = applied(odd, bucketize=BucketizeConfig(column="x", boundaries=(0.0, 2.0)))
     assert buckets.to_pylist() == [[0, 2, 1], None, []]
 

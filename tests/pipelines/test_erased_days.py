@@ -52,7 +52,7 @@ def days(logs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def left(days: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def rewritten(days: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The two days, written again without the id; not to be changed."""
     folder = tmp_path_factory.mktemp("left")
     dataset = copy_of(days, folder / "dataset")
@@ -68,42 +68,42 @@ def append(logs: Path, dataset: Path, day: str, files: str, *more: str) -> int:
 
 
 @pytest.mark.slow
-def test_rewritten_days_are_known_by_their_names_before(days: Path, left: Path) -> None:
-    root = read_dataset(left)
+def test_rewritten_days_are_known_by_their_names_before(days: Path, rewritten: Path) -> None:
+    root = read_dataset(rewritten)
     for before, now in zip(read_dataset(days).segments, root.segments, strict=True):
         assert before.id != now.id
         assert previous_names(root.lineage, now.id) == {before.id, before.manifest_sha256}
-    named = {s.day: s.id for s in open_dataset(left).segments}
+    named = {s.day: s.id for s in open_dataset(rewritten).segments}
     assert {day: root.lineage[f"day:{day}"] for day in (FIRST, LATE)} == named
-    assert verify(left)["problems"] == []
+    assert verify(rewritten)["problems"] == []
 
 
 @pytest.mark.slow
 def test_the_files_of_a_rewritten_day_bring_nothing_back(
-    logs: Path, left: Path, capsys: pytest.CaptureFixture[str]
+    logs: Path, rewritten: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = bytes_of(left)
+    before = bytes_of(rewritten)
     for more in ([], ["--replace"]):
-        assert append(logs, left, LATE, LATE, *more) == 0
+        assert append(logs, rewritten, LATE, LATE, *more) == 0
         found = json.loads(capsys.readouterr().out)
-        assert (found["built"], found["segment"]) == (False, read_dataset(left).segments[1].id)
+        assert (found["built"], found["segment"]) == (False, read_dataset(rewritten).segments[1].id)
     job = logs / "job" / "job.yaml"
     other = logs / "job" / "other.yaml"
     text = job.read_text()
     assert "on_error: reject" in text
     other.write_text(text.replace("on_error: reject", "on_error: fail"))
-    given = ["--dataset", str(left), "--input", str(logs / LATE), "--day", LATE, "--replace"]
+    given = ["--dataset", str(rewritten), "--input", str(logs / LATE), "--day", LATE, "--replace"]
     status = main(["append", str(other), *given])
-    said = capsys.readouterr().err
-    assert (status, "input has the files of segment" in said) == (1, True)
-    assert bytes_of(left) == before
+    error = capsys.readouterr().err
+    assert (status, "input has the files of segment" in error) == (1, True)
+    assert bytes_of(rewritten) == before
 
 
 @pytest.mark.slow
 def test_new_version_of_a_rewritten_day_ends_the_old_one_for_good(
-    logs: Path, left: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    logs: Path, rewritten: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    dataset = copy_of(left, tmp_path / "dataset")
+    dataset = copy_of(rewritten, tmp_path / "dataset")
     assert append(logs, dataset, LATE, NEW, "--replace") == 0
     assert append(logs, dataset, LATE, LATE, "--replace") == 1
     assert "from which ids were erased; remove these ids from the files" in capsys.readouterr().err
@@ -219,13 +219,13 @@ def test_what_is_erased_stays_so_when_rejects_go(
     dataset = copy_of(days, tmp_path / "dataset")
     aged(dataset, 0, 40)
     run(capsys, str(dataset), "--ids", ids_file(tmp_path, ID))
-    left = sessions(dataset)
-    assert ID not in left
+    rewritten = sessions(dataset)
+    assert ID not in rewritten
     found = run(capsys, str(dataset), "--rejects-older-than", "30d")["rewritten"]
     assert (len(found["segments"]), found["num_samples"]) == (1, 0)
-    assert sessions(dataset) == left
+    assert sessions(dataset) == rewritten
     run(capsys, str(dataset), "--rewrite")
-    assert (files_with_id(dataset, ID), sorted(sessions(dataset))) == ([], sorted(left))
+    assert (files_with_id(dataset, ID), sorted(sessions(dataset))) == ([], sorted(rewritten))
 
 
 @pytest.mark.slow

@@ -12,11 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelines.context import LocalOptions, local_options
-from pipelines.exchange import (
-    Exchange,
-    Received,
-    TaskResult,
-)
+from pipelines.exchange import Exchange, Received, TaskResult
 from pipelines.prepare import SMALL_PARTS, count_parts, holds_in_memory
 from pipelines.samples.tuples import Tuples, separate_tuples
 from pipelines.shuffle import from_ipc, to_ipc
@@ -104,5 +100,5 @@ def test_sizes_decide_about_memory_and_parts() -> None:
     counts = [count_parts(mebibytes << 20) for mebibytes in range(0, 20_000, 7)]
     assert counts == sorted(counts)
     assert [count_parts(n << 20) for n in (0, 28, 29, 64 * 28, 64 * 64, 64 * 64 + 1)] == [
-        *(1, 1, 2, SMALL_PARTS, SMALL_PARTS, SMALL_PARTS + 1),
+        *(1, 1, 2, SMALL_PARTS, SMALL_PARTS, SMALL_PARTS + 1)
     ]

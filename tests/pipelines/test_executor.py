@@ -23,6 +23,7 @@ from schemas.config.schedule import BudgetConfig
 from tests import real_logs
 from tests.pipelines import logs, test_joins, test_streams, transform_jobs
 from tests.pipelines.logs import beam_request, bytes_of
+from tests.shared import error_of
 
 BLOCKED = """
 import json
@@ -98,21 +99,29 @@ JOBS: dict[str, tuple[Callable[[Path], Path], int]] = {
 }
 
 
+IN_FILES = ("fitted", "joined by key, after per and map")
+"""Built by two processes, too, in each run of the tests; the others nightly."""
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("write", "broadcast"), JOBS.values(), ids=JOBS.keys())
+@pytest.mark.parametrize(
+    ("name", "in_files"),
+    [
+        *((name, name in IN_FILES) for name in JOBS),
+        *(pytest.param(n, True, marks=pytest.mark.nightly) for n in JOBS if n not in IN_FILES),
+    ],
+)
 def test_builds_in_memory_and_in_files_have_the_bytes_of_beam(
-    write: Callable[[Path], Path],
-    broadcast: int,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, in_files: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    write, broadcast = JOBS[name]
     job = write(tmp_path)
     size = sum(file.stat().st_size for file in (tmp_path / "input").iterdir())
     monkeypatch.setattr("pipelines.prepare.PART_INPUT_BYTES", size // 3)  # three parts
     monkeypatch.setattr(lookups, "BROADCAST_BYTES", broadcast)
     by_beam = beam_request(job, tmp_path / "input", tmp_path / "beam")
     result = without_times(build(by_beam))
-    for make_request in (logs.request, logs.process_request):
+    for make_request in (logs.request, logs.process_request)[: 1 + in_files]:
         dataset = tmp_path / make_request.__name__
         assert without_times(build(make_request(job, tmp_path / "input", dataset))) == result
         assert bytes_of(dataset) == bytes_of(tmp_path / "beam")
@@ -125,7 +134,7 @@ def without_times(printed: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in printed.items() if k not in ("wall_sec", "rows_per_sec")}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["mind", "ebnerd"])
 def test_a_real_log_built_in_process_has_the_bytes_of_the_local_runner(
     name: str, shared_data: Path, repository: Path, tmp_path: Path
@@ -159,18 +168,18 @@ def test_commands_on_a_small_log_import_no_beam(tmp_path: Path, repository: Path
     assert [json.loads(line).get("built") for line in done.stdout.splitlines()][:2] == [True, True]
 
 
-def test_a_build_in_process_fails_in_the_words_of_any_other(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_build_in_process_fails_in_the_words_of_any_other(tmp_path: Path) -> None:
     job = joined(tmp_path)
     with (tmp_path / "input" / "items.jsonl").open("a") as file:
         file.write('\n{"item": 4, "price": 1, "tags": []}')
     words = ["build", str(job), "--input", str(tmp_path / "input"), "--runner=InProcess"]
-    assert main([*words, "--output", str(tmp_path / "a")]) == 1
-    assert "side 'items' must have one row for each item, got 4" in capsys.readouterr().err
-    assert main([*words, "--output", str(tmp_path / "b"), "--direct_num_workers=2"]) == 1
-    message = "runner InProcess takes no Beam options: --direct_num_workers=2"
-    assert message in capsys.readouterr().err
+    assert "side 'items' must have one row for each item, got 4" in error_of(
+        main, [*words, "--output", str(tmp_path / "a")]
+    )
+    option = "--direct_num_workers=2"
+    assert f"runner InProcess takes no Beam options: {option}" in error_of(
+        main, [*words, "--output", str(tmp_path / "b"), option]
+    )
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="only glibc has these settings")
@@ -199,16 +208,18 @@ def test_what_the_user_says_about_workers_wins() -> None:
 PROGRAM = """
 import resource, sys, time
 import apache_beam as beam
+from apache_beam.runners.portability.fn_api_runner import worker_handlers
 from pipelines.beam.runner import run_pipeline
 from schemas.storage import Location
 
 resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
+worker_handlers.DATA_BUFFER_TIME_LIMIT_MS = 100  # instead of 1 s
 
 class Slow:
     def __init__(self, number):
         self.number = number
     def __reduce__(self):
-        time.sleep(1.2)  # longer than Beam waits before it sends what it has
+        time.sleep(0.12)  # longer than Beam waits before it sends what it has
         return Slow, (self.number,)
 
 def make(pipeline):
@@ -225,9 +236,6 @@ if __name__ == "__main__":
 @pytest.mark.slow
 def test_an_element_is_not_sent_before_it_is_whole(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=300,
+        [sys.executable, "-c", PROGRAM, str(tmp_path)], capture_output=True, text=True, timeout=300
     )
     assert done.stdout.split("\n")[-2:] == ["[0, 1]", ""], done.stderr[-2000:]

@@ -26,13 +26,9 @@ from tests.pipelines.private_workers import (
     worker_pool,
     write_input,
 )
+from tests.shared import error_of
 
-pytestmark = [
-    pytest.mark.nightly,
-    pytest.mark.slow,
-    pytest.mark.timeout(900),
-    needs_flink,
-]
+pytestmark = [pytest.mark.nightly, pytest.mark.slow, pytest.mark.timeout(900), needs_flink]
 
 
 @pytest.fixture(scope="module")
@@ -108,8 +104,9 @@ def test_session_workers_that_share_no_directory_write_the_same_bytes_to_s3(
         options = [o for o in about["options"] if not o.startswith("--environment_config")]
         options.append(f"--environment_config={address}")
         capsys.readouterr()
-        assert main([*words, str(tmp_path / "launcher" / "dataset"), *options]) == 1
-        assert "worker does not see the directory of the dataset: /" in capsys.readouterr().err
+        assert "worker does not see the directory of the dataset: /" in error_of(
+            main, [*words, str(tmp_path / "launcher" / "dataset"), *options]
+        )
         assert main([*words, f"{url}/dataset", *options]) == 0
     assert len(worker_processes(tmp_path / "pool.log")) >= 2
     assert bytes_at(f"{url}/dataset") == without_paths(bytes_of(tmp_path / "local"))

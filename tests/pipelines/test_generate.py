@@ -1,4 +1,3 @@
-import json
 import re
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -23,6 +22,7 @@ from pipelines.demo_log.log import HISTORIES, LOG_SCHEMA, GeneratorConfig, gener
 from pipelines.demo_log.sessions import MAX_HISTORY, MAX_SESSION_SAMPLES, click_logit
 from schemas.config.job import load_job
 from schemas.dataset import open_dataset
+from tests.shared import error_of, json_of
 
 SMALL = GeneratorConfig(num_samples=20_000, seed=7, span=timedelta(hours=6))
 LARGE = GeneratorConfig(num_samples=240_000, seed=3)
@@ -284,6 +284,7 @@ def test_generate_true_probability_ranks_clicks_with_the_stated_auc(large: pa.Ta
     assert auc(logit, column(large, "clicked")) == pytest.approx(0.8, abs=0.02)
 
 
+@pytest.mark.slow
 def test_write_log_same_config_writes_same_bytes(tmp_path: Path) -> None:
     config = replace(SMALL, num_files=3, row_group_samples=1_500)
     first, second = (write_log(config, tmp_path / name) for name in ("a", "b"))
@@ -314,25 +315,18 @@ def test_write_log_into_a_used_directory_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_example_has_job_log_and_dataset_and_is_not_overwritten(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_example_has_job_log_and_dataset_and_is_not_overwritten(tmp_path: Path) -> None:
     folder = tmp_path / "demo"
     words = ["demo", str(folder), "--num-samples", "300", "--json"]
-    assert main(words) == 0
-    assert json.loads(capsys.readouterr().out)["num_samples"] == 300
+    assert json_of(main, words)["num_samples"] == 300
     assert len(open_dataset(folder / "dataset").segments) == 1
     assert load_job(folder / "job.yaml").name == "demo"
-    assert main(words) == 1
-    assert "folder has a dataset in " in capsys.readouterr().err
+    assert "folder has a dataset in " in error_of(main, words)
 
 
-def test_example_leaves_another_job_alone(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_example_leaves_another_job_alone(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text("name: mine\n")
-    assert main(["demo", str(tmp_path)]) == 1
-    assert "folder has another job in " in capsys.readouterr().err
+    assert "folder has another job in " in error_of(main, ["demo", str(tmp_path)])
     assert [path.name for path in tmp_path.iterdir()] == ["job.yaml"]
 
 

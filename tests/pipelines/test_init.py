@@ -25,14 +25,13 @@ from pipelines.init import files
 from pipelines.init.columns import Column, columns_of
 from pipelines.init.command import init
 from pipelines.init.plan import Feature, num_rows_of
-from pipelines.table.rows import expand
 from pipelines.table.verify import verify
 from schemas.config.job import TableConfig, load_job
-from schemas.dataset import open_dataset
 from schemas.rows import rows_of_ids
 from schemas.run_log import SUMMARY, read_summary
-from schemas.samples import read_samples
 from schemas.storage import Location
+from tests.pipelines.logs import stored_table
+from tests.shared import error_of, json_of
 from trainer.__main__ import main as trainer_main
 
 NUM_ROWS = 400
@@ -276,11 +275,8 @@ def test_a_first_job_of_csv_has_lists_times_and_a_side_table(
     }  # fmt: skip
 
 
-def test_values_of_a_first_job_are_those_of_the_log(
-    shop: tuple[Path, dict[str, object]], tmp_path: Path
-) -> None:
-    expand(Location.parse(shop[0] / "dataset"), Location.parse(tmp_path / "x.parquet"))
-    samples = sorted(pq.read_table(tmp_path / "x.parquet").to_pylist(), key=lambda r: r["time"])
+def test_values_of_a_first_job_are_those_of_the_log(shop: tuple[Path, dict[str, object]]) -> None:
+    samples = stored_table(shop[0] / "dataset").sort_by("time").to_pylist()
     for i, (sample, row) in enumerate(zip(samples, rows(), strict=True)):
         assert (sample["user_id"], sample["item_id"]) == (row["user_id"], row["item_id"])
         assert (sample["seen"] or []) == row["seen"]
@@ -325,8 +321,7 @@ def test_types_and_split_are_those_of_most_rows(
     assert why in (tmp_path / "job" / "schema.pbtxt").read_text()
     result = built(tmp_path / "job" / "job.yaml", tmp_path / "log", tmp_path / "dataset")
     assert (result["num_samples"], result["num_rejects"]) == (3999, 1)
-    expand(Location.parse(tmp_path / "dataset"), Location.parse(tmp_path / "x.parquet"))
-    assert pq.read_table(tmp_path / "x.parquet")["price"].null_count == 27
+    assert stored_table(tmp_path / "dataset")["price"].null_count == 27
 
 
 @pytest.mark.slow
@@ -348,19 +343,17 @@ def test_split_of_avro_is_of_all_files_and_one_that_is_cut_is_said(
 
 
 @pytest.mark.slow
-def test_init_says_when_rows_are_rejected(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_init_says_when_rows_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "log").mkdir()
     result = [{"user": i // 4 if i % 5 < 2 else None, "ts": 1_767_225_600 + i} for i in range(200)]
     lines = "".join(json.dumps(line) + "\n" for line in result)
     (tmp_path / "log" / "log.jsonl").write_text(lines)
-    assert main(["init", str(tmp_path / "log"), "--output", str(tmp_path / "job")]) == 0
     message = "WARNING: 60% of the first rows are rejected, 120 of 120 by: "
-    assert message in capsys.readouterr().err
+    words = ["init", str(tmp_path / "log"), "--output", str(tmp_path / "job")]
+    assert message in error_of(main, words, 0)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_first_job_of_the_demo_builds_as_it_is(tmp_path: Path) -> None:
     write_log(GeneratorConfig(num_samples=1000, seed=3), tmp_path / "log")
     actual = init(tmp_path / "log", tmp_path / "job")
@@ -388,7 +381,7 @@ def test_ids_keep_their_values_and_columns_distinct_names(tmp_path: Path) -> Non
     init(tmp_path / "log", tmp_path / "job")
     result = built(tmp_path / "job" / "job.yaml", tmp_path / "log", tmp_path / "dataset")
     assert (result["num_samples"], result["num_rejects"]) == (NUM_ROWS, 0)
-    samples = pa.concat_tables(read_samples(open_dataset(tmp_path / "dataset")))
+    samples = stored_table(tmp_path / "dataset")
     for name in ("whole_id", "large_id", "unsigned_id"):
         expected = map(str, set(columns[name].to_pylist()))
         assert set(map(str, samples[name].to_pylist())) == set(expected)
@@ -426,23 +419,17 @@ def test_chosen_one_of_a_list_is_the_label_unless_the_list_is_a_history(
 
 
 @pytest.mark.slow
-def test_init_keeps_a_job_that_is_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_init_keeps_a_job_that_is_there(tmp_path: Path) -> None:
     (tmp_path / "log").mkdir()
     words = ["init", str(tmp_path / "log"), "--output", str(tmp_path / "job"), "--json"]
-    assert main(words) == 1
     message = "input must have files in one of the formats parquet, avro, jsonl, csv, got none"
-    assert message in capsys.readouterr().err
+    assert message in error_of(main, words)
     pq.write_table(pa.table({"a": pa.array([], pa.int64())}), tmp_path / "log" / "empty.parquet")
-    assert main(words) == 1
-    assert "folder must have files with rows, got none" in capsys.readouterr().err
+    assert "folder must have files with rows, got none" in error_of(main, words)
     shown_log(tmp_path / "log")
-    assert main(words) == 0
-    printed = capsys.readouterr().out
-    assert json.loads(printed)["session"] == "visitor"
-    assert printed.count("\n") == 1
-    assert main(words) == 1
+    assert json_of(main, words)["session"] == "visitor"
     message = f"job exists already in {tmp_path / 'job' / 'job.yaml'}; choose"
-    assert message in capsys.readouterr().err
+    assert message in error_of(main, words)
 
 
 TEXTS = {
@@ -480,10 +467,10 @@ def test_zone_of_texts_is_not_left_out() -> None:
     with duckdb.connect() as connection:
         connection.execute("SET TimeZone = 'UTC'")
         connection.register("log", pa.table({"x": texts}))
-        made = (
+        times = (
             connection.sql(f"SELECT {result.expr} AS t FROM log").to_arrow_table()["t"].to_pylist()
         )
-    assert [str(time) for time in made] == [
+    assert [str(time) for time in times] == [
         "2026-05-05 01:19:18", "2026-05-05 03:19:18", "2026-05-05 04:49:18"]  # fmt: skip
 
 
@@ -503,8 +490,8 @@ def test_values_of_a_table_seldom_share_rows(num_distinct: int) -> None:
     ("log", "label"),
     [
         ("mind", "label"),
-        ("ebnerd_test", "label"),
-        ("30music_sample10", "label"),
+        pytest.param("ebnerd_test", "label", marks=pytest.mark.nightly),
+        pytest.param("30music_sample10", "label", marks=pytest.mark.nightly),
         pytest.param("kuairand_pure_part", "is_click", marks=pytest.mark.chaos),
     ],
 )
@@ -527,7 +514,7 @@ def test_a_first_job_of_the_first_rows_of_a_real_log_is_trained_as_it_is(
     trained(tmp_path / "job" / "job.yaml", tmp_path / "dataset", tmp_path / "run")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("log", "samples"),
     [
@@ -544,7 +531,7 @@ def test_a_first_job_of_a_real_log_keeps_all_of_its_samples(
     assert (result["num_samples"], result["num_rejects"]) == (samples, 0)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_first_job_of_a_log_with_many_tables_joins_them(
     shared_data: Path, tmp_path: Path
 ) -> None:

@@ -11,18 +11,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelines.build import build
 from pipelines.samples import lookups
 from pipelines.samples.lookups import common_type, look_up, side_table, sort_side_rows
 from pipelines.sources.rows import ORIGIN
-from pipelines.table.rows import expand
 from schemas.config.sources import JoinConfig, SideConfig
 from schemas.errors import SchemaError
 from schemas.storage import Location
-from tests.pipelines.logs import bytes_of, request
+from tests.pipelines.logs import bytes_of, request, stored_table
 
 # Look-ups.
 
@@ -129,10 +128,9 @@ def expected(root: Path) -> list[tuple[Any, ...]]:
     return sorted(samples, key=str)
 
 
-def samples_of(dataset: Path, target: Path) -> list[tuple[Any, ...]]:
-    expand(Location.parse(dataset), Location.parse(target))
+def samples_of(dataset: Path) -> list[tuple[Any, ...]]:
     names = ["session", "time", "user", "item", "label", "price", "tags", "level", "user_name"]
-    rows = pq.read_table(target, columns=names).to_pylist()
+    rows = stored_table(dataset).select(names).to_pylist()
     result = [tuple(tuple(v) if isinstance(v, list) else v for v in r.values()) for r in rows]
     return sorted(result, key=str)
 
@@ -162,7 +160,7 @@ def test_side_tables_give_the_same_bytes_broadcast_and_by_key(
         monkeypatch.setattr(lookups, "BROADCAST_BYTES", limit)
         build(request(job, root, tmp_path / name))
         result[name] = bytes_of(tmp_path / name)
-    assert samples_of(tmp_path / "all broadcast", tmp_path / "x.parquet") == expected(root)
+    assert samples_of(tmp_path / "all broadcast") == expected(root)
     assert result["all broadcast"] == result["the larger by key"] == result["all by key"]
 
 
@@ -185,23 +183,23 @@ def sql_job(directory: Path, sql: str) -> Path:
 def test_side_tables_are_tables_in_sql_when_they_are_small(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = request(sql_job(tmp_path / "job", IN_SQL), root, tmp_path / "sql")
-    build(replace(made, check_sql=True))
-    assert samples_of(tmp_path / "sql", tmp_path / "x.parquet") == expected(root)
+    prepared = request(sql_job(tmp_path / "job", IN_SQL), root, tmp_path / "sql")
+    build(replace(prepared, check_sql=True))
+    assert samples_of(tmp_path / "sql") == expected(root)
     monkeypatch.setattr(lookups, "BROADCAST_BYTES", 1000)
     message = "side 'users' must be at most 1000 bytes to be a table in SQL, got "
     with pytest.raises(SchemaError, match=re.escape(message)):
-        build(replace(made, dataset=Location.parse(tmp_path / "large")))
+        build(replace(prepared, dataset=Location.parse(tmp_path / "large")))
 
 
 def test_join_in_sql_that_loses_the_order_of_samples_is_found_out(
     root: Path, tmp_path: Path
 ) -> None:
-    made = request(sql_job(tmp_path / "job", REORDERED), root, tmp_path / "sql")
+    prepared = request(sql_job(tmp_path / "job", REORDERED), root, tmp_path / "sql")
     with pytest.raises(
         SchemaError, match=r"^data\.samples\.map must be row-local, got other samples"
     ):
-        build(replace(made, check_sql=True))
+        build(replace(prepared, check_sql=True))
 
 
 @pytest.mark.slow
@@ -212,9 +210,9 @@ def test_map_over_per_looks_up_too(root: Path, tmp_path: Path) -> None:
         "map: SELECT session, time, user, unnest(items) AS item, label FROM log", per
     )
     job = write_job(tmp_path / "job", text)
-    made = request(job, root, tmp_path / "dataset")
-    build(replace(made, check_sql=True))
-    assert samples_of(tmp_path / "dataset", tmp_path / "x.parquet") == expected(root)
+    prepared = request(job, root, tmp_path / "dataset")
+    build(replace(prepared, check_sql=True))
+    assert samples_of(tmp_path / "dataset") == expected(root)
 
 
 @pytest.mark.parametrize("limit", [0, 1 << 30])
@@ -267,7 +265,7 @@ def test_side_row_without_key_or_time_is_a_reject_and_the_others_are_found(
         ("users/2.parquet", 1, "key 'user' of side 'users' must not be null"),
     ]
     (root / "users" / "2.parquet").unlink()
-    assert samples_of(tmp_path / "dataset", tmp_path / "x.parquet") == expected(root)
+    assert samples_of(tmp_path / "dataset") == expected(root)
 
 
 @pytest.mark.slow
@@ -278,7 +276,7 @@ def test_side_table_without_a_usable_row_gives_nulls(
     monkeypatch.setattr(lookups, "BROADCAST_BYTES", limit)
     (root / "items.jsonl").write_text("[]\n")
     build(request(write_job(tmp_path / "job"), root, tmp_path / "dataset"))
-    result = samples_of(tmp_path / "dataset", tmp_path / "x.parquet")
+    result = samples_of(tmp_path / "dataset")
     assert {r[5:7] for r in result} == {(None, None)}
 
 
@@ -313,7 +311,6 @@ KEYS: list[tuple[pa.DataType, Callable[[int], Any]]] = [
 ]
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     rows=st.lists(st.tuples(st.integers(-3, 3), st.integers(0, 9)), max_size=30),
     asked=st.lists(st.tuples(st.none() | st.integers(-4, 4), st.integers(-1, 10)), max_size=30),
@@ -443,6 +440,5 @@ train: {batch_samples: 32}
         }.items()
     )
     build(request(written(tmp_path / "job", job, schema), tmp_path / "input", tmp_path / "dataset"))
-    expand(Location.parse(tmp_path / "dataset"), Location.parse(tmp_path / "x.parquet"))
-    rows = pq.read_table(tmp_path / "x.parquet").to_pylist()
+    rows = stored_table(tmp_path / "dataset").to_pylist()
     assert {r["user"]: r["age"] for r in rows} == {u: u + 30 for u in range(-30, 10)}

@@ -15,7 +15,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelines.build import build
@@ -41,7 +41,7 @@ from pipelines.report.sizes import bytes_by_table, dataset_bytes
 from pipelines.samples.sql import LIST_INDEX
 from pipelines.samples.tuples import Tuples
 from pipelines.sources.rows import ORIGIN
-from pipelines.table.rows import content_hash, expand
+from pipelines.table.rows import content_hash
 from pipelines.table.verify import verify
 from schemas.arrays import Jagged, comparable_tuple, join_times, large_list, offsets_of
 from schemas.config.job import DataConfig, SamplesConfig, SessionConfig, SourceConfig
@@ -51,8 +51,7 @@ from schemas.files import CheckedFile
 from schemas.group_files import group_schema, read_group
 from schemas.layout import BLOCK, DATA_DIRECTORIES, UNIQUE_INDEX, window_columns
 from schemas.samples import read_samples
-from schemas.storage import Location
-from tests.pipelines.logs import bytes_of, request
+from tests.pipelines.logs import bytes_of, request, stored_table
 from tests.pipelines.shifting import STORAGES, built_in_every_layout, stored_as
 
 LAYOUTS = [
@@ -141,7 +140,6 @@ def parts(draw: st.DrawFn) -> tuple[pa.Table, list[int]]:
 
 
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
 @given(parts(), st.sampled_from(LAYOUTS))
 def test_group_is_read_back_bit_by_bit_in_every_layout(
     part: tuple[pa.Table, list[int]], layout: GroupLayout
@@ -223,20 +221,10 @@ def datasets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in STORAGES if n != "plain"])
-def test_layouts_change_bytes_and_nothing_else(
-    datasets: dict[str, Path], name: str, tmp_path: Path
-) -> None:
+def test_layouts_change_bytes_and_nothing_else(datasets: dict[str, Path], name: str) -> None:
     plain, other = datasets["plain"], datasets[name]
     assert verify(other)["problems"] == []
-    tables = []
-    for index, dataset in enumerate((plain, other)):
-        expand(
-            Location.parse(dataset),
-            Location.parse(tmp_path / f"{index}.parquet"),
-            model_inputs=True,
-        )
-        tables.append(pq.read_table(tmp_path / f"{index}.parquet"))
-    assert same(*tables)
+    assert same(stored_table(plain, model_inputs=True), stored_table(other, model_inputs=True))
     if name == "auto":  # which stores the items per sample
         return
     (left,), (right,) = (open_dataset(d).segments for d in (plain, other))
@@ -482,7 +470,13 @@ def history_bytes(dataset: Dataset) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("keys", [OF_SESSIONS, OF_USERS], ids=["sessions", "users"])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        pytest.param(OF_SESSIONS, id="sessions"),
+        pytest.param(OF_USERS, id="users", marks=pytest.mark.nightly),
+    ],
+)
 def test_histories_that_shift_take_two_and_a_half_times_less_as_windows(
     shared_data: Path, repository: Path, tmp_path: Path, keys: tuple[str, str]
 ) -> None:

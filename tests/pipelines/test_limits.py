@@ -67,6 +67,7 @@ def test_text_without_rows_is_read_up_to_a_limit(
     assert "2 MiB without the end of a row; remove long and empty lines" in reasons[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["csv", "jsonl", "parquet", "avro"])
 def test_equal_rows_that_shrink_a_thousandfold_are_read(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -112,6 +113,7 @@ def test_block_of_avro_expands_to_a_limit(codec: str, monkeypatch: pytest.Monkey
         decompress(codec, CODECS[codec](whole + b"0"))
 
 
+@pytest.mark.slow
 def test_large_block_of_avro_is_copied_without_decompression(tmp_path: Path) -> None:
     with (tmp_path / "log").open("wb") as file:
         fastavro.writer(file, SCHEMA, [{"a": "x" * limits.MAX_BLOCK_BYTES}], codec="deflate")
@@ -153,6 +155,7 @@ def test_schema_of_avro_has_limits(depth: int, count: int, tmp_path: Path) -> No
         read_header(file)
 
 
+@pytest.mark.slow
 def test_schema_of_a_job_has_limits() -> None:
     feature = 'feature { name: "f%d" type: INT annotation { tag: "kept" } }\n'
     for count, what in ((10_001, "features"), (100_000, "characters")):

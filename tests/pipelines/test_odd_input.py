@@ -28,6 +28,7 @@ from pipelines.sources.rows import CHUNK_ROWS, ORIGIN, InputSplit, RawRows
 from schemas.config.job import DataConfig, SourceConfig, load_job
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet, load_features
+from tests.shared import in_pairs
 
 ODD_VALUES: dict[str, tuple[str, pa.Array, str]] = {
     "a text that is no time": (
@@ -157,10 +158,7 @@ def read_bytes(directory: Path, data: bytes, name: str = "log.csv", **config: An
     """Read a CSV file of the columns `id` and `name` as one chunk."""
     (directory / name).write_bytes(data)
     source = SourceConfig(
-        files="*",
-        format="csv",
-        columns={"id": "int64", "name": "string"},
-        **config,
+        files="*", format="csv", columns={"id": "int64", "name": "string"}, **config
     )
     split = InputSplit("log", name, 0, num_bytes=len(data))
     result = list(read_csv(folder_of(directory), split, source, pa.schema([])))
@@ -194,6 +192,7 @@ def test_open_quote_in_a_large_file_costs_its_line_only(tmp_path: Path) -> None:
     assert result.rejects == (Reject("log.csv", 1000, UNCLOSED, 'line 1002: 1000,"name'),)
 
 
+@pytest.mark.slow
 def test_open_quotes_in_half_of_the_rows_are_named_by_their_lines(tmp_path: Path) -> None:
     lines = [f"{i},{'' if i % 2 else chr(34)}n\n" for i in range(50_000)]
     result = read_bytes(tmp_path, ("id,name\n" + "".join(lines)).encode())
@@ -249,8 +248,10 @@ def test_file_without_rows_is_no_fault(data: bytes, tmp_path: Path) -> None:
     assert read_bytes(tmp_path, data).rejects == ()
 
 
-@pytest.mark.parametrize("bad", [b"7,\xff\xfe", b"7,\xc3", b"7,a\xed\xa0\x80", b'7,"\xff\n"'])
-@pytest.mark.parametrize("place", [0, 3, 9])
+@pytest.mark.parametrize(
+    ("bad", "place"),
+    in_pairs([b"7,\xff\xfe", b"7,\xc3", b"7,a\xed\xa0\x80", b'7,"\xff\n"'], [0, 3, 9]),
+)
 def test_row_that_is_no_text_is_rejected_and_all_others_arrive(
     bad: bytes, place: int, tmp_path: Path
 ) -> None:
@@ -304,8 +305,9 @@ COMPRESSIONS: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-@pytest.mark.parametrize("compression", COMPRESSIONS)
-@pytest.mark.parametrize("name", ["log.csv", "log.csv.gz", "log"])
+@pytest.mark.parametrize(
+    ("compression", "name"), in_pairs(COMPRESSIONS, ["log.csv", "log.csv.gz", "log"])
+)
 def test_compression_is_known_by_the_content(compression: str, name: str, tmp_path: Path) -> None:
     data = COMPRESSIONS[compression](b"id,name\n1,a\n2,b\n")
     result = read_bytes(tmp_path, data, name)
@@ -388,14 +390,8 @@ ODD_SAMPLES: dict[str, tuple[dict[str, pa.Array], str]] = {
         {"price": pa.array([1e39, 1e38])},
         "feature 'price' must be finite in float32",
     ),
-    "a label of 2": (
-        {"label": pa.array([2, 1])},
-        "feature 'label' must be at most 1",
-    ),
-    "a label below 0": (
-        {"label": pa.array([-1, 0])},
-        "feature 'label' must be at least 0",
-    ),
+    "a label of 2": ({"label": pa.array([2, 1])}, "feature 'label' must be at most 1"),
+    "a label below 0": ({"label": pa.array([-1, 0])}, "feature 'label' must be at least 0"),
     "a weight of an entry that is no number": (
         {"seen": pa.array([[1], [2]]), "seen_weights": pa.array([[float("nan")], [1.0]])},
         "feature 'seen_weights' must be finite in float32",

@@ -31,6 +31,7 @@ from schemas.storage import Location
 from tests.fork_server import without_forking
 from tests.pipelines.appending import addition
 from tests.pipelines.logs import built, bytes_of, copy_of, request, write_job, write_log
+from tests.shared import json_of
 
 
 def small_files(patch: pytest.MonkeyPatch) -> None:
@@ -130,10 +131,7 @@ RANGES = {"an array": (1 << 24, 1 << 20), "arrays": (9, 1 << 20), "hash tables":
 @pytest.mark.parametrize("ranges", RANGES.values(), ids=RANGES)
 @pytest.mark.parametrize("seed", range(2))
 def test_rows_of_any_order_of_blocks_are_numbered_by_first_use(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    seed: int,
-    ranges: tuple[int, int],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, ranges: tuple[int, int]
 ) -> None:
     small_files(monkeypatch)
     for module in ("files", "numbering"):
@@ -199,7 +197,7 @@ def test_hash_tables_have_about_equal_numbers_of_rows(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_rows", [1 << 25, 1 << 40])
+@pytest.mark.parametrize("num_rows", [pytest.param(1 << 25, marks=pytest.mark.nightly), 1 << 40])
 def test_a_large_table_takes_less_than_512_mib_and_64_open_files(
     tmp_path: Path, repository: Path, num_rows: int
 ) -> None:
@@ -227,11 +225,8 @@ def test_row_groups_end_where_the_entries_in_their_file_reach_another_multiple(
         assert file.rows_per_row_group == np.diff([0, *cuts, lists.num_rows]).tolist()
 
 
-def test_oracle_prints_the_load_of_each_table(
-    at_once: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["oracle", str(at_once / "dataset"), "--json"]) == 0
-    for table in json.loads(capsys.readouterr().out)["tables"].values():
+def test_oracle_prints_the_load_of_each_table(at_once: Path) -> None:
+    for table in json_of(main, ["oracle", str(at_once / "dataset"), "--json"])["tables"].values():
         load = table["load"]
         assert sum(map(sum, load["slots"])) == table["num_accesses"]
         assert sum(load["reuse"]) + load["never"] == table["num_accesses"]

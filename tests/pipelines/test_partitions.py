@@ -25,12 +25,12 @@ from pipelines.sources.listing import (
 )
 from pipelines.sources.rows import ORIGIN, InputSplit
 from pipelines.sources.types import arrow_type
-from pipelines.table.rows import expand
 from schemas.config.job import load_job
 from schemas.config.sources import ROW_COLUMNS, SourceConfig
 from schemas.errors import SchemaError
 from schemas.features import load_features
 from schemas.storage import Location
+from tests.pipelines.logs import stored_table
 
 TYPES = {
     "int64": ["1", "-20", "0", "__HIVE_DEFAULT_PARTITION__"],
@@ -257,8 +257,7 @@ data:
     path.write_text(job)
     command = ["build", str(path), "--input", str(log), "--output", str(tmp_path / "out")]
     assert main([*command, "--runner=InProcess"]) == 0
-    expand(Location.parse(tmp_path / "out"), Location.parse(tmp_path / "x.parquet"))
-    rows = pq.read_table(tmp_path / "x.parquet").sort_by("x").to_pylist()
+    rows = stored_table(tmp_path / "out").sort_by("x").to_pylist()
     assert [(row["x"], row["day"].day) for row in rows] == [(1, 1), (2, 2), (10, 1), (20, 2)]
 
 

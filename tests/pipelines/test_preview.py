@@ -26,6 +26,7 @@ from schemas.config.sources import SourceConfig
 from schemas.errors import SchemaError
 from tests.pipelines import logs, test_joins
 from tests.pipelines.logs import request
+from tests.shared import error_of, output_of
 
 NUM_ROWS = 40_000
 
@@ -250,18 +251,14 @@ def test_of_many_files_only_the_first_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_preview_prints_one_object_or_a_hundred_columns(
-    tmp_path: Path, scratch: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_preview_prints_one_object_or_a_hundred_columns(tmp_path: Path, scratch: Path) -> None:
     test_joins.write_input(tmp_path / "input")
     job = test_joins.write_job(tmp_path / "job")
     words = ["preview", str(job), "--input", str(tmp_path / "input"), "--rows", "100"]
-    assert main([*words, "--json"]) == 0
-    printed = capsys.readouterr().out
+    printed = output_of(main, [*words, "--json"])
     assert json.loads(printed)["num_samples"] > 100
     assert printed.count("\n") == 1
-    assert main(words) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = output_of(main, words).splitlines()
     assert max(map(len, lines[1:])) <= WIDTH
     text = "\n".join(lines)
     for word in ("Sources", "First 10 samples", "No rejects", "dedup factor", "look-ups", "Joins"):
@@ -282,14 +279,14 @@ WRONG = {
 
 @pytest.mark.parametrize(("before", "after", "folder"), WRONG.values(), ids=WRONG.keys())
 def test_what_does_not_fit_is_said_in_the_words_of_a_build(
-    before: str, after: str, folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    before: str, after: str, folder: str, tmp_path: Path
 ) -> None:
     logs.write_log(tmp_path / "log", num_rows=30)
     job = logs.write_job(tmp_path / "job")
     job.write_text(job.read_text().replace(before, after))
     words = [str(job), "--input", str(tmp_path / folder)]
-    assert main(["preview", *words]) == 1
-    messages = capsys.readouterr().err
-    assert main(["build", *words, "--output", str(tmp_path / "d"), "--runner=InProcess"]) == 1
-    assert messages == capsys.readouterr().err
+    messages = error_of(main, ["preview", *words])
+    assert messages == error_of(
+        main, ["build", *words, "--output", str(tmp_path / "d"), "--runner=InProcess"]
+    )
     assert messages.count("\n") == 1

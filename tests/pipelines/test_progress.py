@@ -10,6 +10,7 @@ from pipelines import executor, progress
 from pipelines.cli import main
 from pipelines.progress import Counts, Progress
 from tests.pipelines import logs
+from tests.shared import error_of
 
 
 def test_lines_name_rows_rejects_and_one_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +56,7 @@ def test_a_build_without_a_good_row_ends_where_the_gate_would_refuse_it(
 
 @pytest.mark.slow
 def test_a_build_of_bad_rows_alone_stops_and_keeps_what_it_rejected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress, "STOP_AFTER_REJECTS", 100)
     monkeypatch.setattr(executor, "num_cores", lambda: 1)  # a second one reads the next file
@@ -66,8 +67,8 @@ def test_a_build_of_bad_rows_alone_stops_and_keeps_what_it_rejected(
     pq.write_table(bad, first, row_group_size=50)
     job = logs.write_job(tmp_path / "job")
     words = ["build", str(job), "--input", str(tmp_path / "log"), "--runner=InProcess"]
-    assert main([*words, "--output", str(tmp_path / "d")]) == 3
-    error = capsys.readouterr().err.split("error: ")[1]
+    words += ["--output", str(tmp_path / "d")]
+    error = error_of(main, words, 3).split("error: ")[1]
     assert error.startswith("every one of the first 100 rows was rejected; the build stopped ")
     assert f"after it had opened {first.stat().st_size:,} of " in error
     assert "  100: column 'user' must be int64, got '...'; such as log-0.parquet:0 {" in error
@@ -75,13 +76,10 @@ def test_a_build_of_bad_rows_alone_stops_and_keeps_what_it_rejected(
     assert pq.read_metadata(kept).num_rows == 100
     text = job.read_text().replace("  on_error:", "  gate: {max_reject_fraction: 1}\n  on_error:")
     job.write_text(text)
-    assert main([*words, "--output", str(tmp_path / "d")]) == 0
-    assert "rejected: 100 rows" in capsys.readouterr().err
+    assert "rejected: 100 rows" in error_of(main, words, 0)
 
 
-def test_groups_auto_without_samples_names_a_reject(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_groups_auto_without_samples_names_a_reject(tmp_path: Path) -> None:
     rows = logs.write_log(tmp_path / "log", num_rows=40, num_files=1)
     bad = rows.set_column(2, "user", pa.array([f"u{i}" for i in range(40)]))
     pq.write_table(bad, tmp_path / "log" / "log-0.parquet")
@@ -89,8 +87,7 @@ def test_groups_auto_without_samples_names_a_reject(
     text = job.read_text().replace("{user: [session, user, history]}", "auto")
     job.write_text(text.replace("  transforms: {user: ", "  transforms: {samples: "))
     words = ["build", str(job), "--input", str(tmp_path / "log"), "--runner=InProcess"]
-    assert main([*words, "--output", str(tmp_path / "d")]) == 1
-    error = capsys.readouterr().err
+    error = error_of(main, [*words, "--output", str(tmp_path / "d")])
     assert "groups: auto found no samples in the training range in " in error
     assert (
         "; rows read: 40, rejected: 40 (100.00%), such as column 'user' must be int64, got 'u0' in "

@@ -25,6 +25,7 @@ from pipelines.sources.rejects import Reject, rejects_from_table
 from pipelines.sources.rows import ORIGIN, SPLIT_BYTES, InputSplit
 from schemas.config.sources import SourceConfig
 from tests.pipelines.csv_reference import Reference
+from tests.shared import in_pairs
 
 NAMES = ["x", "y", "z"]
 
@@ -70,19 +71,19 @@ CSV_PIECES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("quote", "escape"), [('"', None), (None, None), ("'", "^"), ('"', "\\"), ('"', '"')]
-)
-@pytest.mark.parametrize(
-    "sizes", [(8 << 20, 16 << 20, 1 << 20), (5, 40, 12), (64, 64, 64), (1, 23, 17)]
+    ("marks", "sizes"),
+    in_pairs(
+        [('"', None), (None, None), ("'", "^"), ('"', "\\"), ('"', '"')],
+        [(8 << 20, 16 << 20, 1 << 20), (5, 40, 12), (64, 64, 64), (1, 23, 17)],
+    ),
 )
 def test_csv_rows_are_those_of_a_reader_that_takes_one_byte_at_a_time(
-    quote: str | None,
-    escape: str | None,
+    marks: tuple[str | None, str | None],
     sizes: tuple[int, int, int],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    block, max_row, max_quoted = sizes
+    (quote, escape), (block, max_row, max_quoted) = marks, sizes
     monkeypatch.setattr(csv_source, "_BLOCK_BYTES", block)
     monkeypatch.setattr(text_records, "_READ_BYTES", max(1, block // 2))
     monkeypatch.setattr(limits, "MAX_ROW_BYTES", max_row)

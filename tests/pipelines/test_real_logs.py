@@ -3,21 +3,26 @@
 from collections import Counter
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import polars as pl
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.table.rows import expand
 from pipelines.table.verify import verify
-from schemas.storage import Location
 from tests import real_logs
+from tests.pipelines.logs import stored_table
+
+pytestmark = pytest.mark.nightly  # builds of several seconds
 
 
-@pytest.fixture(scope="module")
-def mind(shared_data: Path) -> tuple[Path, dict[str, object]]:
-    """The MIND dataset, and what its build printed."""
-    return real_logs.built("mind", shared_data)
+def samples_of(name: str, shared_data: Path) -> tuple[dict[str, Any], pl.DataFrame]:
+    """Return what the build of a shipped job printed, and its samples."""
+    dataset, result = real_logs.built(name, shared_data)
+    assert verify(dataset)["problems"] == []
+    samples = pl.from_arrow(stored_table(dataset))
+    assert isinstance(samples, pl.DataFrame)
+    return result, samples
 
 
 def parse_mind(path: Path) -> Counter[tuple[object, ...]]:
@@ -34,13 +39,8 @@ def parse_mind(path: Path) -> Counter[tuple[object, ...]]:
     return samples
 
 
-@pytest.mark.slow
-def test_mind_expands_to_an_independent_parse(
-    mind: tuple[Path, dict[str, object]], shared_data: Path, tmp_path: Path
-) -> None:
-    dataset, result = mind
-    expand(Location.parse(dataset), Location.parse(tmp_path / "x.parquet"))
-    rows = pl.read_parquet(tmp_path / "x.parquet")
+def test_mind_expands_to_an_independent_parse(shared_data: Path) -> None:
+    result, rows = samples_of("mind", shared_data)
     assert rows.columns == ["impression_id", "user_id", "time", "history", "item", "label"]
     actual = Counter((i, u, t, tuple(h), a, c) for i, u, t, h, a, c in rows.iter_rows())
     assert actual == parse_mind(shared_data / "mind" / "behaviors.tsv")
@@ -50,11 +50,10 @@ def test_mind_expands_to_an_independent_parse(
 
 
 def test_mind_is_ten_times_smaller_than_its_rows_shuffled(
-    mind: tuple[Path, dict[str, object]], tmp_path: Path
+    shared_data: Path, tmp_path: Path
 ) -> None:
-    dataset, result = mind
-    expand(Location.parse(dataset), Location.parse(tmp_path / "x.parquet"))
-    rows = pl.read_parquet(tmp_path / "x.parquet").sample(fraction=1, shuffle=True, seed=0)
+    result, samples = samples_of("mind", shared_data)
+    rows = samples.sample(fraction=1, shuffle=True, seed=0)
     pq.write_table(
         rows.to_arrow(), tmp_path / "shuffled.parquet", compression="zstd", compression_level=3
     )
@@ -63,20 +62,10 @@ def test_mind_is_ten_times_smaller_than_its_rows_shuffled(
     assert shuffled / result["dataset_bytes"] >= 10
 
 
-@pytest.mark.slow
-def test_mind_verifies(mind: tuple[Path, dict[str, object]]) -> None:
-    assert verify(mind[0])["problems"] == []
-
-
-@pytest.mark.slow
-def test_ebnerd_joins_each_impression_with_the_history_before_it(
-    shared_data: Path, tmp_path: Path
-) -> None:
-    dataset, result = real_logs.built("ebnerd", shared_data)
+def test_ebnerd_joins_each_impression_with_the_history_before_it(shared_data: Path) -> None:
+    result, rows = samples_of("ebnerd", shared_data)
     assert (result["num_samples"], result["num_sessions"], result["num_rejects"]) == (
         10_848, 485, 0)  # fmt: skip
-    expand(Location.parse(dataset), Location.parse(tmp_path / "x.parquet"))
-    rows = pl.read_parquet(tmp_path / "x.parquet")
     assert rows.columns == [
         "impression_id", "user_id", "session_id", "time", "history", "item", "label"]  # fmt: skip
     histories = {
@@ -93,4 +82,58 @@ def test_ebnerd_joins_each_impression_with_the_history_before_it(
             expected[key] += 1
     actual = Counter((*r[:4], tuple(r[4]), *r[5:]) for r in rows.iter_rows())
     assert actual == expected
-    assert verify(dataset)["problems"] == []
+
+
+HISTORIES = ["watch_seq", "like_seq", "long_watch_seq"]
+
+
+def raw_kuairand(directory: Path) -> pl.DataFrame:
+    """Join the log by Polars alone."""
+    log = pl.concat([pl.read_parquet(directory / f"{f}.parquet") for f in ("val", "test")])
+    users = pl.read_parquet(directory / "user_features.parquet")
+    histories = pl.read_parquet(directory / "user_sequences.parquet")
+    joined = log.join(users, on="user_id", how="left").join(histories, on="user_id", how="left")
+    known = pl.col("last_time_ms") < pl.col("time_ms")
+    onehot = [f"onehot_feat{i}" for i in range(18)]
+    return joined.with_columns(
+        pl.from_epoch("time_ms", time_unit="ms").cast(pl.Datetime("us")).alias("time"),
+        *(pl.when(known).then(pl.col(c)).alias(c) for c in HISTORIES),
+        *((pl.col(c) + 1).fill_null(0).cast(pl.Int64) for c in onehot),
+    )
+
+
+def test_kuairand_expands_to_a_join_by_polars(shared_data: Path) -> None:
+    result, samples = samples_of("kuairand", shared_data)
+    assert (result["num_samples"], result["num_sessions"], result["num_rejects"]) == (
+        228_329, 189_039, 0)  # fmt: skip
+    raw = raw_kuairand(shared_data / "kuairand_pure_part").select(samples.columns)
+    raw = raw.cast(dict(zip(samples.columns, samples.dtypes, strict=True)))
+    by = ["user_id", "time", "video_id", "tab", "play_time_ms", "hourmin", "is_like"]
+    actual, expected = (
+        t.with_columns(pl.concat_str(pl.exclude(HISTORIES), ignore_nulls=True).hash().alias("row"))
+        .sort([*by, "row"])
+        .drop("row")
+        for t in (samples, raw)
+    )
+    assert actual.equals(expected)
+
+
+def test_thirtymusic_history_is_the_plays_before_in_the_session(shared_data: Path) -> None:
+    result, samples = samples_of("thirtymusic", shared_data)
+    assert (result["num_samples"], result["num_sessions"], result["num_rejects"]) == (
+        343_183, 37_877, 0)  # fmt: skip
+    raw = pl.read_parquet(shared_data / "30music_sample10" / "sessions_sample_10.parquet.snappy")
+    expected: list[tuple[object, ...]] = []
+    for _, rows in raw.sort("session_id", "ts").group_by("session_id", maintain_order=True):
+        plays = rows.rows()
+        songs = [song for _, _, song, _, _ in plays]
+        expected.extend(
+            (s, u, song, ts, playtime, songs[max(0, i - 50) : i], int(i + 1 < len(plays)))
+            for i, (s, u, song, ts, playtime) in enumerate(plays)
+        )
+    columns = ["session_id", "user_id", "song_id", "time", "playtime", "history", "goes_on"]
+    assert samples.columns == columns
+    actual = samples.with_columns(pl.col("time").dt.timestamp("ms") // 1000).sort(
+        "session_id", "time"
+    )
+    assert actual.rows() == expected

@@ -41,6 +41,7 @@ from schemas.layout import REJECTS_SCHEMA
 from schemas.manifest import InputFile
 from schemas.storage import Location
 from tests.pipelines.logs import bytes_of, raw_rows, request, write_job
+from tests.shared import error_of, printed_by
 
 LARGE, HALF = 200 << 20, 20 << 20
 FILES = [("b/1.csv", 10), ("b/2.csv", LARGE), ("a.csv", 10), ("c.csv", HALF), ("d", HALF)]
@@ -174,13 +175,11 @@ def bad_log(directory: Path, every: int) -> Path:
 
 
 @pytest.mark.slow
-def test_too_many_rejects_keep_the_segment_out_with_exit_code_3(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_too_many_rejects_keep_the_segment_out_with_exit_code_3(tmp_path: Path) -> None:
     job, log = write_job(tmp_path / "job"), bad_log(tmp_path / "log", every=5)
     command = ["build", str(job), "--input", str(log), "--json", "--runner=InProcess", "--output"]
-    assert main([*command, str(tmp_path / "dataset")]) == 3
-    errors = capsys.readouterr().err
+    command.append(str(tmp_path / "dataset"))
+    errors = error_of(main, command, 3)
     assert re.search(
         r"segment: rejected rows must be at most 0.1 of those that samples are made from, got "
         r"0\.2 \(24 of 120\)",  # rows, though each gives a sample for every item
@@ -192,8 +191,7 @@ def test_too_many_rejects_keep_the_segment_out_with_exit_code_3(
     assert counts.num_rows == 24 < counts.num_rejects
     assert f"see {refused}/rejects" in errors
     job.write_text(job.read_text().replace("  on_error:", "  gate: {action: warn}\n  on_error:"))
-    assert main([*command, str(tmp_path / "dataset")]) == 0
-    out, errors = capsys.readouterr()
+    out, errors = printed_by(main, command, 0)
     (line,) = out.splitlines()
     result = json.loads(line)["rejects"]
     assert result["share"] > 0.1

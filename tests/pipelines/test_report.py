@@ -13,6 +13,7 @@ from pipelines.report.page import integer, percent, size
 from schemas.dataset import open_dataset
 from schemas.run_log import SUMMARY, RunSummary, to_line
 from tests.pipelines.logs import IN_PROCESS
+from tests.shared import error_of, json_of
 
 PLAN = {
     "preprocessing": {
@@ -148,11 +149,8 @@ def test_report_sizes_are_those_of_the_manifests(page: str, dataset: Path) -> No
     assert size(manifest.dataset_bytes) in shown.text
 
 
-def test_report_oracle_table_is_what_the_oracle_command_prints(
-    page: str, dataset: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["oracle", str(dataset), "--json"]) == 0
-    tables = json.loads(capsys.readouterr().out)["tables"]
+def test_report_oracle_table_is_what_the_oracle_command_prints(page: str, dataset: Path) -> None:
+    tables = json_of(main, ["oracle", str(dataset), "--json"])["tables"]
     rows = {**Page(page).table("Training range"), **Page(page).table("The other tables")}
     for name, report in tables.items():
         assert rows[name] == [
@@ -223,14 +221,11 @@ def test_report_without_runs_has_no_training(dataset: Path, tmp_path: Path) -> N
     assert {"storage", "dedup", "oracle", "method"} <= set(shown.ids)
 
 
-def test_report_of_a_directory_without_runs_is_refused(
-    dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_report_of_a_directory_without_runs_is_refused(dataset: Path, tmp_path: Path) -> None:
     folder = tmp_path / "runs"
     (folder / "unfinished").mkdir(parents=True)
     html = tmp_path / "x.html"
-    assert main(["report", str(dataset), "--html", str(html), "--runs", str(folder)]) == 1
-    assert capsys.readouterr().err == (
+    assert error_of(main, ["report", str(dataset), "--html", str(html), "--runs", str(folder)]) == (
         f"error: no finished run: {folder} contains no summary.json; pass the --output of trainer "
         "train, or omit --runs\n"
     )
@@ -247,13 +242,12 @@ def test_report_of_one_run(dataset: Path, runs: Path, tmp_path: Path) -> None:
     assert "expanded trains 1,000 samples per second" in shown.text
 
 
-def test_report_of_missing_runs_is_refused(
-    dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_report_of_missing_runs_is_refused(dataset: Path, tmp_path: Path) -> None:
     missing = tmp_path / "none"
     html = tmp_path / "x.html"
-    assert main(["report", str(dataset), "--html", str(html), "--runs", str(missing)]) == 1
-    assert capsys.readouterr().err == (
+    assert error_of(
+        main, ["report", str(dataset), "--html", str(html), "--runs", str(missing)]
+    ) == (
         f"error: no such directory of runs: {missing}; train with --output below it, or omit "
         "--runs\n"
     )
@@ -261,23 +255,19 @@ def test_report_of_missing_runs_is_refused(
 
 
 @pytest.mark.slow
-def test_report_of_a_foreign_plan_is_refused(
-    dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_report_of_a_foreign_plan_is_refused(dataset: Path, tmp_path: Path) -> None:
     (tmp_path / "plan.json").write_text('{"training": {}}')
     html = tmp_path / "x.html"
-    assert main(["report", str(dataset), "--html", str(html), "--runs", str(tmp_path)]) == 1
-    assert capsys.readouterr().err == (
+    assert error_of(
+        main, ["report", str(dataset), "--html", str(html), "--runs", str(tmp_path)]
+    ) == (
         f"error: not the output of its command: KeyError('preprocessing') in {tmp_path}/plan.json; "
         "print it again with --json\n"
     )
 
 
-def test_report_shows_what_both_policies_do_at_one_size(
-    page: str, dataset: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["oracle", str(dataset), "--json"]) == 0
-    tables = json.loads(capsys.readouterr().out)["tables"].values()
+def test_report_shows_what_both_policies_do_at_one_size(page: str, dataset: Path) -> None:
+    tables = json_of(main, ["oracle", str(dataset), "--json"])["tables"].values()
     shown = Page(page).table("Both policies")
     accesses = sum(t["num_accesses"] for t in tables)
     for policy, name in (("ttl", "time to live, 50 steps"), ("belady", "Belady's optimum")):

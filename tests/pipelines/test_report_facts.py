@@ -6,24 +6,13 @@ from pathlib import Path
 import pytest
 
 from pipelines.build import build
-from pipelines.report.facts import (
-    MOST_SEGMENTS,
-    quality_facts,
-    read_facts,
-)
+from pipelines.report.facts import MOST_SEGMENTS, quality_facts, read_facts
 from pipelines.report.page import render
 from pipelines.table.commit import anomalies_name
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
 from tests.pipelines.appending import addition, changed
-from tests.pipelines.logs import (
-    SCHEMA,
-    built,
-    raw_rows,
-    request,
-    samples_of,
-    write_log,
-)
+from tests.pipelines.logs import SCHEMA, built, raw_rows, request, samples_of, write_log
 from tests.pipelines.test_report import Page
 
 SKEWED = SCHEMA.replace(
@@ -32,8 +21,7 @@ SKEWED = SCHEMA.replace(
     "drift_comparator { infinity_norm { threshold: 0 } } "
     "skew_comparator { jensen_shannon_divergence { threshold: 0.9 } }",
 ).replace(
-    'name: "user" type: INT',
-    'name: "user" type: INT unique_constraints { min: 99 max: 9000 }',
+    'name: "user" type: INT', 'name: "user" type: INT unique_constraints { min: 99 max: 9000 }'
 )
 
 
@@ -94,6 +82,7 @@ def test_page_of_many_segments_says_which_are_left_out(tmp_path: Path) -> None:
     assert "11 earlier segments not shown" in page
 
 
+@pytest.mark.slow
 def test_changed_anomalies_are_refused(tmp_path: Path) -> None:
     dataset = open_dataset(built(tmp_path))
     segment = dataset.segments[0]

@@ -1,6 +1,5 @@
 """Rewriting: every row of every type is there, in the order of sessions, or nothing is."""
 
-import json
 import re
 import signal
 import subprocess
@@ -23,7 +22,7 @@ from pipelines.rewrite.command import decoded
 from pipelines.rewrite.input import check_microseconds, inspect_rows
 from pipelines.sources.formats import read_split
 from pipelines.sources.listing import Folder
-from pipelines.table.rows import content_hash, expand
+from pipelines.table.rows import content_hash
 from pipelines.table.verify import verify
 from schemas.arrays import bytes_per_row
 from schemas.dataset import open_dataset
@@ -31,8 +30,9 @@ from schemas.errors import SchemaError
 from schemas.manifest import find_root
 from schemas.storage import Location
 from tests.pipelines.appending import KILLED_AT
-from tests.pipelines.logs import IN_PROCESS, bytes_of
+from tests.pipelines.logs import IN_PROCESS, bytes_of, stored_table
 from tests.pipelines.test_rows import by_view
+from tests.shared import error_of, json_of, printed_by
 
 NUM = 600
 MOMENT = datetime(2026, 1, 2, 3, 4, 5, 6)
@@ -87,29 +87,20 @@ def folder_of(directory: Path, columns: dict[str, pa.Array], num_files: int = 3)
 
 
 def run(
-    capsys: pytest.CaptureFixture[str],
-    folder: Path | Location,
-    output: Path | Location,
-    *more: str,
-    beam: bool = False,
+    folder: Path | Location, output: Path | Location, *more: str, beam: bool = False
 ) -> dict[str, Any]:
     more = more if beam else (IN_PROCESS, *more)
-    assert main(["rewrite", str(folder), "--output", str(output), *more, "--json"]) == 0
-    printed = capsys.readouterr()
-    assert printed.out.count("\n") == 1
-    return json.loads(printed.out)
+    return json_of(main, ["rewrite", str(folder), "--output", str(output), *more, "--json"])
 
 
-def refused(
-    capsys: pytest.CaptureFixture[str], folder: Path, output: Path, *more: str, beam: bool = False
-) -> str:
+def refused(folder: Path, output: Path, *more: str, beam: bool = False) -> str:
     more = more if beam else (IN_PROCESS, *more)
-    assert main(["rewrite", str(folder), "--output", str(output), *more]) == 1
-    printed = capsys.readouterr()
-    assert printed.out == ""
+    words = ["rewrite", str(folder), "--output", str(output), *more]
+    printed, errors = printed_by(main, words, 1)
+    assert printed == ""
     assert [path for path in output.rglob("*") if path.is_file()] == []
     assert not list(output.parent.glob(f".{output.name}.*"))
-    return printed.err.splitlines()[-1]
+    return errors.splitlines()[-1]
 
 
 def in_session_order(table: pa.Table, session: str, moment: str | None) -> bool:
@@ -123,76 +114,86 @@ def in_session_order(table: pa.Table, session: str, moment: str | None) -> bool:
     return whole and all(times[a:b] == sorted(times[a:b]) for a, b in pairwise(cuts))
 
 
+@pytest.fixture(scope="module")
+def held(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[str, Any]]]:
+    """A folder with rows, `star` and `flat`, and what the two rewrites printed."""
+    folder, results = tmp_path_factory.mktemp("held"), dict[str, dict[str, Any]]()
+    folder_of(folder, HELD)
+    for layout in ("star", "flat"):
+        results[layout] = run(folder / "in", folder / layout, "--layout", layout)
+    return folder, results
+
+
 @pytest.mark.slow
 def test_star_keeps_every_value_of_the_types_it_holds(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    held: tuple[Path, dict[str, dict[str, Any]]],
 ) -> None:
-    folder = folder_of(tmp_path, HELD)
-    result = run(capsys, folder, tmp_path / "out")
+    folder, result = held[0] / "in", held[1]["star"]
     assert (result["session"], result["time"], result["num_rows"]) == ("session_id", "time", NUM)
     assert result["num_sessions"] == len(set(SESSION.tolist()))
     assert result["bytes_before"] == sum(f.stat().st_size for f in folder.rglob("*.parquet"))
-    assert verify(tmp_path / "out")["problems"] == []
-    expand(Location.parse(tmp_path / "out"), Location.parse(tmp_path / "x.parquet"))
-    rows = pq.read_table(tmp_path / "x.parquet")
+    assert verify(held[0] / "star")["problems"] == []
+    rows = stored_table(held[0] / "star")
     assert rows.column_names == list(HELD)
     assert in_session_order(rows, "session_id", "time")
     wide = pa.table(HELD | {name: HELD[name].cast(pa.timestamp("us")) for name in ("at", "day")})
     assert content_hash([rows]) == content_hash([wide])
     assert result["content_hash"] == str(content_hash([rows]))
-    assert content_hash([by_view(tmp_path / "out", "samples")]) == content_hash([rows])
+    assert content_hash([by_view(held[0] / "star", "samples")]) == content_hash([rows])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["star", "flat"])
-@pytest.mark.parametrize(("from_url", "to_url"), [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize(
+    ("layout", "from_url", "to_url"),
+    [("star", True, False), ("star", False, True), ("flat", True, True)],
+)
 def test_rewrite_at_a_url_is_that_on_disk(
-    layout: str, from_url: bool, to_url: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    layout: str,
+    from_url: bool,
+    to_url: bool,
+    held: tuple[Path, dict[str, dict[str, Any]]],
+    tmp_path: Path,
 ) -> None:
-    folder = folder_of(tmp_path, HELD)
+    folder, expected = held[0] / "in", held[1][layout]
     bucket = Location.parse(f"memory://{uuid.uuid4().hex}")
     for entry in Location.parse(folder).entries():
         (bucket / "in" / entry.path).upload(folder / entry.path)
     source = bucket / "in" if from_url else Location.parse(folder)
     target = bucket / "out" if to_url else Location.parse(tmp_path / "out")
-    expected = run(capsys, folder, tmp_path / "expected", "--layout", layout)
-    assert run(capsys, source, target, "--layout", layout) == expected
+    assert run(source, target, "--layout", layout) == expected
     if layout == "flat":
         files = {entry.path: (target / entry.path).read_bytes() for entry in target.entries()}
-        assert files == {"00000.parquet": (tmp_path / "expected" / "00000.parquet").read_bytes()}
+        assert files == {"00000.parquet": (held[0] / "flat" / "00000.parquet").read_bytes()}
     else:
         assert verify(target)["problems"] == []
-        expand(target, tmp_path / "x.parquet")
-        rows = pq.read_table(tmp_path / "x.parquet")
-        assert str(content_hash([rows])) == expected["content_hash"]
+        assert str(content_hash([stored_table(target)])) == expected["content_hash"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["star", "flat"])
 def test_rewrite_by_beam_workers_that_share_a_store_alone_is_that_on_disk(
-    layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    layout: str, held: tuple[Path, dict[str, dict[str, Any]]]
 ) -> None:
-    folder, bucket = folder_of(tmp_path, HELD), Location.parse(f"memory://{uuid.uuid4().hex}")
-    expected = run(capsys, folder, tmp_path / "expected", "--layout", layout)
+    bucket = Location.parse(f"memory://{uuid.uuid4().hex}")
     options = ("--layout", layout, "--runner=FnApiRunner", "--direct_num_workers=1")
-    assert run(capsys, folder, bucket / "out", *options, beam=True) == expected
+    result = run(held[0] / "in", bucket / "out", *options, beam=True)
+    assert result == held[1][layout]
     assert {entry.path.partition("/")[0] for entry in bucket.entries()} == {"out"}
     if layout == "flat":
         (file,) = (bucket / "out").entries()
-        content = (tmp_path / "expected" / file.path).read_bytes()
+        content = (held[0] / "flat" / file.path).read_bytes()
         assert (bucket / "out" / file.path).read_bytes() == content
 
 
-def test_rewrite_at_a_url_is_refused_like_on_disk(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rewrite_at_a_url_is_refused_like_on_disk(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, columns(), num_files=1)
     bucket = Location.parse(f"memory://{uuid.uuid4().hex}")
     (bucket / "in" / "part-0.parquet").upload(folder / "part-0.parquet")
 
     def message(output: Location) -> str:
-        assert main(["rewrite", str(bucket / "in"), "--output", str(output)]) == 1
-        return capsys.readouterr().err.splitlines()[-1]
+        return error_of(
+            main, ["rewrite", str(bucket / "in"), "--output", str(output)]
+        ).splitlines()[-1]
 
     inside = bucket / "in" / "out"
     assert message(inside) == (
@@ -216,20 +217,16 @@ def test_rewrite_at_a_url_is_refused_like_on_disk(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_parts", "chunk_bytes"), [(1, 1 << 30), (1, 20_000), (5, 1 << 30)])
+@pytest.mark.parametrize(("num_parts", "chunk_bytes"), [(1, 20_000), (5, 1 << 30)])
 def test_flat_keeps_every_type_and_the_schema(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    num_parts: int,
-    chunk_bytes: int,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_parts: int, chunk_bytes: int
 ) -> None:
     monkeypatch.setattr("pipelines.clustering.chunks.CHUNK_BYTES", chunk_bytes)
     monkeypatch.setattr("pipelines.rewrite.command.ORDER_SHARE", 1)  # clustered at any price
     folder = folder_of(tmp_path, HELD | ODD)
     size = sum(f.stat().st_size for f in folder.rglob("*.parquet"))
     monkeypatch.setattr("pipelines.prepare.PART_INPUT_BYTES", -(-size // num_parts))
-    result = run(capsys, folder, tmp_path / "out", "--layout", "flat", beam=num_parts > 1)
+    result = run(folder, tmp_path / "out", "--layout", "flat", beam=num_parts > 1)
     files = sorted((tmp_path / "out").iterdir())
     assert [f.name for f in files] == [f"{i:05d}.parquet" for i in range(num_parts)]
     assert (pq.ParquetFile(files[0]).num_row_groups > 1) == (chunk_bytes < 1 << 30)
@@ -259,89 +256,67 @@ def test_bytes_of_a_row_do_not_depend_on_its_batch(name: str) -> None:
     "kind", [pa.list_view(pa.int64()), pa.list_(pa.uuid()), pa.struct([("a", pa.uuid())])]
 )
 def test_flat_refuses_a_type_that_it_cannot_sort_before_any_work(
-    kind: pa.DataType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    kind: pa.DataType, tmp_path: Path
 ) -> None:
     folder = folder_of(tmp_path, columns(odd=pa.nulls(NUM, kind)), num_files=1)
     kind = pq.read_schema(folder / "part-0.parquet").field("odd").type
-    assert refused(capsys, folder, tmp_path / "out", "--layout", "flat") == (
+    assert refused(folder, tmp_path / "out", "--layout", "flat") == (
         f"error: column 'odd' has a type that cannot be rewritten, {kind}; cast it, or leave it out"
     )
 
 
-@pytest.mark.slow
-def test_same_files_in_any_order_give_the_same_bytes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = folder_of(tmp_path, HELD | ODD)
-    for name in ("one", "two"):
-        run(capsys, folder, tmp_path / name, "--layout", "flat", beam=name == "one")
-    one, two = (sorted((tmp_path / n).iterdir()) for n in ("one", "two"))
-    assert [f.read_bytes() for f in one] == [f.read_bytes() for f in two]
-
-
 @pytest.mark.parametrize("name", [n for n in ODD])
-def test_star_refuses_a_type_that_it_cannot_hold_before_any_work(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_star_refuses_a_type_that_it_cannot_hold_before_any_work(name: str, tmp_path: Path) -> None:
     columns = {k: HELD[k] for k in ("session_id", "time")} | {name: ODD[name]}
     folder = folder_of(tmp_path, columns, num_files=1)
     kind = pq.read_schema(folder / "part-0.parquet").field(name).type
-    assert refused(capsys, folder, tmp_path / "out") == (
+    assert refused(folder, tmp_path / "out") == (
         f"error: column {name!r} must be a number, a text, a time or a list of texts or "
         f"of whole or 32-bit numbers for --layout star, got {kind}; --layout flat keeps every type"
     )
 
 
 @pytest.mark.slow
-def test_rows_without_a_key_or_a_time_are_kept_by_flat_and_named_by_star(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_without_a_key_or_a_time_are_kept_by_flat_and_named_by_star(tmp_path: Path) -> None:
     keys = pa.array([None if i == 17 else int(s) for i, s in enumerate(SESSION)])
     times = pa.array([None if i % 11 == 0 else i for i in range(NUM)])
     folder = folder_of(tmp_path, {"user_id": keys, "ts": times}, num_files=1)
-    assert run(capsys, folder, tmp_path / "flat", "--layout", "flat")["num_rows"] == NUM
-    line = refused(capsys, folder, tmp_path / "star")
+    assert run(folder, tmp_path / "flat", "--layout", "flat")["num_rows"] == NUM
+    line = refused(folder, tmp_path / "star")
     assert line.startswith("error: session ")
     assert "part-0.parquet" in line
     assert line.endswith("; repair the row, or use --layout flat, which keeps every row")
 
 
-def test_times_that_a_star_cannot_hold_are_refused_by_column(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_times_that_a_star_cannot_hold_are_refused_by_column(tmp_path: Path) -> None:
     times = pa.array([1_000 * i for i in range(NUM)], pa.timestamp("ns"))
     folder = folder_of(tmp_path / "whole", {"session_id": HELD["session_id"], "ts": times})
     check_microseconds(inspect_rows(Folder(str(folder)), None, None))
     finer = pa.array([1_000 * i + (i == 500) for i in range(NUM)], pa.timestamp("ns"))
     folder = folder_of(tmp_path / "finer", {"session_id": HELD["session_id"], "ts": finer})
-    assert refused(capsys, folder, tmp_path / "out") == (
+    assert refused(folder, tmp_path / "out") == (
         "error: column 'ts' contains times finer than a microsecond, which --layout star cannot "
         "keep "
         "in more/part-2.parquet; use --layout flat, which keeps every row"
     )
 
 
-def test_rows_of_which_a_star_can_keep_none_are_refused_with_a_way_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_of_which_a_star_can_keep_none_are_refused_with_a_way_out(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, columns(seen=pa.array([[1, None]] * NUM)))
-    assert refused(capsys, folder, tmp_path / "out") == (
+    assert refused(folder, tmp_path / "out") == (
         "error: --layout star can keep none of the rows: the session key or the time is null, or "
         "lists hold nulls; use --layout flat, which keeps every row"
     )
 
 
 @pytest.mark.slow
-def test_rows_without_time_keep_their_order_in_a_session(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_without_time_keep_their_order_in_a_session(tmp_path: Path) -> None:
     columns = {"visit": HELD["session_id"], "n": pa.array([float(i) for i in range(NUM)])}
     folder = folder_of(tmp_path, columns, num_files=1)
     for layout in ("star", "flat"):
-        result = run(capsys, folder, tmp_path / layout, "--layout", layout, "--session", "visit")
+        result = run(folder, tmp_path / layout, "--layout", layout, "--session", "visit")
         assert result["time"] is None
-    expand(Location.parse(tmp_path / "star"), Location.parse(tmp_path / "x.parquet"))
-    star = pq.read_table(tmp_path / "x.parquet")
+    star = stored_table(tmp_path / "star")
     assert star.column_names == ["visit", "n", "row_time"]
     assert in_session_order(star, "visit", "n")
     flat = pq.read_table(tmp_path / "flat")
@@ -351,12 +326,10 @@ def test_rows_without_time_keep_their_order_in_a_session(
 
 
 @pytest.mark.slow
-def test_a_label_makes_a_star_that_can_be_trained_on(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_label_makes_a_star_that_can_be_trained_on(tmp_path: Path) -> None:
     clicked = pa.array((RNG.random(NUM) < 0.3).astype(np.int8))
     folder = folder_of(tmp_path, HELD | {"clicked": clicked})
-    run(capsys, folder, tmp_path / "out", "--label", "clicked")
+    run(folder, tmp_path / "out", "--label", "clicked")
     dataset = open_dataset(tmp_path / "out")
     assert dataset.features.label == "clicked"
     assert set(dataset.features.with_role("sparse")) == {"small", "seen", "select"}
@@ -412,22 +385,16 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_rewrite_is_refused_with(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rewrite_is_refused_with(name: str, tmp_path: Path) -> None:
     table, more, message = REFUSED[name]
-    assert (
-        refused(capsys, folder_of(tmp_path, table), tmp_path / "out", *more, beam=True) == message
-    )
+    assert refused(folder_of(tmp_path, table), tmp_path / "out", *more, beam=True) == message
 
 
-def test_files_of_two_kinds_are_refused_by_column(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_files_of_two_kinds_are_refused_by_column(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, columns())
     changed = pa.table(columns()).set_column(1, "time", HELD["time"].cast(pa.int32()))
     pq.write_table(changed, folder / "z.parquet")
-    assert refused(capsys, folder, tmp_path / "out") == (
+    assert refused(folder, tmp_path / "out") == (
         "error: column 'time' must be int64 as in more/part-1.parquet, got int32 in z.parquet; "
         "rewrite files of different schemas separately"
     )
@@ -444,14 +411,11 @@ def hive(directory: Path, **more: pa.Array) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["star", "flat"])
-def test_columns_of_folder_names_become_columns_of_the_rows(
-    layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_columns_of_folder_names_become_columns_of_the_rows(layout: str, tmp_path: Path) -> None:
     folder = hive(tmp_path, n=pa.array(range(NUM)))
     command = ["rewrite", str(folder), "--output", str(tmp_path / "out"), "--layout", layout]
-    command.append(IN_PROCESS)
-    assert main(command) == 0
-    assert "columns from folder names: day (date), city (string)\n" in capsys.readouterr().err
+    message = "columns from folder names: day (date), city (string)\n"
+    assert message in error_of(main, [*command, IN_PROCESS], 0)
     rows = by_view(tmp_path / "out", "samples") if layout == "star" else None
     rows = pq.read_table(tmp_path / "out") if rows is None else rows
     day = pa.timestamp("us") if layout == "star" else pa.date32()
@@ -468,16 +432,14 @@ def test_columns_of_folder_names_become_columns_of_the_rows(
     )
 
 
-def test_a_column_of_folder_names_that_the_files_have_must_agree(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_column_of_folder_names_that_the_files_have_must_agree(tmp_path: Path) -> None:
     days = pa.array([date(2026, 3, 1)] * 300 + [date(2026, 3, 2)] * 300)
     folder = hive(tmp_path / "same", day=days)
-    run(capsys, folder, tmp_path / "flat", "--layout", "flat")
+    run(folder, tmp_path / "flat", "--layout", "flat")
     rows = pq.read_table(tmp_path / "flat")
     assert rows.column_names == ["session_id", "time", "day", "city"]
     other = hive(tmp_path / "other", day=pa.array([None, *days.to_pylist()[1:]]))
-    assert refused(capsys, other, tmp_path / "out") == (
+    assert refused(other, tmp_path / "out") == (
         "error: column 'day' contains None, but the folder is day=2026-03-01 in "
         "day=2026-03-01/city=A%2FB/part-0.parquet; rename the folder or the column, or repair the "
         "rows"
@@ -510,30 +472,28 @@ NOT_ONLY_PARQUET = {
 
 @pytest.mark.parametrize("name", NOT_ONLY_PARQUET)
 def test_a_folder_with_rows_that_would_be_left_out_or_doubled_is_refused(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, tmp_path: Path
 ) -> None:
     path, message = NOT_ONLY_PARQUET[name]
     folder = folder_of(tmp_path, columns(), num_files=1)
     (folder / path).parent.mkdir(parents=True, exist_ok=True)
     (folder / path).write_bytes((folder / "part-0.parquet").read_bytes())
-    assert refused(capsys, folder, tmp_path / "out") == message.format(folder=folder)
+    assert refused(folder, tmp_path / "out") == message.format(folder=folder)
 
 
 @pytest.mark.slow
-def test_files_that_are_not_parquet_are_counted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_files_that_are_not_parquet_are_counted(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, columns(), num_files=1)
     for name in ("_SUCCESS", "_metadata", "notes.txt", ".part-0.parquet.crc"):
         (folder / name).write_bytes(b"PAR1" if name == "_metadata" else b"")
-    assert main(["rewrite", str(folder), "--output", str(tmp_path / "out"), IN_PROCESS]) == 0
     line = "files that are not Parquet, not read: 3, such as _SUCCESS\n"
-    assert line in capsys.readouterr().err
+    words = ["rewrite", str(folder), "--output", str(tmp_path / "out"), IN_PROCESS]
+    assert line in error_of(main, words, 0)
 
 
 @pytest.mark.slow
 def test_output_appears_only_after_the_rows_were_compared(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = folder_of(tmp_path, columns(), num_files=1)
 
@@ -544,55 +504,48 @@ def test_output_appears_only_after_the_rows_were_compared(
 
     monkeypatch.setattr("pipelines.rewrite.command._check_equal", compare)
     for layout in ("star", "flat"):
-        assert refused(capsys, folder, tmp_path / "out", "--layout", layout) == "error: compared"
+        assert refused(folder, tmp_path / "out", "--layout", layout) == "error: compared"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["star", "flat"])
-def test_a_damaged_file_is_named_and_nothing_is_left(
-    layout: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_file_is_named_and_nothing_is_left(layout: str, tmp_path: Path) -> None:
     folder = folder_of(tmp_path, columns(text=HELD["text"]))
     path = folder / "part-0.parquet"
     data = bytearray(path.read_bytes())
     data[40:400] = bytes(360)
     path.write_bytes(data)
-    line = refused(capsys, folder, tmp_path / "out", "--layout", layout, beam=layout == "flat")
+    line = refused(folder, tmp_path / "out", "--layout", layout, beam=layout == "flat")
     assert "part-0.parquet" in line
 
 
-def test_a_cut_file_an_empty_folder_and_a_full_output_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_cut_file_an_empty_folder_and_a_full_output_are_refused(tmp_path: Path) -> None:
     folder = folder_of(tmp_path, columns())
     (tmp_path / "empty").mkdir()
-    assert "no file of source" in refused(capsys, tmp_path / "empty", tmp_path / "out")
+    assert "no file of source" in refused(tmp_path / "empty", tmp_path / "out")
     for layout in ("star", "flat"):
         none = folder_of(tmp_path / layout, {n: c.slice(0, 0) for n, c in columns().items()})
-        args = (capsys, none, tmp_path / "out", "--layout", layout)
+        args = (none, tmp_path / "out", "--layout", layout)
         assert f"input must have rows, got none in {none}" in refused(*args)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").write_text("x")
-    assert main(["rewrite", str(folder), "--output", str(tmp_path / "full")]) == 1
-    assert "output must be empty, got a directory with files" in capsys.readouterr().err
+    assert "output must be empty, got a directory with files" in error_of(
+        main, ["rewrite", str(folder), "--output", str(tmp_path / "full")]
+    )
     assert (tmp_path / "full" / "mine").read_text() == "x"
     inside = folder / "out"
-    assert "output must lie outside the input" in refused(capsys, folder, inside)
+    assert "output must lie outside the input" in refused(folder, inside)
     cut = folder / "part-0.parquet"
     cut.write_bytes(cut.read_bytes()[:-10])
     assert re.search(
-        r"cannot be read as Parquet: .* in part-0",
-        refused(capsys, folder, inside.parent.parent / "o"),
+        r"cannot be read as Parquet: .* in part-0", refused(folder, inside.parent.parent / "o")
     )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["star", "flat"])
 def test_a_row_that_changes_on_the_way_is_noticed_and_nothing_is_left(
-    layout: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = folder_of(tmp_path, columns())
     read = read_split
@@ -602,18 +555,15 @@ def test_a_row_that_changes_on_the_way_is_noticed_and_nothing_is_left(
             yield type(rows)(rows.table.slice(1) if rows.table is not None else None, rows.rejects)
 
     monkeypatch.setattr("pipelines.stages.read_split", lossy)
-    line = refused(capsys, folder, tmp_path / "out", "--layout", layout)
+    line = refused(folder, tmp_path / "out", "--layout", layout)
     assert line.startswith("error: rewritten rows have content hash ")
 
 
-@pytest.mark.slow
-def test_rewrite_of_real_sessions(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], shared_data: Path
-) -> None:
+@pytest.mark.nightly
+def test_rewrite_of_real_sessions(tmp_path: Path, shared_data: Path) -> None:
     folder = shared_data / "30music_sample10"
     sizes = {
-        layout: run(capsys, folder, tmp_path / layout, "--layout", layout)
-        for layout in ("star", "flat")
+        layout: run(folder, tmp_path / layout, "--layout", layout) for layout in ("star", "flat")
     }
     hashes = {str(r["content_hash"]) for r in sizes.values()}
     assert len(hashes) == 1
@@ -622,10 +572,7 @@ def test_rewrite_of_real_sessions(
 
 
 KILLED = {
-    "star": [
-        ("pipelines.table.root", "commit_root"),
-        ("pipelines.rewrite.command", "_result"),
-    ],
+    "star": [("pipelines.table.root", "commit_root"), ("pipelines.rewrite.command", "_result")],
     "flat": [
         ("pipelines.rewrite.command", "_check_equal"),
         ("pipelines.rewrite.command", "_result"),
@@ -639,16 +586,16 @@ KILLED = {
     ("layout", "module", "function"), [(k, *call) for k, calls in KILLED.items() for call in calls]
 )
 def test_rewrite_that_was_killed_can_be_run_again(
-    layout: str, module: str, function: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    layout: str, module: str, function: str, tmp_path: Path
 ) -> None:
     folder, output = folder_of(tmp_path, columns(text=HELD["text"])), tmp_path / "out"
-    expected = run(capsys, folder, tmp_path / "expected", "--layout", layout)
+    expected = run(folder, tmp_path / "expected", "--layout", layout)
     (tmp_path / "beside").write_text("mine")
     arguments = ["rewrite", str(folder), "--output", str(output), "--layout", layout, IN_PROCESS]
     driver = KILLED_AT.format(module=module, function=function, before=0)
     done = subprocess.run([sys.executable, "-c", driver, *arguments], capture_output=True)
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()
-    assert run(capsys, folder, output, "--layout", layout) == expected
+    assert run(folder, output, "--layout", layout) == expected
     assert bytes_of(output) == bytes_of(tmp_path / "expected")
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"in", "expected", "beside", "out"}
@@ -658,6 +605,5 @@ def test_rewrite_that_was_killed_can_be_run_again(
         (path,) = output.iterdir()
         path.write_bytes(b"mine")
         message = "output must be empty, got a directory with files"
-        assert main(arguments) == 1
-        assert message in capsys.readouterr().err
+        assert message in error_of(main, arguments)
         assert path.read_bytes() == b"mine"

@@ -9,24 +9,14 @@ from pathlib import Path
 import duckdb
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from pipelines.build import build
-from pipelines.table.rows import (
-    VIEW,
-    ContentHash,
-    _literal,
-    content_hash,
-    expand,
-    value_hashes,
-    view_sql,
-)
+from pipelines.table.rows import VIEW, ContentHash, _literal, content_hash, value_hashes, view_sql
 from schemas.dataset import open_dataset
-from schemas.storage import Location
 from tests import real_logs
 from tests.pipelines.appending import DEFAULT, EXTRA, addition, changed
-from tests.pipelines.logs import SCHEMA, built, bytes_of, request, write_log
+from tests.pipelines.logs import SCHEMA, built, bytes_of, request, stored_table, write_log
 from tests.pipelines.shifting import JOB, STORAGES, shifting_log, stored_as
 
 
@@ -42,14 +32,10 @@ def by_view(dataset: Path, name: str) -> pa.Table:
         os.chdir(before)
 
 
-def check(dataset: Path, scratch: Path) -> None:
+def check(dataset: Path) -> None:
     for name, model_inputs in (("samples", False), ("model_inputs", True)):
-        expand(
-            Location.parse(dataset),
-            Location.parse(scratch / "x.parquet"),
-            model_inputs=model_inputs,
-        )
-        expected, found = pq.read_table(scratch / "x.parquet"), by_view(dataset, name)
+        expected = stored_table(dataset, model_inputs=model_inputs)
+        found = by_view(dataset, name)
         assert found.column_names == expected.column_names
         assert content_hash([found]) == content_hash([expected])
 
@@ -62,7 +48,7 @@ def test_view_covers_every_layout_of_a_group(name: str, tmp_path: Path) -> None:
     (tmp_path / "schema.pbtxt").write_text(SCHEMA)
     with stored_as(STORAGES[name]):
         build(request(tmp_path / "job.yaml", tmp_path / "log", tmp_path / "dataset"))
-    check(tmp_path / "dataset", tmp_path)
+    check(tmp_path / "dataset")
     found = by_view(tmp_path / "dataset", "samples")["history"]
     assert found.null_count > 0
     assert [] in found.to_pylist()
@@ -75,7 +61,7 @@ def test_view_joins_parts_and_stays_true_when_the_dataset_moves(
     monkeypatch.setattr("pipelines.prepare.PART_INPUT_BYTES", 2_000)
     dataset = built(tmp_path)
     assert len(list(dataset.glob("segments/*/samples/*"))) > 3
-    check(Path(shutil.move(dataset, tmp_path / "else where")), tmp_path)
+    check(Path(shutil.move(dataset, tmp_path / "else where")))
 
 
 @pytest.mark.slow
@@ -89,10 +75,11 @@ def test_view_answers_for_columns_that_a_segment_lacks(default: str, tmp_path: P
         schema=SCHEMA + EXTRA + default,
     )
     build(addition(job, tmp_path / "log-1", dataset))
-    check(dataset, tmp_path)
+    check(dataset)
     assert len(open_dataset(dataset).segments) == 2
 
 
+@pytest.mark.slow
 def test_view_quotes_names_that_sql_would_misread(tmp_path: Path) -> None:
     write_log(tmp_path / "log")
     job = changed(
@@ -103,7 +90,7 @@ def test_view_quotes_names_that_sql_would_misread(tmp_path: Path) -> None:
         + 'feature { name: "select" type: INT annotation { tag: "kept" } }\n',
     )
     build(request(job, tmp_path / "log", tmp_path / "dataset"))
-    check(tmp_path / "dataset", tmp_path)
+    check(tmp_path / "dataset")
 
 
 @pytest.mark.slow
@@ -116,7 +103,7 @@ def test_view_without_groups_reads_the_samples_alone(tmp_path: Path) -> None:
     )
     build(request(job, tmp_path / "log", tmp_path / "dataset"))
     assert "JOIN" not in (tmp_path / "dataset" / VIEW).read_text()
-    check(tmp_path / "dataset", tmp_path)
+    check(tmp_path / "dataset")
 
 
 @pytest.mark.slow
@@ -128,10 +115,10 @@ def test_view_is_the_same_text_whenever_it_is_made(tmp_path: Path) -> None:
     assert bytes_of(dataset) == before
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["mind", "ebnerd"])
 def test_view_of_real_logs(name: str, shared_data: Path, tmp_path: Path) -> None:
-    check(real_logs.built(name, shared_data)[0], tmp_path)
+    check(real_logs.built(name, shared_data)[0])
 
 
 MOMENT = datetime(2026, 1, 2, 3, 4, 5, 6)

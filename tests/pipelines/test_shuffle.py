@@ -32,6 +32,7 @@ from pipelines.shuffle import (
 )
 from schemas.config.job import load_job
 from tests.pipelines.logs import PROCESSES, bytes_of, write_job, write_log
+from tests.shared import error_of
 
 
 def test_messages_that_come_in_another_order_again_are_refused() -> None:
@@ -112,7 +113,6 @@ def test_builds_on_beam_with_any_workers_and_levels_give_the_same_bytes(
         monkeypatch.setattr(f"pipelines.{module}.PARTS_PER_SUM", 3)
     default = dataset_of(log, "default", [])
     beam_local = "--runner=FnApiRunner"
-    assert dataset_of(log, "one", [beam_local, "--direct_num_workers=1"]) == default
     assert dataset_of(log, "several", [beam_local, "--direct_num_workers=3"]) == default
     monkeypatch.setattr("pipelines.shuffle.ELEMENT_BYTES", 1_000)
     monkeypatch.setattr("pipelines.beam.shuffle.MAX_DESTINATIONS", 2)
@@ -121,15 +121,19 @@ def test_builds_on_beam_with_any_workers_and_levels_give_the_same_bytes(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("runner", [[], PROCESSES, ["--runner=FnApiRunner"]])
-def test_build_without_any_sample_says_so(
-    runner: list[str], log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+@pytest.mark.parametrize(
+    "runner",
+    [
+        [],
+        pytest.param(PROCESSES, marks=pytest.mark.nightly),
+        pytest.param(["--runner=FnApiRunner"], marks=pytest.mark.nightly),
+    ],
+)
+def test_build_without_any_sample_says_so(runner: list[str], log: Path, tmp_path: Path) -> None:
     job = write_job(tmp_path / "job")
     job.write_text(job.read_text().replace("AS label FROM log", "AS label FROM log WHERE user < 0"))
     words = ["build", str(job), "--input", str(log / "log"), "--output", str(tmp_path / "none")]
-    assert main([*words, *runner]) == 1
-    assert "the input yields no samples" in capsys.readouterr().err
+    assert "the input yields no samples" in error_of(main, [*words, *runner])
 
 
 def run_shuffle(

@@ -23,10 +23,7 @@ from pipelines.samples.sql import (
     select_origin,
 )
 from pipelines.samples.sql_rejects import run_key
-from pipelines.samples.statements import (
-    PerKey,
-    run_keys,
-)
+from pipelines.samples.statements import PerKey, run_keys
 from pipelines.sources.rows import ORIGIN
 from pipelines.table.rows import expand
 from schemas.config.job import load_job
@@ -310,7 +307,7 @@ def rows_of(table: pa.Table) -> list[dict[str, object]]:
 @pytest.mark.parametrize("statement", PER_KEY.values(), ids=PER_KEY.keys())
 def test_many_keys_at_once_give_what_each_key_alone_gives(statement: str) -> None:
     per = PerKey(select_origin(statement, "key"), "plays", "user")
-    made = [r.samples for r in run_keys(Connection(), per, TABLES)]
+    together = [r.samples for r in run_keys(Connection(), per, TABLES)]
     alone = []
     for user in (1, 2, 3, 9):
         tables = {
@@ -318,7 +315,7 @@ def test_many_keys_at_once_give_what_each_key_alone_gives(statement: str) -> Non
             "profiles": PROFILES.filter(pa.array(PROFILES["user"].to_numpy() == user)),
         }
         alone.append(run_key(Connection(), per.statement, "plays", tables).samples)
-    assert rows_of(pa.concat_tables(made)) == rows_of(pa.concat_tables(alone))
+    assert rows_of(pa.concat_tables(together)) == rows_of(pa.concat_tables(alone))
 
 
 def test_row_that_raises_costs_its_key_nothing_else() -> None:

@@ -12,11 +12,7 @@ from google.protobuf import text_format
 from tensorflow_metadata.proto.v0 import statistics_pb2
 
 from pipelines.clustering.layout import choose_encodings, open_writer
-from pipelines.quality.column_statistics import (
-    column_statistics,
-    sum_columns,
-    table_statistics,
-)
+from pipelines.quality.column_statistics import column_statistics, sum_columns, table_statistics
 from pipelines.quality.segment_statistics import (
     SliceStatistics,
     read_statistics,
@@ -121,8 +117,8 @@ STATEMENTS = {
 
 @pytest.mark.parametrize(("statement", "origins"), STATEMENTS.values(), ids=STATEMENTS.keys())
 def test_select_origin_keeps_the_raw_row_of_each_sample(statement: str, origins: list[int]) -> None:
-    made = run(Connection(), select_origin(statement, "key"), {"log": RAW})
-    assert made[ORIGIN].to_pylist() == origins
+    samples = run(Connection(), select_origin(statement, "key"), {"log": RAW})
+    assert samples[ORIGIN].to_pylist() == origins
 
 
 @pytest.mark.parametrize("statement", ["SELECT 1 UNION SELECT 2", "SELECT 1; SELECT 2", "DROP t"])
@@ -142,8 +138,7 @@ def test_map_rows_finds_the_rows_that_raise() -> None:
 
 
 @pytest.mark.parametrize(
-    "statement",
-    ["SELECT * FROM read_csv('/etc/passwd')", "SELECT * FROM RAW", "SET threads = 4"],
+    "statement", ["SELECT * FROM read_csv('/etc/passwd')", "SELECT * FROM RAW", "SET threads = 4"]
 )
 def test_sql_of_a_job_reaches_no_file_no_variable_and_no_setting(statement: str) -> None:
     with pytest.raises(duckdb.Error):

@@ -12,19 +12,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelines.build import build
 from pipelines.samples.event_join import COUNTS, join_events
-from pipelines.table.rows import expand
 from pipelines.table.verify import verify
 from schemas.config.job import load_job
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
 from schemas.manifest import InputFile
-from schemas.storage import Location
-from tests.pipelines.logs import bytes_of, request
+from tests.pipelines.logs import bytes_of, request, stored_table
 
 JOB = """
 name: ads
@@ -120,10 +118,9 @@ def seconds(time: datetime | None) -> int | None:
     return None if time is None else int(time.replace(tzinfo=UTC).timestamp()) - START
 
 
-def samples_of(dataset: Path, target: Path) -> list[tuple[Any, ...]]:
-    expand(Location.parse(dataset), Location.parse(target))
+def samples_of(dataset: Path) -> list[tuple[Any, ...]]:
     result = []
-    for r in pq.read_table(target).to_pylist():
+    for r in stored_table(dataset).to_pylist():
         second, at = seconds(r["time"]), seconds(r["label_time"])
         dwell = None if r["dwell"] is None else int(r["dwell"])
         result.append((r["session"], second, r["request"], r["label"], dwell, at))
@@ -171,7 +168,7 @@ def test_join_gives_what_each_feature_with_all_events_gives(
         request(job_of(tmp_path / "job", duplicates=rule), tmp_path / "input", tmp_path / "d")
     )
     samples, counts = reference(features, events, rule)
-    assert samples_of(tmp_path / "d", tmp_path / "x.parquet") == samples
+    assert samples_of(tmp_path / "d") == samples
     assert result["events"] == dict(counts)
     assert min(counts.values()) > 0
     (segment,) = open_dataset(tmp_path / "d").segments
@@ -220,7 +217,7 @@ def test_features_without_an_event_are_dropped_when_the_job_says_so(tmp_path: Pa
     build(request(job, tmp_path / "input", tmp_path / "d"))
     samples, _ = reference(features, events)
     kept = [s for s in samples if s[5] is not None]
-    assert samples_of(tmp_path / "d", tmp_path / "x.parquet") == kept
+    assert samples_of(tmp_path / "d") == kept
 
 
 def test_events_under_per_see_the_joined_rows(tmp_path: Path) -> None:
@@ -238,7 +235,7 @@ def test_events_under_per_see_the_joined_rows(tmp_path: Path) -> None:
     for session, second, _, clicked, _, _ in samples:
         if clicked:
             first[session] = min(second, first.get(session, second))
-    result = samples_of(tmp_path / "d", tmp_path / "x.parquet")
+    result = samples_of(tmp_path / "d")
     wrong = [s for s in result if s[3] != (s[1] >= first.get(s[0], 1 << 60))]
     assert wrong == []
 
@@ -307,15 +304,14 @@ def as_tables(features: list[Feature], events: list[Event]) -> dict[str, pa.Tabl
         "_origin": pa.array(range(len(events)), pa.int64()),
     }
     kinds = {"session": pa.int64(), "request": pa.string()}
-    made = [
+    tables = [
         {n: pa.array(c, kinds[n]) if n in kinds else c for n, c in t.items()}
         for t in (shown, clicks)
     ]
-    return {"shown": pa.table(made[0]), "clicks": pa.table(made[1])}
+    return {"shown": pa.table(tables[0]), "clicks": pa.table(tables[1])}
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
 @given(
     features=st.lists(
         st.tuples(st.integers(0, 2), st.integers(0, 200), st.sampled_from("ab")), max_size=12

@@ -5,7 +5,6 @@ import gzip
 import io
 import json
 import re
-import time
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,6 +23,7 @@ from pipelines.sources.rejects import Reject, file_reject, rejects_from_table
 from pipelines.sources.rows import ORIGIN, InputSplit
 from schemas.config.sources import FormatName, SourceConfig
 from schemas.errors import SchemaError
+from tests.shared import in_pairs
 
 COLUMNS = {"id": "int64", "name": "string", "ids": "list<int64>", "at": "timestamp"}
 RowsAndRejects = tuple[list[dict[str, Any]], list[Reject]]
@@ -78,11 +78,11 @@ BAD_LINES: dict[str, tuple[bytes, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("bad", "reason"), BAD_LINES.values(), ids=BAD_LINES)
-@pytest.mark.parametrize("position", [0, 17, 39])
+@pytest.mark.parametrize(("fault", "position"), in_pairs(BAD_LINES, [0, 17, 39]))
 def test_bad_line_is_rejected_with_its_position_and_the_others_arrive(
-    bad: bytes, reason: str, position: int, tmp_path: Path
+    fault: str, position: int, tmp_path: Path
 ) -> None:
+    bad, reason = BAD_LINES[fault]
     lines = [line(i) for i in range(40)]
     lines[position] = bad
     rows, rejects = jsonl(tmp_path, b"\n".join(lines), split_bytes=500)
@@ -140,14 +140,14 @@ def test_numbers_in_fields_of_texts_are_read_as_they_are_written(tmp_path: Path)
     assert result[-1]["score"] == result[-1]["user"]["tags"][1] == 'say "version": 2, \u00fc'
 
 
-@pytest.mark.slow
-def test_many_numbers_among_texts_take_arrow_s_time(tmp_path: Path) -> None:
-    rows = [f'{{"v": {i if i % 2 else json.dumps(str(i))}, "n": {i}}}' for i in range(200_000)]
-    start = time.process_time()
+def test_many_numbers_among_texts_are_not_read_line_by_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("pipelines.sources.jsonl._read_lines")
+    rows = [f'{{"v": {i if i % 2 else json.dumps(str(i))}, "n": {i}}}' for i in range(2000)]
     result, rejects = nested(tmp_path, rows, {"v": "string", "n": "int64"})
-    assert time.process_time() - start < 5
     assert rejects == []
-    assert [r["v"] for r in result] == [str(i) for i in range(200_000)]
+    assert [r["v"] for r in result] == [str(i) for i in range(2000)]
 
 
 def test_object_over_two_lines_is_two_bad_lines(tmp_path: Path) -> None:
@@ -167,8 +167,9 @@ def test_absent_and_other_fields_and_empty_lines_are_no_fault(tmp_path: Path) ->
     assert rejects == []
 
 
-@pytest.mark.parametrize("split_bytes", [1, 64, 1000, 1 << 20])
-@pytest.mark.parametrize("end", [b"", b"\n", b"\r\n", b"\n\n\n"])
+@pytest.mark.parametrize(
+    ("split_bytes", "end"), in_pairs([1, 64, 1000, 1 << 20], [b"", b"\n", b"\r\n", b"\n\n\n"])
+)
 def test_parts_hold_each_line_once_wherever_they_are_cut(
     split_bytes: int, end: bytes, tmp_path: Path
 ) -> None:
@@ -184,19 +185,19 @@ def test_file_that_ends_in_the_middle_of_a_line_loses_that_line(tmp_path: Path) 
     assert [r.position for r in rejects] == [8]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["log.jsonl.gz", "log.jsonl.zst"])
 def test_compressed_lines_are_read_and_a_truncated_file_keeps_what_it_has(
-    name: str, tmp_path: Path
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = b"".join(line(i) + b"\n" for i in range(200_000))
+    monkeypatch.setattr("pipelines.sources.jsonl._BLOCK_BYTES", 1 << 18)
+    text = b"".join(line(i) + b"\n" for i in range(20_000))
     packed = (
         gzip.compress(text, 1)
         if name.endswith("gz")
         else pa.Codec("zstd").compress(text, asbytes=True)
     )
     rows, rejects = jsonl(tmp_path, packed, name)
-    assert (len(rows), rejects) == (200_000, [])
+    assert (len(rows), rejects) == (20_000, [])
     rows, rejects = jsonl(tmp_path, packed[: len(packed) * 3 // 4], name)
     assert [r["id"] for r in rows] == list(range(len(rows)))
     assert len(rows) > 1000
@@ -262,8 +263,9 @@ def avro(
     return rows, rejects + more
 
 
-@pytest.mark.parametrize("codec", ["null", "deflate", "bzip2", "xz"])
-@pytest.mark.parametrize("split_bytes", [1, 2000, 1 << 30])
+@pytest.mark.parametrize(
+    ("codec", "split_bytes"), in_pairs(["null", "deflate", "bzip2", "xz"], [1, 2000, 1 << 30])
+)
 def test_avro_rows_arrive_once_with_their_positions(
     codec: str, split_bytes: int, tmp_path: Path
 ) -> None:

@@ -84,8 +84,8 @@ def test_parquet_times_with_a_zone_are_utc(columns: dict[str, str] | None, tmp_p
     )
     config = SourceConfig(files="*", format="parquet", columns=columns)
     table, rejects = read(tmp_path, "log.parquet", config)
-    made = run(Connection(), 'SELECT "at", hour("at") AS hour FROM log', {"log": table})
-    assert made.schema.field("at").type == pa.timestamp("us")
-    assert texts(made) == ["2026-01-01 09:00:00"]
-    assert made["hour"].to_pylist() == [9]
+    samples = run(Connection(), 'SELECT "at", hour("at") AS hour FROM log', {"log": table})
+    assert samples.schema.field("at").type == pa.timestamp("us")
+    assert texts(samples) == ["2026-01-01 09:00:00"]
+    assert samples["hour"].to_pylist() == [9]
     assert not rejects

@@ -19,19 +19,17 @@ import pytest
 from pipelines import build as build_module
 from pipelines.build import build
 from pipelines.context import BuildRequest
-from pipelines.table.rows import expand
 from pipelines.table.verify import verify
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
 from schemas.fitted import load_fitted
-from schemas.storage import Location
 from tests.pipelines import transform_jobs as jobs
 from tests.pipelines.logs import (
-    beam_request,
     bytes_of,
     copy_of,
     request,
     reverse_listings,
+    stored_table,
     unnamed_places,
 )
 
@@ -56,9 +54,8 @@ def expected_rows(
 
 
 @pytest.mark.slow
-def test_model_inputs_are_those_of_plain_python(dataset: Path, tmp_path: Path) -> None:
-    expand(Location.parse(dataset), Location.parse(tmp_path / "x.parquet"), model_inputs=True)
-    rows = pq.read_table(tmp_path / "x.parquet").to_pylist()
+def test_model_inputs_are_those_of_plain_python(dataset: Path) -> None:
+    rows = stored_table(dataset, model_inputs=True).to_pylist()
     training = [r for r in rows if str(r["time"]) < "2026-01-01 00:08"]
     assert 500 < len(training) < len(rows)
     items, cities = Counter(), Counter()  # type: ignore[var-annotated]
@@ -94,12 +91,9 @@ def test_model_inputs_are_those_of_plain_python(dataset: Path, tmp_path: Path) -
         assert row["price_log"] == pytest.approx(np.log1p(row["price"]), rel=1e-6)
 
 
-def test_expand_without_model_inputs_leaves_out_what_was_made(
-    dataset: Path, tmp_path: Path
-) -> None:
-    expand(Location.parse(dataset), Location.parse(tmp_path / "x.parquet"))
-    wanted = {"session", "time", "user", "city", "age", "history", "item", "price", "label"}
-    assert set(pq.read_table(tmp_path / "x.parquet").column_names) == wanted
+def test_samples_without_model_inputs_have_the_columns_of_the_sql(dataset: Path) -> None:
+    columns = {"session", "time", "user", "city", "age", "history", "item", "price", "label"}
+    assert set(stored_table(dataset).column_names) == columns
 
 
 def test_what_was_fitted_is_named_by_the_manifest_and_verified(
@@ -158,15 +152,6 @@ def test_other_cuts_into_files_and_parts_learn_the_same(
     assert verify(many)["problems"] == []
 
 
-@pytest.mark.slow
-def test_two_workers_give_the_same_bytes(dataset: Path, tmp_path: Path) -> None:
-    log = jobs.write_log(tmp_path / "log", jobs.raw_rows(400, 0))
-    wanted = beam_request(jobs.write_job(tmp_path / "job"), log, tmp_path / "dataset")
-    wanted.beam_args.extend(["--direct_num_workers=2", "--direct_running_mode=multi_threading"])
-    build(wanted)
-    assert bytes_of(tmp_path / "dataset") == bytes_of(dataset)
-
-
 def later(directory: Path, dataset: Path, seed: int, shift: int) -> BuildRequest:
     """Return a request that appends a log with some items of its own."""
     rows = jobs.raw_rows(300, seed)
@@ -207,9 +192,8 @@ def test_later_segment_appends_and_keeps_every_row_and_number(tmp_path: Path) ->
     second = open_dataset(dataset).segments[1].manifest.fitted
     assert set(first.items()) < set(second.items())
     assert [p.split("-")[0] for p in set(second) - set(first)] == ["vocabularies/items/00001"]
-    expand(Location.parse(dataset), Location.parse(tmp_path / "x.parquet"), model_inputs=True)
     rows = {v: i + 4 for i, v in enumerate(new)}
-    table = pq.read_table(tmp_path / "x.parquet", columns=["item", "item_row"]).to_pylist()
+    table = stored_table(dataset, model_inputs=True).select(["item", "item_row"]).to_pylist()
     for row in table[open_dataset(dataset).segments[0].manifest.num_samples :]:
         assert row["item_row"] == rows.get(row["item"], row["item_row"] % 4)
     assert verify(dataset)["problems"] == []

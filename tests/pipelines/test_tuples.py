@@ -22,14 +22,12 @@ from pipelines.samples.tuples import (
     sample_negatives,
     separate_tuples,
 )
-from pipelines.table.rows import expand
 from schemas.config.job import DataConfig, load_job
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet, load_features
 from schemas.layout import SAMPLE_WEIGHT
-from schemas.storage import Location
-from tests.pipelines.logs import bytes_of, raw_rows, request, write_job, write_log
+from tests.pipelines.logs import bytes_of, raw_rows, request, stored_table, write_job, write_log
 from trainer.data.decode import spec_of
 
 GROUPS = {"history": ("history",)}
@@ -146,6 +144,7 @@ def test_negatives_of_a_session_share_one_draw_and_samples_have_their_own(tmp_pa
     assert not np.array_equal(own, draws(samples, "sample", 1, "session"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unit", UNITS)
 def test_draws_do_not_depend_on_chunks_nulls_or_the_order_of_columns(
     unit: Unit, tmp_path: Path
@@ -203,12 +202,7 @@ def test_build_keeps_the_same_samples_however_the_log_is_cut_into_files(
     rows = []
     for files in (1, 4):
         dataset = build_of(tmp_path / str(files), f"{{negatives: 0.4, unit: {unit}}}", files)
-        expand(
-            Location.parse(dataset),
-            Location.parse(tmp_path / f"{files}.parquet"),
-            model_inputs=True,
-        )
-        rows.append(sorted(map(str, pq.read_table(tmp_path / f"{files}.parquet").to_pylist())))
+        rows.append(sorted(map(str, stored_table(dataset, model_inputs=True).to_pylist())))
     assert rows[0] == rows[1]
     assert bytes_of(dataset) == bytes_of(
         build_of(tmp_path / "again", f"{{negatives: 0.4, unit: {unit}}}", 4)
@@ -220,10 +214,7 @@ def test_weight_column_is_read_by_the_trainer_and_left_out_of_the_original_sampl
     tmp_path: Path,
 ) -> None:
     dataset = build_of(tmp_path, "{negatives: 0.4, unit: sample}", 2, worth=True)
-    expand(Location.parse(dataset), Location.parse(tmp_path / "original.parquet"))
-    expand(Location.parse(dataset), Location.parse(tmp_path / "inputs.parquet"), model_inputs=True)
-    original = pq.read_table(tmp_path / "original.parquet")
-    inputs = pq.read_table(tmp_path / "inputs.parquet")
+    original, inputs = stored_table(dataset), stored_table(dataset, model_inputs=True)
     assert SAMPLE_WEIGHT not in original.column_names
     assert "worth" in original.column_names
     ratio = inputs[SAMPLE_WEIGHT].to_numpy() / inputs["worth"].to_numpy()
@@ -272,6 +263,7 @@ def test_sampling_that_does_not_fit_is_refused_before_any_work(
     assert not (tmp_path / "dataset" / "segments").exists()
 
 
+@pytest.mark.slow
 def test_sampling_that_leaves_a_part_of_the_log_empty_still_builds(tmp_path: Path) -> None:
     rows = raw_rows(60, 1)
     clicked = pa.array(np.arange(60) == 0, pa.bool_()).cast(pa.int8())

@@ -31,6 +31,7 @@ from schemas.samples import read_samples
 from schemas.storage import MANIFESTS
 from tests.pipelines.logs import IN_PROCESS, built, copy_of, segment_directory
 from tests.schemas import reference
+from tests.shared import error_of, json_of, output_of, refusal_of
 
 
 @pytest.fixture(scope="module")
@@ -79,12 +80,11 @@ def test_verify_of_a_fresh_dataset_finds_nothing(
     dataset: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["verify", str(dataset), "--json"]) == 0
-    said = capsys.readouterr()
-    found = json.loads(said.out)
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
     assert (found["problems"], found["num_segments"]) == ([], 1)
-    assert said.err.splitlines()[-1] == f"verify: ok, {found['num_samples']} samples, 1 segment"
-    assert main(["verify", str(dataset)]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == said.err.strip()
+    assert printed.err.splitlines()[-1] == f"verify: ok, {found['num_samples']} samples, 1 segment"
+    assert output_of(main, ["verify", str(dataset)]).splitlines()[-1] == printed.err.strip()
 
 
 @pytest.mark.parametrize("more", [[], ["--json"]])
@@ -95,9 +95,9 @@ def test_verify_of_a_damaged_dataset_ends_with_the_number_of_problems(
     file = next((copy / SEGMENTS).glob("*/samples/*.parquet"))
     file.write_bytes(b"x")
     assert main(["verify", str(copy), *more]) == 1
-    said = capsys.readouterr()
-    assert (said.err if more else said.out).splitlines()[-1] == "verify: 1 problem"
-    assert len(said.out.splitlines()) == 1 or not more
+    printed = capsys.readouterr()
+    assert (printed.err if more else printed.out).splitlines()[-1] == "verify: 1 problem"
+    assert len(printed.out.splitlines()) == 1 or not more
 
 
 def test_verify_names_every_file_in_which_a_byte_has_changed(dataset: Path, tmp_path: Path) -> None:
@@ -202,12 +202,11 @@ def steps_of(dataset: Path, feature_columns: list[str], batch: int) -> list[list
 
 @pytest.mark.parametrize(("batch", "epochs"), [(32, 1), (64, 1), (32, 3)])
 def test_oracle_counts_what_a_plain_scan_counts(
-    batch: int, epochs: int, dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    batch: int, epochs: int, dataset: Path, tmp_path: Path
 ) -> None:
     copy = copy_of(dataset, tmp_path / "dataset")
     arguments = ["oracle", str(copy), "--batch-samples", str(batch), "--epochs", str(epochs)]
-    assert main([*arguments, "--reindex", "--lookahead", "2", "--json", IN_PROCESS]) == 0
-    report = json.loads(capsys.readouterr().out)
+    report = json_of(main, [*arguments, "--reindex", "--lookahead", "2", "--json", IN_PROCESS])
     steps = steps_of(copy, ["item", "history"], batch) * epochs
     table = report["tables"]["items"]
     assert report["num_steps"] == len(steps)
@@ -229,11 +228,8 @@ def test_oracle_counts_what_a_plain_scan_counts(
     assert verify(copy)["problems"] == []
 
 
-def test_oracle_counts_lookups_with_and_without_deduplication(
-    dataset: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["oracle", str(dataset), "--json"]) == 0
-    tables = json.loads(capsys.readouterr().out)["tables"]
+def test_oracle_counts_lookups_with_and_without_deduplication(dataset: Path) -> None:
+    tables = json_of(main, ["oracle", str(dataset), "--json"])["tables"]
     opened = open_dataset(dataset)
     training = next(iter(read_samples(opened)))
     lengths = [len(h) for h in training["history"].to_pylist()]
@@ -274,25 +270,19 @@ def test_oracle_writes_hints_that_agree_with_a_plain_scan(dataset: Path, tmp_pat
 
 @pytest.mark.slow
 def test_oracle_without_an_index_for_the_batch_names_the_command_that_builds_it(
-    dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    dataset: Path, tmp_path: Path
 ) -> None:
     copy = copy_of(dataset, tmp_path / "dataset")
-    assert main(["oracle", str(copy), "--batch-samples", "64"]) == 1
-    error = capsys.readouterr().err.strip()
+    error = error_of(main, ["oracle", str(copy), "--batch-samples", "64"]).strip()
     assert "batch_samples=64, epochs=1, shuffle=none, seed=0, got batch_samples=32 in" in error
     command = error.partition("run python -m pipelines ")[2].split()
     assert main(command) == 0
     assert main(["oracle", str(copy), "--batch-samples", "64"]) == 0
 
 
-def test_oracle_with_a_cache_that_is_too_small_names_a_larger_one(
-    dataset: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["oracle", str(dataset), "--cache-rows", "3"]) == 1
-    assert (
-        "cache of table 'items' must hold the rows that wait and those of the window"
-        in capsys.readouterr().err
-    )
+def test_oracle_with_a_cache_that_is_too_small_names_a_larger_one(dataset: Path) -> None:
+    message = "cache of table 'items' must hold the rows that wait and those of the window"
+    assert message in error_of(main, ["oracle", str(dataset), "--cache-rows", "3"])
 
 
 CLAIMS = {
@@ -347,17 +337,13 @@ def test_verify_sums_blocks_again(dataset: Path, name: str) -> None:
     ("option", "value"),
     [("lookahead", 0), ("lookahead", -5), ("epochs", 0), ("batch-samples", 0), ("cache-rows", 0)],
 )
-def test_oracle_refuses_what_is_below_one(
-    dataset: Path, capsys: pytest.CaptureFixture[str], option: str, value: int
-) -> None:
-    assert main(["oracle", str(dataset), f"--{option}", str(value)]) == 1
-    error = f"error: --{option} must be at least 1, got {value}; raise it or leave it out"
-    assert capsys.readouterr().err.strip() == error
+def test_oracle_refuses_what_is_below_one(dataset: Path, option: str, value: int) -> None:
+    error = f"--{option} must be at least 1, got {value}; raise it or leave it out"
+    assert refusal_of(main, ["oracle", str(dataset), f"--{option}", str(value)]) == error
 
 
-def test_generate_refuses_an_empty_log(
-    repository: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_generate_refuses_an_empty_log(repository: Path, tmp_path: Path) -> None:
     job = str(repository / "schemas" / "demo" / "job.yaml")
-    assert main(["generate", job, "--output", str(tmp_path), "--num-samples", "0"]) == 1
-    assert "num_samples must be at least 1, got num_samples=0" in capsys.readouterr().err
+    assert "num_samples must be at least 1, got num_samples=0" in error_of(
+        main, ["generate", job, "--output", str(tmp_path), "--num-samples", "0"]
+    )

@@ -35,7 +35,7 @@ from tests.presage.own_loop import (
     train_and_save,
     train_step,
 )
-from tests.shared import each_once
+from tests.shared import in_pairs
 from tests.trainer.make_dataset import write_job
 from tests.trainer.runs import final_rows, losses_of, rows_in, run_job, small_dataset
 from tests.trainer.stores import running, start_store
@@ -129,7 +129,7 @@ def assert_trains_alike(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "transform"), each_once(KINDS, TRANSFORMS))
+@pytest.mark.parametrize(("kind", "transform"), in_pairs(KINDS, TRANSFORMS))
 def test_every_store_trains_as_memory_does(kind: str, transform: str, tmp_path: Path) -> None:
     with opened(kind, tmp_path) as (_, rows):
         model = Ranker(rows, TRANSFORMS[transform], "adam", 8)

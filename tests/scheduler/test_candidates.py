@@ -27,7 +27,7 @@ from schemas.config.schedule import (
     ScheduleConfig,
     TrainingPoolConfig,
 )
-from tests.scheduler.made import FACTS, GIB, hypervolume, snapshot
+from tests.scheduler.small_job import FACTS, GIB, hypervolume, snapshot
 
 WIDE = ScheduleConfig(
     budget=BudgetConfig(cpus=350.0, memory=800 * GIB),
@@ -37,40 +37,40 @@ WIDE = ScheduleConfig(
 
 
 @pytest.fixture(scope="module")
-def known(tmp_path_factory: pytest.TempPathFactory) -> Snapshot:
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Snapshot:
     """A job of a hundred million samples."""
     facts = replace(FACTS, num_samples=10**8, num_train_samples=10**8)
     return snapshot(tmp_path_factory.mktemp("job"), ScheduleConfig(), facts)
 
 
-def objectives(grid: Grid, known: Snapshot) -> np.ndarray:
+def objectives(grid: Grid, measured: Snapshot) -> np.ndarray:
     """Return price an hour and the negative of throughput, from start to trained model."""
-    found = predict_candidates(grid, known, WIDE, fit_models(known, WIDE))
+    found = predict_candidates(grid, measured, WIDE, fit_models(measured, WIDE))
     return np.stack([found.cost_per_hour, -FACTS.num_samples / found.predicted_sec], axis=1)
 
 
 @pytest.mark.slow
 def test_candidates_of_a_large_grid_cover_its_front_to_a_hundredth(
-    known: Snapshot, monkeypatch: pytest.MonkeyPatch
+    measured: Snapshot, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    models = fit_models(known, WIDE)
-    thinned = find_candidates(known, WIDE, models)
+    models = fit_models(measured, WIDE)
+    thinned = find_candidates(measured, WIDE, models)
     with monkeypatch.context() as patch:
         patch.setattr(module, "EXACT_POINTS", 10**8)
-        every = find_candidates(known, WIDE, models)
+        every = find_candidates(measured, WIDE, models)
     assert len(every) > 10 * len(thinned)
     assert (budget_excess(thinned, WIDE) == 0).all()
-    exact, found = objectives(every, known), objectives(thinned, known)
+    exact, found = objectives(every, measured), objectives(thinned, measured)
     reference = (float(exact[:, 0].max()), 0.0)
     assert 0.99 <= hypervolume(found, reference) / hypervolume(exact, reference) <= 1.0
 
 
 @pytest.mark.parametrize("largest", [1, 3])
 def test_candidates_of_bounded_segment_jobs_are_those_of_all_that_are_small_enough(
-    known: Snapshot, largest: int
+    measured: Snapshot, largest: int
 ) -> None:
     config = ScheduleConfig(budget=BudgetConfig(cpus=64.0, memory=1024 * GIB))
-    usual = replace(known, facts=FACTS)
+    usual = replace(measured, facts=FACTS)
     models = replace(fit_models(usual, config), num_segments=4)
     every = find_candidates(usual, config, models)
     small = every[every.workers_per_job <= largest]
@@ -82,13 +82,13 @@ def test_candidates_of_bounded_segment_jobs_are_those_of_all_that_are_small_enou
 @pytest.mark.slow
 @pytest.mark.parametrize("hours", [None, 3.0])
 def test_plan_of_a_large_grid_is_nearly_the_best_of_all(
-    known: Snapshot, monkeypatch: pytest.MonkeyPatch, hours: float | None
+    measured: Snapshot, monkeypatch: pytest.MonkeyPatch, hours: float | None
 ) -> None:
     deadline = None if hours is None else timedelta(hours=hours)
     config = replace(WIDE, deadline=deadline)
-    thinned = plan(known, config)
+    thinned = plan(measured, config)
     monkeypatch.setattr(module, "EXACT_POINTS", 10**8)
-    exact = plan(known, config)
+    exact = plan(measured, config)
     assert exact.num_candidates > EXACT_POINTS / 10 > thinned.num_candidates
 
     def value(chosen: Candidate) -> float:

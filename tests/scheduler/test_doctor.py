@@ -15,6 +15,7 @@ import pytest
 from scheduler import doctor
 from scheduler.__main__ import main
 from scheduler.doctor import CHECKS, SOURCES, Finding, Machine, examine, format_finding
+from tests.shared import json_of
 
 NOW = 1_767_225_600.0
 CLUSTER = """\
@@ -131,9 +132,9 @@ def test_port_that_is_taken_lacks_and_is_free_again_afterwards() -> None:
         server.bind(("127.0.0.1", 0))
         server.listen()
         port = int(server.getsockname()[1])
-        taken = check("ports", port=port)
-        assert (taken.state, taken.found) == ("lacks", "address already in use")
-        assert taken.must == f"have port {port} free on loopback"
+        finding = check("ports", port=port)
+        assert (finding.state, finding.found) == ("lacks", "address already in use")
+        assert finding.must == f"have port {port} free on loopback"
     assert check("ports", port=port).ok
     assert check("ports", port=0).ok
 
@@ -194,11 +195,11 @@ def test_flink_jars_are_found_in_the_cache_of_their_versions(tmp_path: Path) -> 
         "import sys; sys.path.insert(0, sys.argv[1]); import artifacts; "
         "print(artifacts.cache_directory())"
     )
-    said = subprocess.run(
+    printed = subprocess.run(
         [sys.executable, "-c", code, str(sources)],
         env={**os.environ, **environment}, capture_output=True, text=True, check=True, timeout=60,
     ).stdout  # fmt: skip
-    Path(said.strip()).mkdir(parents=True)
+    Path(printed.strip()).mkdir(parents=True)
     assert check("flink jars", environment=environment).ok
 
 
@@ -228,10 +229,9 @@ def test_command_says_all_and_fails_where_something_lacks(
     command = ["doctor", "--output", str(tmp_path), "--least-disk", "1B", "--least-shared", "1B"]
     lock = tmp_path / "empty.lock"
     lock.write_text("")
-    assert main([*command, "--lock", str(lock), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["ok"]
-    names = [finding["name"] for finding in told["findings"]]
+    report = json_of(main, [*command, "--lock", str(lock), "--json"])
+    assert report["ok"]
+    names = [finding["name"] for finding in report["findings"]]
     assert len(names) == len(set(names)) == 10
     lock.write_text("no-such-package==1.0\n")
     assert main([*command, "--lock", str(lock)]) == 1

@@ -70,14 +70,15 @@ def test_slow_store_and_another_clock_are_named(
     with s3_store.behind_proxy(faults) as behind:
         root = connect(behind, monkeypatch)
         ahead, behind_us = last(root, -90), last(root, 90)
-        faults.latency_sec = 0.25
+        monkeypatch.setattr("scheduler.doctor_url.MAX_LATENCY_MS", 20.0)
+        faults.latency_sec = 0.05
         slow = last(root)
         faults.latency_sec = 0
     assert (ahead.name, ahead.ok, behind_us.ok) == ("url clock", False, False)
     assert ahead.found.endswith(" s ahead")
     assert behind_us.found.endswith(" s behind")
     assert (slow.name, slow.ok) == ("url latency", False)
-    assert 250 <= float(slow.found.removesuffix(" ms")) < 1000
+    assert float(slow.found.removesuffix(" ms")) >= 50
 
 
 def test_missing_bucket_and_odd_url_are_the_only_finding(
@@ -91,6 +92,7 @@ def test_missing_bucket_and_odd_url_are_the_only_finding(
     assert finding.found.startswith("scheme is unknown: 's4' in s4://b; use a path or file://")
 
 
+@pytest.mark.slow
 def test_doctor_of_a_url_prints_its_findings_too(
     s3_store: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -88,15 +88,14 @@ def assert_concave_to_its_peak_and_falling_after(speed: np.ndarray) -> None:
     assert (gains[peak:] <= slack).all()
 
 
-@pytest.mark.slow
 @given(training_fits, st.floats(0.25, 64.0), st.integers(0, 16))
 def test_throughput_over_replicas_gains_ever_less_and_has_one_peak(
     fit: Fit, cpus: float, stores: int
 ) -> None:
     setting = TrainingSetting(num_replicas=COUNTS, num_stores=stores, replica_cpus=cpus)
-    taken = fit.seconds(setting)
-    if taken.min() > 0:
-        assert_concave_to_its_peak_and_falling_after(1.0 / taken)
+    seconds = fit.seconds(setting)
+    if seconds.min() > 0:
+        assert_concave_to_its_peak_and_falling_after(1.0 / seconds)
 
 
 GROWING = {
@@ -106,21 +105,19 @@ GROWING = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "values"), GROWING.values(), ids=GROWING.keys())
 @given(fit=training_fits, replicas=st.integers(1, 32))
 def test_step_of_more_resources_is_not_longer_and_gains_ever_less(
     name: str, values: np.ndarray, fit: Fit, replicas: int
 ) -> None:
     sizes = {"num_replicas": replicas, "num_stores": 1, name: values}
-    taken = fit.seconds(TrainingSetting(**sizes))
-    slack = 1e-9 * taken.max()
-    assert (np.diff(taken) <= slack).all()
-    whole = taken[values == np.floor(values)]  # the slope changes where cores begin to be shared
+    seconds = fit.seconds(TrainingSetting(**sizes))
+    slack = 1e-9 * seconds.max()
+    assert (np.diff(seconds) <= slack).all()
+    whole = seconds[values == np.floor(values)]  # the slope changes where cores begin to be shared
     assert (np.diff(whole, n=2) >= -slack).all()
 
 
-@pytest.mark.slow
 @given(training_fits, st.integers(1, 8), st.integers(0, 4), st.floats(1.0, 10.0))
 def test_step_of_more_load_is_not_shorter(
     fit: Fit, replicas: int, stores: int, factor: float
@@ -131,27 +128,26 @@ def test_step_of_more_load_is_not_shorter(
         assert more >= less
 
 
-@pytest.mark.slow
 @given(segment_fits, st.floats(1.0, 1e6), st.floats(0.1, 4.0), st.integers(1, 8))
 def test_segment_job_of_more_workers_is_shorter_ever_less_and_of_more_jobs_is_not(
     fit: Fit, rows: float, cpus: float, jobs: int
 ) -> None:
-    def taken(workers: np.ndarray | int, at_once: np.ndarray | int) -> np.ndarray:
+    def seconds(workers: np.ndarray | int, at_once: np.ndarray | int) -> np.ndarray:
         setting = SegmentSetting(rows=rows, workers=workers, worker_cpus=cpus, segment_jobs=at_once)
         return fit.seconds(setting)
 
-    over_workers = taken(COUNTS, jobs)
+    over_workers = seconds(COUNTS, jobs)
     slack = 1e-9 * over_workers.max()
     assert (np.diff(over_workers) <= slack).all()
     assert (np.diff(over_workers, n=2) >= -slack).all()
-    assert (np.diff(taken(2, COUNTS)) >= -slack).all()
+    assert (np.diff(seconds(2, COUNTS)) >= -slack).all()
 
 
 def test_columns_of_a_setting_give_it_back() -> None:
     setting = TrainingSetting(num_replicas=[1, 2], num_stores=3, moved_bytes=[5.0, 7.0])
-    again = TrainingSetting.of_columns(setting.columns())
-    assert again.design().tolist() == setting.design().tolist()
-    assert np.asarray(again.num_stores).tolist() == [3.0, 3.0]
+    same = TrainingSetting.of_columns(setting.columns())
+    assert same.design().tolist() == setting.design().tolist()
+    assert np.asarray(same.num_stores).tolist() == [3.0, 3.0]
 
 
 def at(*replicas: float, rows: float = 1.0) -> TrainingSetting:
@@ -184,9 +180,9 @@ def test_observe_of_a_setting_that_takes_another_time_forgets_what_is_older() ->
 @settings(max_examples=20)
 def test_observe_of_noise_and_stragglers_forgets_nothing(seed: int, noise: float) -> None:
     rng = np.random.default_rng(seed)
-    taken = np.exp(noise * rng.standard_normal(20 * MAX_PER_CELL))
-    taken[rng.random(len(taken)) < 0.1] *= 20.0
-    window = observe(observe(Window(), at(3), [5.0], 0.0), at(*[2] * len(taken)), taken, 1.0)
+    seconds = np.exp(noise * rng.standard_normal(20 * MAX_PER_CELL))
+    seconds[rng.random(len(seconds)) < 0.1] *= 20.0
+    window = observe(observe(Window(), at(3), [5.0], 0.0), at(*[2] * len(seconds)), seconds, 1.0)
     assert len(window) == 2
 
 
@@ -224,8 +220,8 @@ def test_weights_halve_with_each_half_life() -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 4), st.floats(0.1, 9.0)), min_size=1, max_size=60))
 def test_observe_one_by_one_equals_all_at_once(stream: list[tuple[int, float]]) -> None:
-    replicas, taken = [r for r, _ in stream], [sec for _, sec in stream]
-    together = observe(Window(), at(*replicas), taken, 7.0)
+    replicas, seconds = [r for r, _ in stream], [sec for _, sec in stream]
+    together = observe(Window(), at(*replicas), seconds, 7.0)
     single = Window()
     for count, sec in stream:
         single = observe(single, at(count), [sec], 7.0)
@@ -303,7 +299,6 @@ def test_fit_never_predicts_that_a_step_takes_no_time() -> None:
     assert not found.confident.any()
 
 
-@pytest.mark.slow
 @given(
     arrays(float, (8, 3), elements=st.floats(0.0625, 2, width=32)),
     arrays(float, 8, elements=st.floats(0.0625, 2, width=32)),
@@ -330,8 +325,8 @@ def test_predict_seconds_of_many_seeds_holds_the_named_share() -> None:
         fit = fit_window(measured(SIZES[order[:60]], 0.1, seed), TrainingSetting, PRIOR)
         hidden = TrainingSetting.of_columns(SIZES[order[60:]])
         off = np.exp(0.1 * np.random.default_rng(seed + 1000).standard_normal(12))
-        found, taken = predict_seconds(fit, hidden), TRUTH.seconds(hidden) * off
-        inside.append((found.low <= taken) & (taken <= found.high))
+        found, seconds = predict_seconds(fit, hidden), TRUTH.seconds(hidden) * off
+        inside.append((found.low <= seconds) & (seconds <= found.high))
     assert np.mean(inside) >= 0.88
 
 
@@ -362,12 +357,12 @@ def test_doublings_outside_count_sizes_and_not_loads() -> None:
     fit = fit_window(measured(SIZES), TrainingSetting, PRIOR)
     inside = TrainingSetting.of_columns(SIZES[:1])
 
-    def away(**changes: float) -> float:
+    def error_of(**changes: float) -> float:
         return float(doublings_outside(fit, replace(inside, **changes))[0])
 
-    assert away() == away(unique_rows=1e9) == 0.0
-    assert away(num_replicas=17) == pytest.approx(1.0)  # 18 is twice 9
-    assert away(num_replicas=17, num_stores=7) == pytest.approx(2.0)
+    assert error_of() == error_of(unique_rows=1e9) == 0.0
+    assert error_of(num_replicas=17) == pytest.approx(1.0)  # 18 is twice 9
+    assert error_of(num_replicas=17, num_stores=7) == pytest.approx(2.0)
 
 
 def test_fit_window_of_a_stream_follows_a_job_that_became_slower() -> None:
@@ -380,6 +375,6 @@ def test_fit_window_of_a_stream_follows_a_job_that_became_slower() -> None:
 
 def test_fit_window_of_stragglers_is_not_moved_by_them() -> None:
     setting = TrainingSetting(num_replicas=[2] * 20)
-    taken = np.where(np.arange(20) % 10 == 0, 50.0, 1.0)
-    fit = fit_window(observe(Window(), setting, taken, 0.0), TrainingSetting)
+    seconds = np.where(np.arange(20) % 10 == 0, 50.0, 1.0)
+    fit = fit_window(observe(Window(), setting, seconds, 0.0), TrainingSetting)
     assert fit.seconds(TrainingSetting(num_replicas=2))[0] == pytest.approx(1.0)

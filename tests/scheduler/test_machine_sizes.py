@@ -10,11 +10,7 @@ from pathlib import Path
 import pytest
 
 from scheduler.model.snapshot import Snapshot, take_snapshot
-from scheduler.planner.machine_sizes import (
-    CLUSTER_CPUS,
-    cluster_schedule,
-    machine_schedule,
-)
+from scheduler.planner.machine_sizes import CLUSTER_CPUS, cluster_schedule, machine_schedule
 from scheduler.planner.policy import plan
 from schemas.config.schedule import BudgetConfig, ScheduleConfig
 from schemas.errors import PlanError
@@ -114,9 +110,7 @@ def test_worker_that_needs_more_than_its_memory_gets_it_where_no_second_fits(
     assert changes == ("preprocessing.worker has 2182MiB instead of 2048MiB, which the data need",)
 
 
-def test_replica_that_needs_more_than_its_memory_gets_it_instead_of_a_store(
-    demo: Snapshot,
-) -> None:
+def test_replica_that_needs_more_than_its_memory_gets_it_instead_of_a_store(demo: Snapshot) -> None:
     needing = wide(demo)
     needing = replace(
         needing, facts=replace(needing.facts, table_rows={"items": 30_000_000}, measured=True)
@@ -128,7 +122,7 @@ def test_replica_that_needs_more_than_its_memory_gets_it_instead_of_a_store(
     assert changes[-1].startswith("training.replica has ")
 
 
-def advised(message: str) -> BudgetConfig:
+def advised_budget(message: str) -> BudgetConfig:
     """The budget that a refusal says would do."""
     named = re.search(r"use at least cpus=([\d.]+) and memory=(\d+)MiB", message)
     assert named is not None, message
@@ -160,7 +154,7 @@ def test_budget_that_a_refusal_advises_is_enough(
     with pytest.raises(PlanError) as refused:
         plan(snapshot, config)
     config, _ = machine_schedule(
-        snapshot, advised(str(refused.value)), allow_oversubscription=False
+        snapshot, advised_budget(str(refused.value)), allow_oversubscription=False
     )
     chosen = plan(snapshot, config).chosen
     assert chosen.predicted_sec > 0

@@ -1,6 +1,5 @@
 """`scheduler fit`: what is read, skipped and refused, and what is held back."""
 
-import json
 import re
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from scheduler.__main__ import main
 from scheduler.model.fit import TRAINING_TERMS
 from scheduler.model.measurements import parse_holdout, read_measurements
 from schemas.errors import SchemaError
+from tests.shared import error_of, json_of, printed_by
 
 HEADER = "job,num_replicas,num_stores,replica_cpus,store_cpus,batch_size,samples_per_sec,site"
 
@@ -27,13 +27,8 @@ def measured(tmp_path: Path) -> Path:
     return write(tmp_path / "measured.csv", *lines, "b,17,0,2,,64,0,there", "b,18,0,2,,64,,there")
 
 
-def test_main_fit_json_holds_a_model_of_each_job(
-    measured: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["fit", str(measured), "--holdout", "num_replicas=>=13", "--json"]) == 0
-    out = capsys.readouterr().out
-    assert out.count("\n") == 1
-    body = json.loads(out)
+def test_main_fit_json_holds_a_model_of_each_job(measured: Path) -> None:
+    body = json_of(main, ["fit", str(measured), "--holdout", "num_replicas=>=13", "--json"])
     assert list(body["jobs"]) == ["a", "b"]
     for fit in body["jobs"].values():
         assert set(fit["coefficients"]) == set(TRAINING_TERMS)
@@ -46,32 +41,26 @@ def test_main_fit_json_holds_a_model_of_each_job(
     assert body["num_skipped"] == 2
 
 
-def test_main_fit_prints_a_line_for_each_job_and_what_it_skipped(
-    measured: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["fit", str(measured), "--holdout", "job=a,num_replicas=>12"]) == 0
-    printed = capsys.readouterr()
-    first, second = printed.out.splitlines()
+def test_main_fit_prints_a_line_for_each_job_and_what_it_skipped(measured: Path) -> None:
+    words = ["fit", str(measured), "--holdout", "job=a,num_replicas=>12"]
+    printed, errors = printed_by(main, words, 0)
+    first, second = printed.splitlines()
     assert re.match(r"a: 12 fitted 0\.\d% off, 4 held back \d\.\d% off, 100% inside", first)
     assert re.match(r"b: 16 fitted 0\.\d% off; ", second)
-    assert printed.err == "skipped 2 rows without a speed\n"
+    assert errors == "skipped 2 rows without a speed\n"
 
 
-def test_main_fit_far_beyond_what_was_measured_predicts_without_confidence(
-    measured: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["fit", str(measured), "--holdout", "num_replicas=>2", "--json"]) == 0
-    for fit in json.loads(capsys.readouterr().out)["jobs"].values():
+def test_main_fit_far_beyond_what_was_measured_predicts_without_confidence(measured: Path) -> None:
+    for fit in json_of(main, ["fit", str(measured), "--holdout", "num_replicas=>2", "--json"])[
+        "jobs"
+    ].values():
         assert fit["mape_holdout"] > 0
         assert fit["confident"] is False
 
 
-def test_main_fit_of_several_holdouts_predicts_what_matches_any(
-    measured: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    held = ["--holdout", "num_replicas=3", "--holdout", "site=there,num_replicas=<=2"]
-    assert main(["fit", str(measured), *held, "--json"]) == 0
-    jobs = json.loads(capsys.readouterr().out)["jobs"]
+def test_main_fit_of_several_holdouts_predicts_what_matches_any(measured: Path) -> None:
+    holdouts = ["--holdout", "num_replicas=3", "--holdout", "site=there,num_replicas=<=2"]
+    jobs = json_of(main, ["fit", str(measured), *holdouts, "--json"])["jobs"]
     assert [jobs[name]["num_held_back"] for name in "ab"] == [1, 3]
 
 
@@ -86,12 +75,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("line", "message"), REFUSED.values(), ids=REFUSED.keys())
-def test_main_fit_of_a_wrong_cell_names_its_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], line: str, message: str
-) -> None:
+def test_main_fit_of_a_wrong_cell_names_its_line(tmp_path: Path, line: str, message: str) -> None:
     path = write(tmp_path / "bad.csv", "a,1,,,,64,10,x", line)
-    assert main(["fit", str(path)]) == 1
-    found = capsys.readouterr().err
+    found = error_of(main, ["fit", str(path)])
     assert found.startswith(f"error: {message}")
     assert f" in {path}:3; correct or remove the row\n" in found
 
@@ -122,8 +108,7 @@ def test_parse_holdout_of_no_condition_says_what_is_wrong(text: str, message: st
         parse_holdout(text, HEADER.split(","))
 
 
-def test_main_fit_that_holds_back_a_whole_job_says_so(
-    measured: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["fit", str(measured), "--holdout", "job=b"]) == 1
-    assert "holdout leaves no row to fit: all 16 of job 'b'" in capsys.readouterr().err
+def test_main_fit_that_holds_back_a_whole_job_says_so(measured: Path) -> None:
+    assert "holdout leaves no row to fit: all 16 of job 'b'" in error_of(
+        main, ["fit", str(measured), "--holdout", "job=b"]
+    )

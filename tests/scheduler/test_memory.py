@@ -1,9 +1,6 @@
 """Memory of each process, predicted from its contents and forecast from its growth."""
 
-import subprocess
-import sys
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -27,7 +24,7 @@ from scheduler.model.memory import (
     worker_bytes,
 )
 from schemas.config.train import CacheConfig, ModelConfig, SparseOptimizerConfig, TrainConfig
-from tests.scheduler.made import FACTS
+from tests.scheduler.small_job import FACTS
 
 TRAIN = TrainConfig(embedding_dim=16, batch_samples=1024)
 
@@ -93,7 +90,6 @@ def test_cache_rows_is_what_the_job_says_or_the_rows_of_all_steps_ahead() -> Non
     assert cache_rows(known, best) == sum(FACTS.table_rows.values())
 
 
-@pytest.mark.slow
 @given(st.floats(1.0, 1e9), st.integers(1, 63))
 def test_worker_bytes_fall_with_workers_and_grow_with_rows(rows: float, workers: int) -> None:
     assert worker_bytes(FACTS, rows, workers + 1) <= worker_bytes(FACTS, rows, workers)
@@ -115,7 +111,6 @@ def test_worker_bytes_hold_the_largest_session_however_many_workers_there_are() 
 
 
 MIB = 1 << 20
-GROWER = Path(__file__).with_name("grower.py")
 
 
 def noisy(line: np.ndarray, size: float, seed: int) -> np.ndarray:
@@ -123,7 +118,6 @@ def noisy(line: np.ndarray, size: float, seed: int) -> np.ndarray:
     return line - size * np.abs(np.random.default_rng(seed).standard_normal(len(line)))
 
 
-@pytest.mark.slow
 @given(st.floats(0.01, 5.0), st.integers(200, 2000), st.integers(0, 20))
 def test_forecast_of_a_leak_meets_the_limit_where_the_line_does(
     slope: float, read: int, seed: int
@@ -164,9 +158,9 @@ def test_forecast_of_tables_that_fill_uses_the_load_that_is_known_ahead() -> Non
     limit = int(memory[-1] + 20 * MIB)
     blind = forecast(steps, readings, end_step=end, limit_bytes=limit)
     assert blind.expected_step is not None
-    told = forecast(steps, readings, end_step=end, limit_bytes=limit, load=touched)
-    assert told.expected_step is None
-    assert told.end_bytes == pytest.approx(memory[-1], rel=0.02)
+    prediction = forecast(steps, readings, end_step=end, limit_bytes=limit, load=touched)
+    assert prediction.expected_step is None
+    assert prediction.end_bytes == pytest.approx(memory[-1], rel=0.02)
     tight = int(memory[2000])
     soon = forecast(steps, readings, end_step=end, limit_bytes=tight, load=touched)
     assert soon.expected_step == pytest.approx(2000, rel=0.15)
@@ -203,10 +197,12 @@ def test_forecast_of_a_leak_beside_a_load_is_foreseen_in_time(mib_per_step: floa
         memory, load = filling(seed)
         memory = memory + mib_per_step * MIB * np.arange(1001)
         limit = int(memory[600])
-        told = forecast(np.arange(570), memory[:570], end_step=1000, limit_bytes=limit, load=load)
-        assert told.earliest_step is not None
-        assert told.earliest_step <= 640
-        assert told.needed_bytes > limit
+        prediction = forecast(
+            np.arange(570), memory[:570], end_step=1000, limit_bytes=limit, load=load
+        )
+        assert prediction.earliest_step is not None
+        assert prediction.earliest_step <= 640
+        assert prediction.needed_bytes > limit
 
 
 def test_forecast_alarms_by_the_line_where_the_load_explains_no_more() -> None:
@@ -267,54 +263,14 @@ def test_forecast_without_a_reading_or_a_future_says_so(steps: list[int], end: i
         forecast(steps, [MIB] * len(steps), end_step=end, limit_bytes=MIB)
 
 
-@dataclass
-class Watched:
-    """A run of the growing process: how far it got, and the first warning."""
-
-    last_step: int
-    killed: bool
-    warned_step: int | None
-    warning: Forecast | None
-
-
-def watch(num_steps: int, limit_bytes: int, lead: int) -> Watched:
-    """Run it, kill it as the kernel would, and note when a kill was first foreseen."""
-    arguments = [sys.executable, str(GROWER), "30", "512", str(num_steps)]
-    steps: list[int] = []
-    readings: list[int] = []
-    found = Watched(0, False, None, None)
-    with subprocess.Popen(
-        arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as child:
-        assert child.stdin is not None
-        assert child.stdout is not None
-        for line in child.stdout:
-            step, resident = map(int, line.split())
-            found.last_step = step
-            if resident > limit_bytes:
-                found.killed = True
-                child.kill()
-                break
-            steps.append(step)
-            readings.append(resident)
-            told = forecast(steps, readings, end_step=num_steps, limit_bytes=limit_bytes)
-            near = told.earliest_step is not None and told.earliest_step <= step + lead
-            if near and found.warned_step is None:
-                found.warned_step, found.warning = step, told
-            child.stdin.write("\n")
-            child.stdin.flush()
-    return found
-
-
-@pytest.mark.slow
-def test_forecast_of_a_process_that_is_killed_warns_before_and_names_enough_memory() -> None:
-    lead = 30
-    first = watch(200, 100 * MIB, lead)
-    assert first.killed
-    assert first.warned_step is not None
-    assert first.warning is not None
-    assert 0 < first.last_step - first.warned_step <= 2 * lead
-    assert first.warning.expected_step == pytest.approx(first.last_step, abs=lead / 2)
-    second = watch(200, first.warning.needed_bytes, lead)
-    assert not second.killed
-    assert second.last_step == 199
+def test_forecast_of_a_process_that_grows_warns_before_its_limit_and_names_enough_memory() -> None:
+    limit, notice_steps, readings = 100 * MIB, 30, 40 * MIB + 512 * 1024 * np.arange(200)
+    killed_step = int(np.argmax(readings > limit))
+    forecasts = {
+        step: forecast(np.arange(step), readings[:step], end_step=200, limit_bytes=limit)
+        for step in range(1, killed_step)
+    }
+    step = min(n for n, f in forecasts.items() if (f.earliest_step or 200) <= n + notice_steps)
+    assert killed_step - step <= 2 * notice_steps
+    assert forecasts[step].expected_step == pytest.approx(killed_step, abs=notice_steps / 2)
+    assert forecasts[step].needed_bytes >= readings[-1]

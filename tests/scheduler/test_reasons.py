@@ -17,19 +17,19 @@ from schemas.config.schedule import (
     TrainingPoolConfig,
     WorkerConfig,
 )
-from tests.scheduler.made import FACTS, GIB, snapshot
+from tests.scheduler.small_job import FACTS, GIB, snapshot
 
 ROOMY = ScheduleConfig(budget=BudgetConfig(cpus=32.0, memory=128 * GIB, time_cost_exponent=1.0))
 
 
 @pytest.fixture(scope="module")
-def known(tmp_path_factory: pytest.TempPathFactory) -> Snapshot:
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Snapshot:
     builds = (BuildRecord(100_000, 1.0, 10_000.0),) * 7
     folder = tmp_path_factory.mktemp("job")
     return snapshot(folder, ScheduleConfig(), history=History(builds))
 
 
-def measured(decision: PlanDecision, **changes: float) -> PlanDecision:
+def as_measured(decision: PlanDecision, **changes: float) -> PlanDecision:
     """Return the decision as if its model had been fitted to runs of its own size."""
     fit = Fit(
         coefficients=decision.models.training.coefficients,
@@ -45,10 +45,10 @@ def measured(decision: PlanDecision, **changes: float) -> PlanDecision:
     return replace(decision, models=models, chosen=chosen)
 
 
-def test_confident_of_a_measured_job_is_true_and_says_what_was_measured(known: Snapshot) -> None:
-    decision = measured(plan(known, ROOMY))
-    assert confident(known, ROOMY, decision)
-    assert reasons(known, ROOMY, decision)[-1].startswith(
+def test_confident_of_a_measured_job_is_true_and_says_what_was_measured(measured: Snapshot) -> None:
+    decision = as_measured(plan(measured, ROOMY))
+    assert confident(measured, ROOMY, decision)
+    assert reasons(measured, ROOMY, decision)[-1].startswith(
         "confident: 7 builds and 100 steps were measured, the fit is 5% off on average; "
     )
 
@@ -61,11 +61,11 @@ RULES = {
 
 @pytest.mark.parametrize("deadline", RULES)
 def test_reasons_name_the_rule_and_what_is_taken_of_the_budget(
-    known: Snapshot, deadline: timedelta | None
+    measured: Snapshot, deadline: timedelta | None
 ) -> None:
     config = replace(ROOMY, deadline=deadline)
-    decision = plan(known, config)
-    found = reasons(known, config, decision)[-2]
+    decision = plan(measured, config)
+    found = reasons(measured, config, decision)[-2]
     cpus = decision.chosen.preprocessing_cpus + decision.chosen.training_cpus
     assert found.startswith(RULES[deadline])
     assert f"both pools at once take {cpus:g} of 32 cores and " in found
@@ -82,62 +82,62 @@ DOUBTS = {
 
 @pytest.mark.parametrize(("changes", "text"), DOUBTS.values(), ids=DOUBTS.keys())
 def test_doubts_of_a_poor_history_name_what_is_poor(
-    known: Snapshot, changes: dict[str, float], text: str
+    measured: Snapshot, changes: dict[str, float], text: str
 ) -> None:
-    found = caveats(known, ROOMY, measured(plan(known, ROOMY), **changes))
+    found = caveats(measured, ROOMY, as_measured(plan(measured, ROOMY), **changes))
     assert len(found) == 1
     assert found[0].startswith(text)
 
 
-def test_doubts_of_stores_and_unmeasured_workers_name_them(known: Snapshot) -> None:
-    decision = measured(plan(known, ROOMY))
+def test_doubts_of_stores_and_unmeasured_workers_name_them(measured: Snapshot) -> None:
+    decision = as_measured(plan(measured, ROOMY))
     chosen = replace(decision.chosen, num_stores=2, workers_per_job=9)
-    assert caveats(known, ROOMY, replace(decision, chosen=chosen)) == [
+    assert caveats(measured, ROOMY, replace(decision, chosen=chosen)) == [
         "segment times may be 41% to 246% of the predicted ones",
         "transfers from stores were not measured",
     ]
 
 
-def test_doubts_without_dataset_and_build_name_both(known: Snapshot) -> None:
-    bare = replace(known, facts=replace(FACTS, measured=False), history=History())
-    assert caveats(bare, ROOMY, measured(plan(bare, ROOMY))) == [
+def test_doubts_without_dataset_and_build_name_both(measured: Snapshot) -> None:
+    bare = replace(measured, facts=replace(FACTS, measured=False), history=History())
+    assert caveats(bare, ROOMY, as_measured(plan(bare, ROOMY))) == [
         "sizes of the data come from the job file, not from a dataset",
         "no build was measured",
     ]
 
 
-def test_reasons_quote_the_runner_up_that_was_compared(known: Snapshot) -> None:
-    decision = plan(known, ROOMY)
+def test_reasons_quote_the_runner_up_that_was_compared(measured: Snapshot) -> None:
+    decision = plan(measured, ROOMY)
     other = decision.other_training
     assert other is not None
     chosen = decision.chosen
     assert (other.num_replicas, other.num_stores) != (chosen.num_replicas, chosen.num_stores)
     product = other.predicted_sec * other.cost / (chosen.predicted_sec * chosen.cost) - 1
-    text = reasons(known, ROOMY, decision)[1]
+    text = reasons(measured, ROOMY, decision)[1]
     assert f"runner-up {other.num_replicas} replica" in text
     assert f"{abs(product) * 100:.1f} % {'more' if product > 0 else 'less'} time x cost" in text
 
 
-def test_reasons_with_a_deadline_speak_of_it(known: Snapshot) -> None:
+def test_reasons_with_a_deadline_speak_of_it(measured: Snapshot) -> None:
     config = replace(ROOMY, deadline=timedelta(hours=2))
-    text = reasons(known, config, plan(known, config))
+    text = reasons(measured, config, plan(measured, config))
     assert "also meets the deadline of 7,200 s" in text[0]
     assert "also meets the deadline of 7,200 s" in text[1]
 
 
-def test_reasons_of_the_only_plan_say_that_there_is_no_other(known: Snapshot) -> None:
+def test_reasons_of_the_only_plan_say_that_there_is_no_other(measured: Snapshot) -> None:
     config = ScheduleConfig(
         preprocessing=PreprocessingPoolConfig(max_workers=1),
         training=TrainingPoolConfig(max_replicas=1, max_stores=0),
     )
-    text = reasons(known, config, plan(known, config))
+    text = reasons(measured, config, plan(measured, config))
     assert text[0].endswith("the limits and the budget allow no other size")
     assert text[1].endswith("the limits and the budget allow no other size")
     assert text[3].endswith("so no store")
 
 
-def test_reasons_of_large_tables_say_why_there_are_stores(known: Snapshot) -> None:
-    large = replace(known, facts=replace(FACTS, table_rows={"items": 30_000_000}))
+def test_reasons_of_large_tables_say_why_there_are_stores(measured: Snapshot) -> None:
+    large = replace(measured, facts=replace(FACTS, table_rows={"items": 30_000_000}))
     training = TrainingPoolConfig(replica=WorkerConfig(memory=2 * GIB), max_replicas=1)
     config = replace(ROOMY, training=training)
     text = reasons(large, config, plan(large, config))[3]

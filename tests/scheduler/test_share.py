@@ -26,7 +26,7 @@ from scheduler.planner.share import (
     urgencies,
 )
 from schemas.config.schedule import BudgetConfig, ScheduleConfig
-from tests.scheduler.made import snapshot
+from tests.scheduler.small_job import snapshot
 
 BUDGET = BudgetConfig(cpus=32.0, memory=64 * GIB)
 
@@ -53,7 +53,7 @@ def worth(jobs: Sequence[Options], chosen: Sequence[int]) -> float:
     return float(sum(found))
 
 
-def taken(jobs: Sequence[Options], chosen: Sequence[int]) -> np.ndarray:
+def used(jobs: Sequence[Options], chosen: Sequence[int]) -> np.ndarray:
     shares = [j.shares(BUDGET)[c] for j, c in zip(jobs, chosen, strict=True) if c != WAITING]
     return np.sum(shares, axis=0) if shares else np.zeros(2)
 
@@ -61,7 +61,7 @@ def taken(jobs: Sequence[Options], chosen: Sequence[int]) -> np.ndarray:
 def brute_force(jobs: Sequence[Options], running: Sequence[bool]) -> float:
     """Return the largest worth when these jobs run, of all combinations."""
     plans = [range(len(j.gain)) if r else [WAITING] for j, r in zip(jobs, running, strict=True)]
-    allowed = (c for c in itertools.product(*plans) if (taken(jobs, c) <= 1 + 1e-9).all())
+    allowed = (c for c in itertools.product(*plans) if (used(jobs, c) <= 1 + 1e-9).all())
     return max(worth(jobs, chosen) for chosen in allowed)
 
 
@@ -79,7 +79,6 @@ def test_share_of_few_jobs_is_nearly_always_the_best_of_all_combinations() -> No
     assert np.mean(np.array(found) > 1 - 1e-9) >= 0.97
 
 
-@pytest.mark.slow
 @given(st.integers(0, 10**6), st.integers(1, MAX_JOBS + 8))
 def test_share_never_exceeds_the_budget_and_leaves_out_only_what_does_not_fit(
     seed: int, count: int
@@ -87,13 +86,13 @@ def test_share_never_exceeds_the_budget_and_leaves_out_only_what_does_not_fit(
     rng = np.random.default_rng(seed)
     jobs = [random_job(rng) for _ in range(count)]
     chosen = share_budget(jobs, BUDGET)
-    assert (taken(jobs, chosen) <= 1 + 1e-9).all()
+    assert (used(jobs, chosen) <= 1 + 1e-9).all()
     smallest = [job.shares(BUDGET)[job.shares(BUDGET).max(axis=1).argmin()] for job in jobs]
-    left = np.ones(2)
+    free = np.ones(2)
     for i in sorted(range(count), key=lambda i: -jobs[i].priority):
-        fits = bool((smallest[i] <= left + 1e-9).all())
+        fits = bool((smallest[i] <= free + 1e-9).all())
         assert (chosen[i] != WAITING) == fits
-        left = left - smallest[i] * fits
+        free = free - smallest[i] * fits
 
 
 def test_share_with_room_for_all_gives_each_its_own_choice() -> None:
@@ -125,14 +124,14 @@ LEFT = st.lists(st.floats(1.0, 1e8), min_size=1, max_size=12)
 
 @given(LEFT, st.integers(0, 11))
 def test_urgency_is_the_inverse_of_what_is_left_beside_the_others(
-    left: list[float], place: int
+    free: list[float], place: int
 ) -> None:
-    seconds, none = np.array(left), np.zeros(len(left), bool)
+    seconds, none = np.array(free), np.zeros(len(free), bool)
     weights = urgencies(seconds, none)
     started = seconds + RESTART_SEC
     np.testing.assert_allclose(weights * started, np.median(started))
     # A job that runs need not start.
-    runs = np.arange(len(left)) == place
+    runs = np.arange(len(free)) == place
     weights = urgencies(seconds, runs) / np.where(runs, RUNNING_FACTOR, 1.0)
     started = np.where(runs, seconds, started)
     np.testing.assert_allclose(weights * started, np.median(started))
@@ -146,13 +145,13 @@ def test_urgency_of_what_nobody_knows_is_that_of_most() -> None:
 
 
 @pytest.mark.parametrize(
-    ("left", "shorter", "first"), [(1000.0, 0.9, 0), (1000.0, 0.7, 1), (100.0, 0.7, 0)]
+    ("free", "shorter", "first"), [(1000.0, 0.9, 0), (1000.0, 0.7, 1), (100.0, 0.7, 0)]
 )
 def test_share_ends_a_job_that_runs_only_for_one_that_ends_much_earlier(
-    left: float, shorter: float, first: int
+    free: float, shorter: float, first: int
 ) -> None:
     only = make([20], [1.0])
-    weights = urgencies(np.array([left, left * shorter]), np.array([True, False]))
+    weights = urgencies(np.array([free, free * shorter]), np.array([True, False]))
     jobs = [replace(only, urgency=float(urgency)) for urgency in weights]
     assert share_budget(jobs, BUDGET).index(0) == first
 
@@ -177,10 +176,10 @@ def test_options_end_at_the_own_choice_and_a_job_alone_gets_it(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     config = ScheduleConfig()
-    known = snapshot(tmp_path_factory.mktemp("job"), config)
-    models = fit_models(known, config)
-    grid = find_candidates(known, config, models)
-    found = predict_candidates(grid, known, config, models)
+    measured = snapshot(tmp_path_factory.mktemp("job"), config)
+    models = fit_models(measured, config)
+    grid = find_candidates(measured, config, models)
+    found = predict_candidates(grid, measured, config, models)
     preferred = int(preference(grid, found, config)[0])
     places, job = job_options(found, config, preferred)
     assert places[-1] == preferred
@@ -188,7 +187,7 @@ def test_options_end_at_the_own_choice_and_a_job_alone_gets_it(
     assert job.gain[-1] == 1.0
     assert (np.diff(found.cost_per_hour[places]) > 0).all()
     own = places[share_budget([job], config.budget)[0]]
-    assert int(grid.num_replicas[own]) == plan(known, config).chosen.num_replicas
+    assert int(grid.num_replicas[own]) == plan(measured, config).chosen.num_replicas
     assert own == preferred
     two = share_budget([job, job], config.budget)
     assert sum(job.cpus[i] for i in two) <= config.budget.cpus
@@ -222,12 +221,12 @@ def jobs(count: int, seed: int) -> list[Options]:
 def _admit(jobs: Sequence[Options], shares: Sequence[Floats]) -> list[int]:
     """Give each job its smallest plan, by priority, then urgency, then the earliest first."""
     chosen = [WAITING] * len(jobs)
-    left = np.ones(2)
+    free = np.ones(2)
     for job in sorted(range(len(jobs)), key=lambda i: (-jobs[i].priority, -jobs[i].urgency)):
         smallest = int(shares[job].max(axis=1).argmin())
-        if _fits(shares[job][smallest], left):
+        if _fits(shares[job][smallest], free):
             chosen[job] = smallest
-            left = left - shares[job][smallest]
+            free = free - shares[job][smallest]
     return chosen
 
 
@@ -239,7 +238,7 @@ def _upgrade(
     What does not fit is not looked at again: what is left only shrinks, unless a change
     takes more of one resource and less of the other.
     """
-    chosen, left = list(admitted), _left(shares, admitted)
+    chosen, free = list(admitted), _left(shares, admitted)
     width = max((len(share) for share in shares), default=0)
     ratios = np.full((len(jobs), width), -1.0)
     worths = [job.worth for job in jobs]
@@ -249,12 +248,12 @@ def _upgrade(
         job, plan = divmod(int(ratios.argmax()), width)
         if ratios[job, plan] < 0:
             break
-        taken = shares[job][plan] - shares[job][chosen[job]]
-        if not _fits(taken, left):
+        used = shares[job][plan] - shares[job][chosen[job]]
+        if not _fits(used, free):
             ratios[job, plan] = -1.0
             continue
-        chosen[job], left = plan, left - taken
-        again = range(len(jobs)) if taken.min() < 0 else (job,)
+        chosen[job], free = plan, free - used
+        again = range(len(jobs)) if used.min() < 0 else (job,)
         for one in again:
             ratios[one, : len(shares[one])] = _ratios(worths[one], shares[one], chosen[one])
     return chosen
@@ -264,8 +263,8 @@ def _ratios(worth: Floats, shares: Floats, plan: int) -> Floats:
     """Return (n,) what each plan gains for what it takes beside this one; -1 where nothing."""
     if plan == WAITING:
         return np.full(len(shares), -1.0)
-    gained, taken = _change(worth, plan), _change(shares, plan)
-    return np.where(gained > 0, gained / np.maximum(taken.max(axis=1), 1e-12), -1.0)
+    gained, used = _change(worth, plan), _change(shares, plan)
+    return np.where(gained > 0, gained / np.maximum(used.max(axis=1), 1e-12), -1.0)
 
 
 def _change(values: Floats, plan: int) -> Floats:
@@ -273,12 +272,12 @@ def _change(values: Floats, plan: int) -> Floats:
 
 
 def _left(shares: Sequence[Floats], chosen: Sequence[int]) -> Floats:
-    taken = [shares[job][plan] for job, plan in enumerate(chosen) if plan != WAITING]
-    return np.ones(2) - np.array(taken, np.float64).reshape(-1, 2).sum(axis=0)
+    used = [shares[job][plan] for job, plan in enumerate(chosen) if plan != WAITING]
+    return np.ones(2) - np.array(used, np.float64).reshape(-1, 2).sum(axis=0)
 
 
-def _fits(taken: Floats, left: Floats) -> np.ndarray:
-    return np.asarray((taken <= left + 1e-9).all(axis=-1))
+def _fits(used: Floats, free: Floats) -> np.ndarray:
+    return np.asarray((used <= free + 1e-9).all(axis=-1))
 
 
 def one_by_one(jobs: Sequence[Options], budget: BudgetConfig) -> list[int]:

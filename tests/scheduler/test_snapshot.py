@@ -26,7 +26,8 @@ from schemas.dataset import open_dataset
 from schemas.rows import rows_of_ids
 from schemas.run_log import RUN_FILE
 from schemas.storage import Location
-from tests.scheduler.made import paths_of, write_job, write_run
+from tests.scheduler.small_job import paths_of, write_job, write_run
+from tests.shared import error_of, json_of, output_of
 
 
 @pytest.fixture(scope="module")
@@ -40,10 +41,10 @@ def built(demo_job: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("built")
     config = load_job(demo_job).data.generate
     assert config is not None
-    made = GeneratorConfig(
+    generator = GeneratorConfig(
         num_samples=5_000, seed=config.seed, start=config.start, span=config.span
     )
-    write_log(made, root / "log")
+    write_log(generator, root / "log")
     request = BuildRequest(
         job_path=demo_job,
         input_root=root / "log",
@@ -113,8 +114,8 @@ def test_facts_of_dataset_hold_the_bytes_of_the_log_and_of_made_columns(
     facts: DataFacts, log: pa.Table, job: Job
 ) -> None:
     values = sum(len(values_of(log[name])) for name in log.column_names)
-    made = sum(len(columns) for columns in job.data.transforms.values())
-    assert facts.row_bytes == pytest.approx(VALUE_BYTES * (values / len(log) + made))
+    derived = sum(len(columns) for columns in job.data.transforms.values())
+    assert facts.row_bytes == pytest.approx(VALUE_BYTES * (values / len(log) + derived))
 
 
 def test_facts_of_dataset_bound_the_rows_of_a_step(
@@ -153,6 +154,7 @@ def test_facts_of_dataset_hold_what_the_plan_of_the_run_needs(
     assert facts.fetched_rows_per_step == pytest.approx(fetched / order.num_steps)
 
 
+@pytest.mark.slow
 def test_load_of_the_index_counts_the_accesses_and_rows_of_all_tables(
     facts: DataFacts, built: Path, job: Job
 ) -> None:
@@ -214,9 +216,7 @@ def write_trained_run(folder: Path, segments: list[str]) -> None:
 
 
 @pytest.mark.slow
-def test_main_build_leaves_what_the_next_plan_reads(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_main_build_leaves_what_the_next_plan_reads(tmp_path: Path) -> None:
     job = write_job(tmp_path)
     rows = pa.table(
         {
@@ -233,22 +233,19 @@ def test_main_build_leaves_what_the_next_plan_reads(
     pq.write_table(rows, tmp_path / "log" / "a.parquet")
     dataset = tmp_path / "dataset"
     words = ["build", str(job), "--input", str(tmp_path / "log"), "--output", str(dataset)]
-    assert build_command([*words, "--json"]) == 0
-    printed = json.loads(capsys.readouterr().out)
+    printed = json_of(build_command, [*words, "--json"])
     history = take_snapshot(job, dataset, None).history
     assert [(b.rows_per_sec, b.startup_sec) for b in history.builds] == [
         (printed["rows_per_sec"], printed["startup_sec"])
     ]
-    assert main(["plan", str(job), "--dataset", str(dataset), "--explain"]) == 0
-    assert "no build was measured" not in capsys.readouterr().out
+    assert "no build was measured" not in output_of(
+        main, ["plan", str(job), "--dataset", str(dataset), "--explain"]
+    )
 
 
-def test_main_plan_with_a_dataset_plans_it(
-    demo_job: Path, built: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_main_plan_with_a_dataset_plans_it(demo_job: Path, built: Path) -> None:
     arguments = ["--dataset", str(built / "dataset"), "--history", str(built)]
-    assert main(["plan", str(demo_job), *arguments, "--json"]) == 0
-    body = json.loads(capsys.readouterr().out)
+    body = json_of(main, ["plan", str(demo_job), *arguments, "--json"])
     assert body["preprocessing"]["segment_jobs"] == 1
     assert "no run was measured" in body["reasons"][-1]
     assert "no build was measured" not in body["reasons"][-1]
@@ -256,19 +253,18 @@ def test_main_plan_with_a_dataset_plans_it(
 
 
 def test_main_plan_with_the_dataset_of_another_job_names_the_table(
-    tmp_path: Path, built: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, built: Path
 ) -> None:
     job = write_job(tmp_path)
     text = job.read_text().replace("    users: {", "    visitors: {")
     job.write_text(text)
-    assert main(["plan", str(job), "--dataset", str(built / "dataset")]) == 1
-    message = capsys.readouterr().err
+    message = error_of(main, ["plan", str(job), "--dataset", str(built / "dataset")])
     assert message.startswith("error: dataset lacks a table of the job: ")
     assert "'visitors'" in message
 
 
 def test_main_plan_with_a_changed_byte_refuses_the_dataset(
-    tmp_path: Path, demo_job: Path, built: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, demo_job: Path, built: Path
 ) -> None:
     dataset = open_dataset(built / "dataset")
     changed = tmp_path / "dataset"
@@ -279,5 +275,6 @@ def test_main_plan_with_a_changed_byte_refuses_the_dataset(
             target.write_bytes(path.read_bytes())
     manifest = changed / "segments" / dataset.segments[0].directory.name / "MANIFEST.json"
     manifest.write_bytes(manifest.read_bytes().replace(b'"num_samples": 5', b'"num_samples": 6'))
-    assert main(["plan", str(demo_job), "--dataset", str(changed)]) == 1
-    assert "manifest must have sha256" in capsys.readouterr().err
+    assert "manifest must have sha256" in error_of(
+        main, ["plan", str(demo_job), "--dataset", str(changed)]
+    )

@@ -41,14 +41,15 @@ def hash_text(text: str) -> int:
         >>> hash_text("a")
         6292077030810485607
     """
-    salt = _splitmix64(0)
+    salt = splitmix64(0)
     data = text.encode()
-    mixed = [_splitmix64(byte + _splitmix64(index) + salt) for index, byte in enumerate(data)]
-    hashed = _splitmix64(_splitmix64(sum(mixed) + len(data)) ^ salt)
+    mixed = [splitmix64(byte + splitmix64(index) + salt) for index, byte in enumerate(data)]
+    hashed = splitmix64(splitmix64(sum(mixed) + len(data)) ^ salt)
     return hashed - (1 << 64) if hashed >> 63 else hashed
 
 
-def _splitmix64(x: int) -> int:
+def splitmix64(x: int) -> int:
+    """Return the hash of an integer of 64 bits."""
     mask = (1 << 64) - 1
     z = (x + 0x9E3779B97F4A7C15) & mask
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & mask
@@ -75,10 +76,10 @@ def block_order(
     mask, num_blocks, count = (1 << 64) - 1, len(row_groups), len(set(row_groups))
     draws, sequence = [0.0] * num_blocks, list(range(count))
     if seed is not None:
-        key = _splitmix64((_splitmix64(seed & mask) + epoch) & mask)
-        key = _splitmix64((key + shuffle_key) & mask)
-        draws = [(_splitmix64(block ^ key) >> 11) / 2**53 for block in range(num_blocks)]
-        sequence.sort(key=lambda each: _splitmix64(each ^ _splitmix64(key)) >> 11)
+        key = splitmix64((splitmix64(seed & mask) + epoch) & mask)
+        key = splitmix64((key + shuffle_key) & mask)
+        draws = [(splitmix64(block ^ key) >> 11) / 2**53 for block in range(num_blocks)]
+        sequence.sort(key=lambda each: splitmix64(each ^ splitmix64(key)) >> 11)
     num_lanes = gcd(blocks_per_batch, 8)
     if num_lanes > count:
         num_lanes = 1
@@ -254,7 +255,7 @@ def plan_ref(
 
     Args:
         steps: rows of each step.
-        policy: `ttl`, `belady` or, for comparison, `lru`.
+        policy: `ttl` or `belady`.
         lookahead: with `ttl`, longest distance to the next use of a cached row.
         prefetch_steps: a row is fetched this many steps previous its use.
         rows: size of the cache; exceeded if the window alone does not fit.
@@ -282,7 +283,7 @@ def plan_ref(
             fetches.append(steps[coming] - (cache - gone))
             if policy != "ttl" and rows is not None:
                 held = frozenset[int]().union(*steps[now + 1 : coming + 1])
-                gone |= _pushed_out(steps, policy, cache - gone, held, rows, now)
+                gone |= _pushed_out(steps, cache - gone, held, rows, now)
         result.append(StepRef(cache, fetches[now], frozenset(gone)))
         cache -= gone
         if coming < len(steps):
@@ -292,18 +293,12 @@ def plan_ref(
 
 def _pushed_out(
     steps: Sequence[frozenset[int]],
-    policy: str,
     cache: frozenset[int],
     held: frozenset[int],
     rows: int,
     now: int,
 ) -> set[int]:
-    def leaves_first(row: int) -> int:
-        if policy == "belady":
-            return -(next_step(steps, row, now) or 0)
-        return max(step for step in range(now + 1) if row in steps[step])
-
-    movable = sorted(cache - held, key=leaves_first)
+    movable = sorted(cache - held, key=lambda row: -(next_step(steps, row, now) or 0))
     return set(movable[: max(0, len(cache | held) - rows)])
 
 

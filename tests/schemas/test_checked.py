@@ -39,11 +39,17 @@ READ = (
 )
 
 
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    path = tmp_path / "tiny"
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("original") / "tiny"
     write_dataset(path, num_segments=1)
     return path
+
+
+@pytest.fixture
+def root(original: Path, tmp_path: Path) -> Path:
+    """A copy of a dataset, to be damaged."""
+    return Path(shutil.copytree(original, tmp_path / "tiny"))
 
 
 def open_with_index(root: Path) -> list[Segment | IndexPart]:

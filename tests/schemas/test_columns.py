@@ -7,17 +7,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from schemas.arrays import (
-    comparable,
-    comparable_tuple,
-    jagged_of,
-    large_list,
-    numpy_of,
-    unique_tuples,
-)
+from schemas.arrays import comparable, jagged_of, large_list, numpy_of, unique_tuples
 from schemas.errors import SchemaError
 from tests.schemas.reference import dedup
 
@@ -79,37 +70,8 @@ def test_comparable_finds_the_distinct_rows_of_each_type(
         first, inverse_indices = unique_tuples(comparable(column))
         assert [hashable(rows[index]) for index in first] == expected
         assert inverse_indices.tolist() == expected_inverse
-
-
-@pytest.mark.parametrize(("kind", "values"), VALUES.values(), ids=VALUES.keys())
-def test_comparable_of_an_empty_column_has_no_rows(kind: pa.DataType, values: list[Any]) -> None:
     first, inverse_indices = unique_tuples(comparable(array_of(kind, [])))
     assert len(first) == len(inverse_indices) == 0
-
-
-ROW = st.tuples(
-    st.sampled_from([None, "", "a", "aa"]),
-    st.sampled_from([None, 0, 1]),
-    st.sampled_from([None, [], [0], [0, 0]]),
-    st.sampled_from(["", "a", "aa"]),
-)
-
-
-@pytest.mark.slow
-@given(st.lists(ROW, max_size=40))
-def test_comparable_tuple_equals_the_reference(rows: list[tuple[Any, ...]]) -> None:
-    kinds = [pa.string(), pa.int32(), pa.list_(pa.int64()), pa.large_string()]
-    table = pa.table(
-        {
-            f"c{index}": pa.array([row[index] for row in rows], kind)
-            for index, kind in enumerate(kinds)
-        }
-    )
-    first, inverse_indices = unique_tuples(comparable_tuple(table, table.column_names))
-    whole = [tuple(hashable(value) for value in row) for row in rows]
-    expected, expected_inverse = dedup(whole)
-    assert [whole[index] for index in first] == expected
-    assert inverse_indices.tolist() == expected_inverse
 
 
 def test_jagged_of_a_masked_list_leaves_out_what_lies_below_the_null() -> None:

@@ -34,18 +34,6 @@ def test_optimal_hit_rates_equal_a_simulated_cache_of_each_capacity(trace: list[
     np.testing.assert_array_equal(rates, np.array(hits) / max(1, len(trace)))
 
 
-@given(TRACES)
-def test_no_cache_beats_the_optimal_one_and_larger_ones_never_lose(trace: list[int]) -> None:
-    accesses = np.array(trace, np.int64)
-    lru = lru_hit_rates(accesses)
-    best = optimal_hit_rates(accesses, range(1, len(lru) + 1))
-    assert (best >= lru).all()
-    assert (np.diff(lru) >= 0).all()
-    assert (np.diff(best) >= 0).all()
-    if len(lru):
-        assert lru[-1] == best[-1] == (len(trace) - len(lru)) / len(trace)
-
-
 def test_curves_of_a_skewed_trace_equal_simulated_caches() -> None:
     trace = np.random.default_rng(5).zipf(1.3, 3000) % 200
     rates = lru_hit_rates(trace)
@@ -56,7 +44,6 @@ def test_curves_of_a_skewed_trace_equal_simulated_caches() -> None:
         assert rate == belady_hits(trace.tolist(), capacity) / 3000
 
 
-@pytest.mark.slow
 @given(TRACES)
 def test_stack_distances_count_the_rows_since_the_previous_access(trace: list[int]) -> None:
     expected = []

@@ -5,26 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.miss_ratio import (
-    approximate_concave,
-    lru_curve,
-    lru_hit_rates,
-    optimal_curve,
-)
+from schemas.miss_ratio import approximate_concave, lru_curve, lru_hit_rates, optimal_curve
 from tests.schemas.reference import belady_hits, lru_hits
 from tests.schemas.tiny import optimal_hit_rates
 
 TRACES = st.lists(st.integers(0, 12), min_size=1, max_size=60)
 
 
-@given(TRACES)
-def test_hits_of_the_best_cache_are_concave_in_its_size(trace: list[int]) -> None:
-    sizes = range(1, len(set(trace)) + 2)
-    gains = np.diff([belady_hits(trace, size) for size in sizes])
-    assert (np.diff(gains) <= 0).all()
-
-
-@given(TRACES, st.integers(2, 6))
+@given(TRACES, st.sampled_from([2, 3, 6, 60]))
 def test_optimal_curve_is_that_of_a_simulated_cache_of_every_size_up_to_its_error(
     trace: list[int], num_points: int
 ) -> None:
@@ -35,14 +23,7 @@ def test_optimal_curve_is_that_of_a_simulated_cache_of_every_size_up_to_its_erro
         assert curve.at(size) - 1e-9 <= rate <= curve.at(size) + curve.error + 1e-9
         if size in curve.capacities:
             assert curve.at(size) == rate
-
-
-@given(TRACES)
-def test_optimal_curve_with_a_point_for_each_size_is_exact(trace: list[int]) -> None:
-    curve = optimal_curve([np.array(trace)], len(trace), 60, tolerance=0.0)
-    assert curve.error <= 1e-9
-    rates = [belady_hits(trace, size) / len(trace) for size in range(1, len(set(trace)) + 1)]
-    np.testing.assert_allclose([curve.at(s + 1) for s in range(len(rates))], rates, atol=1e-9)
+    assert num_points < 60 or curve.error <= 1e-9
 
 
 @given(TRACES, st.data())
@@ -62,11 +43,11 @@ def test_sampled_lru_curve_keeps_to_its_stated_error() -> None:
     """Skewed rows, with a hot one that has a fifth of all accesses; several samples."""
     for seed in range(4):
         rng = np.random.default_rng(seed)
-        trace = (20_000 * rng.random(200_000) ** 3).astype(np.int64) * 7 + seed
+        trace = (10_000 * rng.random(100_000) ** 3).astype(np.int64) * 7 + seed
         trace[rng.random(len(trace)) < 0.2] = 3
         steps = np.array_split(trace, 50)
         num_rows = len(np.unique(trace))
-        curve = lru_curve(steps, len(trace), num_rows, exact=1000, sampled=40_000)
+        curve = lru_curve(steps, len(trace), num_rows, exact=1000, sampled=20_000)
         exact = lru_hit_rates(trace)
         assert curve.share == 0.2
         apart = np.abs(curve.hit_rates - exact[curve.capacities - 1])
@@ -79,12 +60,12 @@ def test_sampled_optimal_curve_keeps_to_its_stated_error() -> None:
     """Skewed rows, with a hot one in every step; two samples."""
     for seed in range(2):
         rng = np.random.default_rng(seed)
-        trace = (20_000 * rng.random(200_000) ** 3).astype(np.int64) * 7 + seed
+        trace = (10_000 * rng.random(100_000) ** 3).astype(np.int64) * 7 + seed
         trace[rng.random(len(trace)) < 0.2] = 3
         steps = [np.unique(step) for step in np.array_split(trace, 50)]
         accesses = np.concatenate(steps)
-        curve = optimal_curve(steps, len(accesses), 30, exact=1000, sampled=40_000)
-        assert curve.share == 40_000 / len(accesses)
+        curve = optimal_curve(steps, len(accesses), 30, exact=1000, sampled=20_000)
+        assert curve.share == 20_000 / len(accesses)
         assert curve.capacities[-1] == len(np.unique(accesses))
         assert 0 < curve.error < 0.1
         sizes = np.geomspace(curve.capacities[0], curve.capacities[-1], 12).astype(int)

@@ -12,14 +12,7 @@ from schemas.accesses import TableAccesses, indexed_steps, num_unique_rows
 from schemas.dataset import Dataset, open_dataset, select_segments
 from schemas.errors import SchemaError
 from tests.schemas.reference import next_use
-from tests.schemas.tiny import (
-    GROUPS,
-    PLACES,
-    TABLES,
-    lookups_of,
-    samples_of,
-    write_dataset,
-)
+from tests.schemas.tiny import GROUPS, PLACES, TABLES, lookups_of, samples_of, write_dataset
 
 
 @pytest.fixture(scope="module")

@@ -110,10 +110,7 @@ ERRORS: dict[str, tuple[str | bytes, str]] = {
         "unknown key: inner.zz in @:4; use one of kind, size",
     ),
     "required key is missing": ("rate: 1.0\n", "missing key: name in @:1; add it"),
-    "key twice": (
-        "name: a\nrate: 1\nname: b\n",
-        "duplicate key: name in @:3; keep one",
-    ),
+    "key twice": ("name: a\nrate: 1\nname: b\n", "duplicate key: name in @:3; keep one"),
     "key of a mapping twice": (
         "name: a\ngroups:\n  g: [x]\n  g: [y]\n",
         "duplicate key: groups.g in @:4; keep one",

@@ -30,8 +30,8 @@ def test_plan_error_carries_the_rows_that_work() -> None:
 
 def test_errors_survive_a_trip_between_processes() -> None:
     for error in (PlanError("text", required_rows=5), SchemaError("text", file="f", location="1")):
-        back = pickle.loads(pickle.dumps(error))
-        assert (str(back), vars(back)) == (str(error), vars(error))
+        copy = pickle.loads(pickle.dumps(error))
+        assert (str(copy), vars(copy)) == (str(error), vars(error))
 
 
 def test_nearest_names_the_close_word_or_all() -> None:

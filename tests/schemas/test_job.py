@@ -230,10 +230,7 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
         {"data": {"sources": {"log": {"files": "*", "format": "parquet", "quote": ""}}}},
         "data.sources.log.quote must be one ASCII character or null, got ''@; write it in quotes",
     ),
-    "no source": (
-        {"data": {"sources": {}}},
-        "data.sources is empty@; add a source",
-    ),
+    "no source": ({"data": {"sources": {}}}, "data.sources is empty@; add a source"),
     "source that is not there": (
         {"data": {"samples": {"map": "x", "source": "lag"}}},
         "data.samples.source must be a source, got 'lag'@; did you mean 'log'?",
@@ -309,10 +306,7 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
         {"schedule": {"training": {"max_stores": 17}}},
         "schedule.training.max_stores must be at most 16, got 17@; lower it",
     ),
-    "no epochs": (
-        {"train": {"epochs": 0}},
-        "train.epochs must be at least 1, got 0@; raise it",
-    ),
+    "no epochs": ({"train": {"epochs": 0}}, "train.epochs must be at least 1, got 0@; raise it"),
 }
 
 

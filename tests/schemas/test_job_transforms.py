@@ -56,11 +56,7 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
             f"data.transforms.u.y.{kind}.{message}",
         )
         for kind, config, message in (
-            (
-                "hash",
-                {"columns": [], "num_rows": 1},
-                "columns is empty@; name at least one column",
-            ),
+            ("hash", {"columns": [], "num_rows": 1}, "columns is empty@; name at least one column"),
             (
                 "hash",
                 {"columns": ["x"], "num_rows": 0},
@@ -71,16 +67,8 @@ ERRORS: dict[str, tuple[dict[str, Any], str]] = {
                 {"columns": ["x"], "num_rows": 1},
                 "columns must name two columns, got ['x']@; use hash for others",
             ),
-            (
-                "last",
-                {"column": "x", "count": 0},
-                "count must be at least 1, got 0@; raise it",
-            ),
-            (
-                "clip",
-                {"column": "x"},
-                "minimum and maximum are both missing@; add one",
-            ),
+            ("last", {"column": "x", "count": 0}, "count must be at least 1, got 0@; raise it"),
+            ("clip", {"column": "x"}, "minimum and maximum are both missing@; add one"),
             (
                 "clip",
                 {"column": "x", "minimum": 2, "maximum": 1},
@@ -143,11 +131,13 @@ def test_transforms_are_texts_or_exactly_one_kind(tmp_path: Path) -> None:
         },
     }
     job = load_job(write(tmp_path, {"data": data}))
-    made = job.data.transforms["u"]
-    sizes = {n: num_ids_of_transform(t, job.data.vocabularies) for n, t in made.items()}
+    transforms = job.data.transforms["u"]
+    sizes = {n: num_ids_of_transform(t, job.data.vocabularies) for n, t in transforms.items()}
     assert sizes == {"a": float("inf"), "b": 7, "c": 9, "d": 3, "e": 5, "f": float("inf")}
     kinds = {
-        n: (t.kind, t.inputs, t.needs_fitting) for n, t in made.items() if not isinstance(t, str)
+        n: (t.kind, t.inputs, t.needs_fitting)
+        for n, t in transforms.items()
+        if not isinstance(t, str)
     }
     assert kinds == {
         "b": ("cross", ("x", "h"), False),
@@ -156,16 +146,16 @@ def test_transforms_are_texts_or_exactly_one_kind(tmp_path: Path) -> None:
         "e": ("bucketize", ("x",), True),
         "f": ("last", ("h",), False),
     }
-    assert isinstance(made["b"], TransformConfig)
+    assert isinstance(transforms["b"], TransformConfig)
     assert job.data.group_of_column["c"] == "u"
 
 
 def test_transform_is_written_as_it_is_read(tmp_path: Path) -> None:
-    made = {
+    transforms = {
         "b": {"cross": {"columns": ["x", "h"], "num_rows": 7}},
         "d": {"bucketize": {"column": "x", "boundaries": [1.0, 2.5]}},
     }
-    data: dict[str, Any] = {"groups": {"u": ["x", "h"]}, "transforms": {"u": made}}
+    data: dict[str, Any] = {"groups": {"u": ["x", "h"]}, "transforms": {"u": transforms}}
     job = load_job(write(tmp_path, {"data": data}))
     data["transforms"] = {
         "u": {

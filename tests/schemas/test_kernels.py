@@ -16,11 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelines.quality import column_statistics as statistics
-from pipelines.quality.column_statistics import (
-    column_statistics,
-    exact_sums,
-    mean_and_deviation,
-)
+from pipelines.quality.column_statistics import column_statistics, exact_sums, mean_and_deviation
 from pipelines.samples.tuples import unique_in_ranges
 from schemas.arrays import (
     Jagged,
@@ -37,6 +33,7 @@ from schemas.hashing import hash_rows, salt_of, splitmix64
 from schemas.kernels import arrays as kernels
 from schemas.oracle import distinct
 from schemas.rows import distinct_rows, rows_of_ids
+from tests.schemas import reference
 
 VALUES = {
     "int8": st.integers(-3, 3),
@@ -94,18 +91,23 @@ def test_distinct_rows_are_those_of_a_dictionary(table: pa.Table) -> None:
 @given(tables(), st.data())
 def test_rows_are_taken_as_by_arrow(table: pa.Table, data: st.DataObject) -> None:
     rows = data.draw(st.lists(st.integers(0, table.num_rows - 1))) if table.num_rows else []
-    taken = take_rows(table, np.array(rows, np.int64))
+    result = take_rows(table, np.array(rows, np.int64))
     expected = table.take(pa.array(rows, pa.int64()))
-    assert taken.schema == expected.schema
-    assert row_keys(taken) == row_keys(expected)
+    assert result.schema == expected.schema
+    assert row_keys(result) == row_keys(expected)
 
 
-@given(st.lists(st.lists(st.integers(0, 9), max_size=4)), st.data())
+@given(
+    st.sampled_from([(0, 4), (1, 1)]).flatmap(  # one value per row is a case of its own
+        lambda sizes: st.lists(st.lists(st.integers(0, 9), min_size=sizes[0], max_size=sizes[1]))
+    ),
+    st.data(),
+)
 def test_lists_are_taken_as_from_python_lists(lists: list[list[int]], data: st.DataObject) -> None:
     rows = data.draw(st.lists(st.integers(0, len(lists) - 1))) if lists else []
-    taken = jagged(lists).take(np.array(rows, np.int32))
-    assert taken.values.tolist() == [v for row in rows for v in lists[row]]
-    assert taken.lengths.tolist() == [len(lists[row]) for row in rows]
+    result = jagged(lists).take(np.array(rows, np.int32))
+    assert result.values.tolist() == [v for row in rows for v in lists[row]]
+    assert result.lengths.tolist() == [len(lists[row]) for row in rows]
 
 
 @given(st.lists(st.one_of(st.none(), st.integers(0, 9))), st.data())
@@ -115,8 +117,8 @@ def test_ranges_are_taken_as_from_python_lists(
     ends = st.lists(st.integers(0, len(values)), min_size=2, max_size=2).map(sorted)
     ranges = np.array(data.draw(st.lists(ends)), np.int64).reshape(-1, 2)
     array = pa.array([0, *values], pa.int16()).slice(1)
-    taken = take_ranges(array, ranges[:, 0].copy(), ranges[:, 1] - ranges[:, 0])
-    assert taken.to_pylist() == [v for start, end in ranges for v in values[start:end]]
+    result = take_ranges(array, ranges[:, 0].copy(), ranges[:, 1] - ranges[:, 0])
+    assert result.to_pylist() == [v for start, end in ranges for v in values[start:end]]
 
 
 @given(st.lists(st.lists(st.integers(0, 9) | st.integers(0, 2**63 - 1))))
@@ -132,17 +134,9 @@ def jagged(lists: list[list[int]]) -> Jagged:
     return Jagged(values, offsets_of(np.array(list(map(len, lists)), np.int64)))
 
 
-def mixed(x: int) -> int:
-    """Return splitmix64 of an integer of 64 bits."""
-    z = (x + 0x9E3779B97F4A7C15) % 2**64
-    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
-    z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
-    return z ^ z >> 31
-
-
 @given(st.lists(st.integers(-(2**63), 2**63 - 1)))
 def test_hashes_are_those_of_the_algorithm(ids: list[int]) -> None:
-    expected = [mixed(x % 2**64) for x in ids]
+    expected = [reference.splitmix64(x % 2**64) for x in ids]
     assert splitmix64(np.array(ids, np.int64)).tolist() == expected
     assert splitmix64(np.array([ids, ids], np.int64)).tolist() == [expected, expected]
 
@@ -150,7 +144,7 @@ def test_hashes_are_those_of_the_algorithm(ids: list[int]) -> None:
 @given(st.lists(st.integers(-(2**63), 2**63 - 1)), st.sampled_from([1, 7, 64, 2**63 - 1, 2**63]))
 def test_rows_of_hashed_tables_are_remainders_of_hashes(ids: list[int], num_rows: int) -> None:
     salt = int(salt_of("items"))
-    expected = [mixed(x % 2**64 ^ salt) % 2**63 % num_rows for x in ids]
+    expected = [reference.splitmix64(x % 2**64 ^ salt) % 2**63 % num_rows for x in ids]
     assert hash_rows(np.array(ids, np.int64), "items", num_rows).tolist() == expected
 
 
@@ -261,7 +255,7 @@ def described(column: pa.Array) -> tuple[object, ...]:
     least = len(finite) / 4 / TOP if len(counts) > TOP else 0
     frequent = [each for each in counts.items() if each[1] >= least]
     top = sorted(frequent, key=lambda item: (-item[1], item[0]))[:TOP]
-    hashes = sorted({mixed(int(x) % 2**64) for x in finite.tolist()})[:HASHES]
+    hashes = sorted({reference.splitmix64(int(x) % 2**64) for x in finite.tolist()})[:HASHES]
     is_whole = finite.dtype.kind != "f"
     return (
         len(finite),

@@ -11,11 +11,12 @@ from schemas.oracle import next_use
 from schemas.order import Order
 from tests.schemas import reference
 from tests.schemas.tiny import merge_blocks
+from tests.shared import in_pairs
 
 
-@pytest.mark.parametrize("shuffle", ["none", "blocks"])
-@pytest.mark.parametrize("epochs", [1, 2, 5])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(
+    ("seed", "epochs", "shuffle"), in_pairs(range(6), [1, 2, 5], ["none", "blocks"])
+)
 def test_load_equals_a_scan_and_epochs_link_until_the_last(
     seed: int, epochs: int, shuffle: str
 ) -> None:

@@ -144,18 +144,12 @@ def body_of(directory: Path, manifest: object) -> dict[str, object]:
 
 OTHER_FORMAT = "{} in {}; use the release that wrote the file or rebuild the dataset"
 CHANGES = {
-    "another format": (
-        lambda body: {**body, "format": 3},
-        "format must be 1, got 3",
-    ),
+    "another format": (lambda body: {**body, "format": 3}, "format must be 1, got 3"),
     "no format": (
         lambda body: {key: value for key, value in body.items() if key != "format"},
         "format must be 1, got None",
     ),
-    "unknown key": (
-        lambda body: {**body, "zebra": 1},
-        "unknown key: zebra",
-    ),
+    "unknown key": (lambda body: {**body, "zebra": 1}, "unknown key: zebra"),
 }
 
 

@@ -54,9 +54,9 @@ def npy(array: np.ndarray) -> bytes:
 
 def archive(members: dict[str, bytes]) -> bytes:
     out = io.BytesIO()
-    with zipfile.ZipFile(out, "w") as made:
+    with zipfile.ZipFile(out, "w") as archive:
         for name, data in members.items():
-            made.writestr(name, data)
+            archive.writestr(name, data)
     return out.getvalue()
 
 
@@ -178,16 +178,16 @@ def test_model_that_is_cut_or_missing_is_refused(model: Path, tmp_path: Path) ->
 def rewritten(source: Path, to: Path, **members: bytes) -> Path:
     """Write a model with other members, whose manifest is right about them."""
     with zipfile.ZipFile(source) as old:
-        held = {name: old.read(name) for name in old.namelist()} | members
-    body = json.loads(held.pop(MANIFEST))
+        old_members = {name: old.read(name) for name in old.namelist()} | members
+    body = json.loads(old_members.pop(MANIFEST))
     del body["checksum"]
     body |= json.loads(members.get("changes", b"{}"))
-    held.pop("changes", None)
-    sums = {n: hashlib.sha256(data).hexdigest() for n, data in held.items()}
-    body["parts"] = {n: {"num_bytes": len(held[n]), "sha256": s} for n, s in sums.items()}
-    held[MANIFEST] = canonical_json({**body, "checksum": hash_of(body)}).encode()
+    old_members.pop("changes", None)
+    sums = {n: hashlib.sha256(data).hexdigest() for n, data in old_members.items()}
+    body["parts"] = {n: {"num_bytes": len(old_members[n]), "sha256": s} for n, s in sums.items()}
+    old_members[MANIFEST] = canonical_json({**body, "checksum": hash_of(body)}).encode()
     with zipfile.ZipFile(to, "w") as new:
-        for name, data in held.items():
+        for name, data in old_members.items():
             new.writestr(name, data)
     return to
 

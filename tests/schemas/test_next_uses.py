@@ -12,13 +12,7 @@ import numpy as np
 import pytest
 
 from schemas import accesses
-from schemas.accesses import (
-    NextUses,
-    TableAccesses,
-    indexed_steps,
-    next_steps,
-    num_unique_rows,
-)
+from schemas.accesses import NextUses, TableAccesses, indexed_steps, next_steps, num_unique_rows
 from schemas.arrays import Jagged
 from schemas.cache_plan import required_rows
 from schemas.config.train import CacheConfig
@@ -28,6 +22,7 @@ from schemas.files import CheckedFile
 from schemas.reuse import next_bound, peak_cache_rows
 from tests.schemas import reference
 from tests.schemas.parts import write_lists
+from tests.shared import in_pairs
 
 Decode = Callable[[CheckedFile, int], Jagged]
 
@@ -107,8 +102,8 @@ def check_last_uses(next_uses: NextUses, distances: list[list[int]]) -> None:
         assert bounds == last if every <= 5 else all(map(ge, bounds, last))
 
 
-@pytest.mark.parametrize("shuffle", ["none", "blocks"])
-@pytest.mark.parametrize("epochs", [1, 2, 3])
+@pytest.mark.slow
+@pytest.mark.parametrize(("epochs", "shuffle"), in_pairs([1, 2, 3], ["none", "blocks"]))
 def test_next_uses_equal_those_of_the_concatenated_steps(
     tmp_path: Path, epochs: int, shuffle: str
 ) -> None:

@@ -43,7 +43,6 @@ def lists_of(x: Jagged) -> list[list[int]]:
     return [x.values[a:b].tolist() for a, b in pairwise(x.offsets)]
 
 
-@pytest.mark.slow
 @given(STEPS)
 def test_next_use_equals_the_reference(steps: list[frozenset[int]]) -> None:
     ascending = arrays(steps)
@@ -57,7 +56,6 @@ def test_next_use_equals_the_reference(steps: list[frozenset[int]]) -> None:
 BLOCKS = st.lists(st.lists(st.sampled_from([0, 3, 5, 7, 2**62]), max_size=8), max_size=12)
 
 
-@pytest.mark.slow
 @given(BLOCKS)
 def test_unique_per_block_equals_sorted_sets(lookups: list[list[int]]) -> None:
     flat = jagged_from(lookups)
@@ -160,7 +158,6 @@ def test_union_equals_that_of_sets(steps: list[frozenset[int]]) -> None:
     assert union(lists).tolist() == sorted(set().union(*steps))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("at_once", [1 << 21, 3, 1])
 @given(st.lists(st.lists(st.integers(-3, 9), unique=True, max_size=6), min_size=1, max_size=4))
 def test_stitch_numbers_the_joined_segments_by_first_use(
@@ -187,14 +184,6 @@ def test_next_use_of_a_published_trace_equals_its_authors(shared_data: Path) -> 
     assert len(trace) == 113_872
     assert int((ours == -1).sum()) == len(np.unique(trace["id"])) == 48_974
     np.testing.assert_array_equal(ours, trace["next"])
-
-
-def test_published_trace_lists_the_same_ids_in_both_files(shared_data: Path) -> None:
-    folder = shared_data / "cache_oracle_ref"
-    trace = np.fromfile(folder / "cloudPhysicsIO.oracleGeneral.bin", ORACLE_RECORD)
-    lines = (folder / "cloudPhysicsIO.csv").read_text().splitlines()[1:]
-    blocks = np.array([int(line.split(",")[4]) for line in lines], np.uint64)
-    np.testing.assert_array_equal(blocks, trace["id"])
 
 
 @pytest.mark.parametrize("num_steps", [1, 2])

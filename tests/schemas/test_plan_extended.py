@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.cache_plan import IndexStep, Plan, required_rows
@@ -28,7 +28,6 @@ def traces(draw: st.DrawFn) -> tuple[list[np.ndarray], list[int]]:
 
 
 @pytest.mark.parametrize("policy", ["ttl", "belady"])
-@settings(max_examples=150)
 @given(traces(), st.integers(1, 3), st.data())
 def test_plan_that_is_extended_keeps_every_row_where_it_says(
     policy: str, found: tuple[list[np.ndarray], list[int]], prefetch: int, data: st.DataObject

@@ -127,9 +127,7 @@ def test_row_groups_are_read_in_any_order(written: tuple[Path, FileEntry]) -> No
     assert again.read_row_group(2) == here.read_row_group(2)
 
 
-def test_memory_of_row_groups_that_were_read_is_given_back(
-    written: tuple[Path, FileEntry],
-) -> None:
+def test_memory_of_row_groups_that_were_read_is_given_back(written: tuple[Path, FileEntry]) -> None:
     folder, entry = written
     file = CheckedFile(copied(folder), entry)
     for row_group in range(NUM_GROUPS):

@@ -5,25 +5,24 @@ import pyarrow as pa
 import pytest
 
 from schemas.arrays import NULL, combine_hashes, hash_values
-from tests.schemas.reference import hash_text
-from tests.schemas.test_format import mix
+from tests.schemas.reference import hash_text, splitmix64
 
 MASK = (1 << 64) - 1
 
 
 def test_hash_of_numbers_follows_the_formula() -> None:
-    salt = mix(0)
+    salt = splitmix64(0)
     numbers = [0, 1, -1, 2**63 - 1]
-    expected = [mix(mix(n & MASK ^ salt) ^ salt) for n in numbers]
+    expected = [splitmix64(splitmix64(n & MASK ^ salt) ^ salt) for n in numbers]
     assert hash_values(pa.array(numbers)).tolist() == expected
 
 
 def test_hash_of_a_list_of_texts_is_that_of_the_list_of_their_hashes() -> None:
-    salt, lists = mix(0), [["a", ""], [], ["b", "a", "a"]]
+    salt, lists = splitmix64(0), [["a", ""], [], ["b", "a", "a"]]
     for rows, found in zip(lists, hash_values(pa.array(lists)).tolist(), strict=True):
         hashes = [hash_text(text) & MASK for text in rows]
-        total = sum(mix(h + mix(i) + salt & MASK) for i, h in enumerate(hashes))
-        assert found == mix(mix(total + len(rows) & MASK) ^ salt)
+        total = sum(splitmix64(h + splitmix64(i) + salt & MASK) for i, h in enumerate(hashes))
+        assert found == splitmix64(splitmix64(total + len(rows) & MASK) ^ salt)
     nulls = hash_values(pa.array([None, ["a"]]))
     assert nulls.tolist() == [int(NULL), int(hash_values(pa.array([["a"]]))[0])]
 
@@ -61,6 +60,8 @@ def test_combined_hash_depends_on_the_order_of_columns() -> None:
     a, b = hash_values(table["a"]), hash_values(table["b"])
     combined = combine_hashes([a, b])
     assert combined[0] != combined[1]
-    expected = [mix(mix(int(x)) * 31 + int(y) & MASK) for x, y in zip(a, b, strict=True)]
+    expected = [
+        splitmix64(splitmix64(int(x)) * 31 + int(y) & MASK) for x, y in zip(a, b, strict=True)
+    ]
     assert combined.tolist() == expected
     assert np.array_equal(a, hash_values(table["a"]))

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas import fitted as module
@@ -46,7 +46,6 @@ def counted(counts: Mapping[Any, int], kind: pa.DataType) -> pa.Table:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", VALUES)
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
 def test_entries_are_those_of_a_sorted_list_and_appends_move_none(
     name: str, data: st.DataObject
 ) -> None:

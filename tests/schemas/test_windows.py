@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas import group_files as windows
@@ -51,16 +51,12 @@ def shifting(draw: st.DrawFn) -> Lists:
     return lists
 
 
-@pytest.mark.slow
-@settings(max_examples=400, deadline=None)
 @given(few_values | shifting())
 def test_windows_give_back_every_list(lists: Lists) -> None:
     x, is_null = jagged(lists)
     assert back(x, to_windows(x, is_null)) == lists
 
 
-@pytest.mark.slow
-@settings(max_examples=400, deadline=None)
 @given(few_values | shifting(), st.sampled_from([1, 3, 64]))
 def test_windows_equal_the_slow_reference(lists: Lists, shortest: int) -> None:
     x, is_null = jagged(lists)
@@ -117,8 +113,5 @@ def test_window_outside_its_buffer_is_refused(buffer: int, start: int, length: i
     )
     with pytest.raises(SchemaError, match=re.escape(message)):
         window_ranges(
-            np.array([0, 5, 6]),
-            np.array([0, buffer]),
-            np.array([0, start]),
-            np.array([5, length]),
+            np.array([0, 5, 6]), np.array([0, buffer]), np.array([0, start]), np.array([5, length])
         )

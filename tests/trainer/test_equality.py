@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.shared import each_once
+from tests.shared import in_pairs
 from tests.trainer.make_dataset import write_job
 from tests.trainer.runs import checkpoint_at, losses_of, parts_of, reader_of, row_gradients, run_job
 from trainer.checkpoint.load import load_checkpoint, verify_checkpoint
@@ -45,7 +45,7 @@ def train_both(job: Path, dataset: Path, folder: Path) -> tuple[np.ndarray, np.n
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "pooling"), each_once(MODELS, POOLINGS))
+@pytest.mark.parametrize(("model", "pooling"), in_pairs(MODELS, POOLINGS))
 def test_float64_run_has_the_losses_of_expanded(
     model: str, pooling: str, dataset: Path, tmp_path: Path
 ) -> None:
@@ -58,7 +58,7 @@ def test_float64_run_has_the_losses_of_expanded(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "pooling"), each_once(MODELS, POOLINGS[::-1]))
+@pytest.mark.parametrize(("model", "pooling"), in_pairs(MODELS, POOLINGS[::-1]))
 def test_float32_run_has_the_losses_gradients_and_metrics_of_expanded(
     model: str, pooling: str, dataset: Path, tmp_path: Path
 ) -> None:

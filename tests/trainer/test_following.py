@@ -15,7 +15,7 @@ from schemas.layout import BLOCKS
 from schemas.manifest import DatasetManifest, read_dataset
 from schemas.run_log import METRICS, RUN_FILE, StepMetric, read_metrics
 from schemas.storage import MANIFESTS
-from tests.shared import each_once
+from tests.shared import in_pairs
 from tests.trainer.growing import (
     GROWING,
     ONCE,
@@ -60,7 +60,7 @@ CACHES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("cache", "at"), each_once(CACHES, COMMITS, rest=False))
+@pytest.mark.parametrize(("cache", "at"), in_pairs(CACHES, COMMITS, rest=False))
 def test_cached_run_that_follows_has_the_bits_of_one_on_the_finished_dataset(
     cache: str, at: str, versions: list[Path], whole: Path, tmp_path: Path
 ) -> None:

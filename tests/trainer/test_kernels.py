@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schemas.config.train import SparseOptimizerConfig
-from tests.shared import each_once
+from tests.shared import in_pairs
 from tests.trainer.pooled_cases import FEATURES, NUM_ROWS, TABLES, Case, cases, flat
 from trainer.data.collate import Batch
 from trainer.embedding.kernels import compiled
@@ -102,7 +102,7 @@ POOLINGS = {"sum": (False, False), "mean": (True, False), "weighted": (False, Tr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("pooling", "optimizer"), each_once(POOLINGS, FBGEMM_RULES))
+@pytest.mark.parametrize(("pooling", "optimizer"), in_pairs(POOLINGS, FBGEMM_RULES))
 @given(case=cases())
 @settings(max_examples=25, deadline=None)
 def test_steps_give_what_fbgemm_gives(pooling: str, optimizer: str, case: Case) -> None:
@@ -153,7 +153,7 @@ TORCH_RULES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("pooling", "optimizer"), each_once(POOLINGS, TORCH_RULES))
+@pytest.mark.parametrize(("pooling", "optimizer"), in_pairs(POOLINGS, TORCH_RULES))
 @given(case=cases())
 @settings(max_examples=25, deadline=None)
 def test_steps_in_float64_give_what_torch_gives(pooling: str, optimizer: str, case: Case) -> None:
@@ -232,7 +232,7 @@ def test_rowwise_adagrad_gives_what_its_formula_gives(case: Case, dtype: torch.d
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "precision"),
-    each_once(["sgd", "adagrad", "rowwise_adagrad", "adam"], ["float32", "float64"]),
+    in_pairs(["sgd", "adagrad", "rowwise_adagrad", "adam"], ["float32", "float64"]),
 )
 def test_bits_do_not_depend_on_threads(optimizer: str, precision: str) -> None:
     case, dtype = large_case(), getattr(torch, precision)

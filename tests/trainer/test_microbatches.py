@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from schemas.config.job import load_job
-from tests.shared import each_once
+from tests.shared import in_pairs
 from tests.trainer.make_dataset import write_job
 from tests.trainer.runs import final_rows, losses_of, parts_of, reader_of, run_job
 from trainer.components import uses_shared_features
@@ -30,7 +30,7 @@ MODELS = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "optimizer"), each_once(MODELS, ["rowwise_adagrad", "adam"]))
+@pytest.mark.parametrize(("model", "optimizer"), in_pairs(MODELS, ["rowwise_adagrad", "adam"]))
 def test_microbatches_are_the_whole_batch_up_to_rounding(
     model: str, optimizer: str, dataset: Path, tmp_path: Path
 ) -> None:

@@ -1,5 +1,5 @@
 // The servers of a Kubernetes cluster in one program, for tests: etcd, the API server, the
-// controllers, the scheduler, and kwok for nodes that only say that they run something.
+// controllers and the scheduler.
 // The first argument names the part; `signing-key` writes a key for the tokens of service accounts.
 package main
 
@@ -14,7 +14,6 @@ import (
 	_ "time/tzdata"
 
 	"github.com/spf13/cobra"
-	"github.com/spf13/pflag"
 	"go.etcd.io/etcd/server/v3/etcdmain"
 	"k8s.io/component-base/cli"
 	_ "k8s.io/component-base/metrics/prometheus/clientgo"
@@ -22,10 +21,6 @@ import (
 	apiserver "k8s.io/kubernetes/cmd/kube-apiserver/app"
 	controllermanager "k8s.io/kubernetes/cmd/kube-controller-manager/app"
 	scheduler "k8s.io/kubernetes/cmd/kube-scheduler/app"
-	kwokconfig "sigs.k8s.io/kwok/pkg/config"
-	kwok "sigs.k8s.io/kwok/pkg/kwok/cmd"
-	kwoklog "sigs.k8s.io/kwok/pkg/log"
-	kwoksignals "sigs.k8s.io/kwok/pkg/utils/signals"
 )
 
 // commands of Kubernetes' own servers, which are alike.
@@ -38,15 +33,13 @@ var commands = map[string]func() *cobra.Command{
 func main() {
 	if len(os.Args) < 2 {
 		fail("a part must be named, got none; give etcd, kube-apiserver, kube-controller-manager, " +
-			"kube-scheduler, kwok or signing-key")
+			"kube-scheduler or signing-key")
 	}
 	part := os.Args[1]
 	os.Args = append([]string{part}, os.Args[2:]...) // each part reads the arguments as if it were alone
 	switch part {
 	case "etcd":
 		etcdmain.Main(os.Args)
-	case "kwok":
-		os.Exit(runKwok())
 	case "signing-key":
 		writeSigningKey()
 	default:
@@ -76,25 +69,4 @@ func writeSigningKey() {
 	if err := pem.Encode(os.Stdout, &pem.Block{Type: "EC PRIVATE KEY", Bytes: der}); err != nil {
 		fail(err.Error())
 	}
-}
-
-// runKwok does what kwok's own main does, but for one thing: cobra adds pflag.CommandLine to
-// every command, and there the servers of Kubernetes have registered a `version` of their own.
-func runKwok() int {
-	pflag.CommandLine = pflag.NewFlagSet("kwok", pflag.ExitOnError)
-	flags := pflag.NewFlagSet("global", pflag.ContinueOnError)
-	flags.ParseErrorsAllowlist.UnknownFlags = true
-	flags.Usage = func() {}
-	ctx, logger := kwoklog.InitFlags(kwoksignals.SetupSignalContext(), flags)
-	ctx, err := kwokconfig.InitFlags(ctx, flags)
-	if err == nil {
-		command := kwok.NewCommand(ctx)
-		command.PersistentFlags().AddFlagSet(flags)
-		err = command.ExecuteContext(ctx)
-	}
-	if err != nil {
-		logger.Error("kwok", "err", err)
-		return 1
-	}
-	return 0
 }

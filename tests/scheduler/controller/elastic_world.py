@@ -1,4 +1,4 @@
-"""A made world in which the stores of jobs come and go, and which knows where rows really lie."""
+"""A simulated world in which stores of jobs come and go, and which knows where rows really lie."""
 
 from collections import Counter, deque
 from collections.abc import Collection
@@ -6,15 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from scheduler.controller.events import (
-    Ended,
-    Event,
-    Moved,
-    Preempted,
-    Started,
-    Stepped,
-    Tick,
-)
+from scheduler.controller.events import Ended, Event, Moved, Preempted, Started, Stepped, Tick
 from scheduler.controller.handle import handle
 from scheduler.controller.slots import NUM_RANGES, initial_owners
 from scheduler.controller.state import Action, JobState, State, Status
@@ -68,7 +60,7 @@ class Rows:
         self.folders.remove(number)
         self.owners = [NOBODY if owner == number else owner for owner in self.owners]
 
-    def begun(self, job: JobState, alive: Collection[int]) -> None:
+    def start_process(self, job: JobState, alive: Collection[int]) -> None:
         """Begin to train, as a trainer does: who has slots keeps them, the rest is given out.
 
         Args:
@@ -87,7 +79,7 @@ class Rows:
             owners = [fewest if owner == NOBODY else owner for owner in owners]
         self.owners = owners
 
-    def moved(self, flight: Flight) -> None:
+    def end_move(self, flight: Flight) -> None:
         """Give the ranges of a move to its target."""
         for number in flight.ranges:
             if self.owners[number] in flight.givers:
@@ -109,15 +101,15 @@ class ElasticWorld:
     steps: Counter[str] = field(default_factory=Counter[str])
     trace: deque[str] = field(default_factory=lambda: deque[str](maxlen=NUM_TRACED))
 
-    def tell(self, event: Event) -> None:
+    def send(self, event: Event) -> None:
         """Tell the machine, check what holds after every event, and do what it asks for."""
         before, old = self.state.used, self.state
         self.state, actions = handle(old, event)
         check_logged(self.state)
         if actions or not isinstance(event, Tick):
-            told = [f"{self.now:.1f}", type(event).__name__]
-            told += [f"{key}={getattr(event, key)}" for key in TRACED if hasattr(event, key)]
-            self.trace.append(" ".join(told))
+            event_text = [f"{self.now:.1f}", type(event).__name__]
+            event_text += [f"{key}={getattr(event, key)}" for key in TRACED if hasattr(event, key)]
+            self.trace.append(" ".join(event_text))
         self._check(before)
         for action in actions:
             self.trace.append(f"  {action.verb} {action.job} {action.process}: {action.reason}")
@@ -125,15 +117,15 @@ class ElasticWorld:
         watched = {(job.name, name) for job in self.state.jobs.values() for name in job.processes}
         assert self.children.keys() == watched, "each process is watched until it has ended"
 
-    def wants(self, name: str, num_stores: int) -> None:
+    def set_num_stores(self, name: str, num_stores: int) -> None:
         """Let a job want so many stores."""
         job = self.state.jobs[name]
         assert job.sizes is not None
         job = replace(job, sizes=replace(job.sizes, num_stores=num_stores))
         self.state = replace(self.state, jobs={**self.state.jobs, name: job})
-        self.trace.append(f"  {name} wants {num_stores} stores")
+        self.trace.append(f"  {name} gets {num_stores} stores")
 
-    def story(self) -> str:
+    def event_texts(self) -> str:
         """Return what happened last, and how jobs stand."""
         jobs = [
             f"{job.name} {job.phase}: stores={job.stores} "
@@ -177,7 +169,7 @@ class ElasticWorld:
         if pool == "store":
             rows.folders.add(number)
         elif pool == "coordinator":
-            rows.begun(job, self._alive(action.job, "store"))
+            rows.start_process(job, self._alive(action.job, "store"))
 
     def _clean_up(self, job: JobState, rows: Rows) -> None:
         """Remove folders of stores that are no more, as drivers do."""
@@ -246,7 +238,7 @@ class ElasticWorld:
         moved = there and self._trains(name) and chance < 0.6
         torn = there and self._trains(name) and self.kind.torn_moves and 0.6 <= chance < 0.8
         if moved or torn:
-            self.rows[name].moved(flight)
+            self.rows[name].end_move(flight)
         return Moved(time_sec=self._later(), job=name, moved=moved)
 
     def _work(self, job: str, name: str) -> Event:

@@ -8,7 +8,7 @@ import pytest
 from scheduler.controller.events import BudgetSet
 from tests.scheduler.controller.bench import Bench
 from tests.scheduler.controller.world import GIB, check_waiting, submitted
-from tests.scheduler.made import FACTS
+from tests.scheduler.small_job import FACTS
 
 ONE = BudgetSet(time_sec=0.0, cpus=2.0, memory_bytes=8 * GIB)
 """Room for one job."""
@@ -17,14 +17,14 @@ ONE = BudgetSet(time_sec=0.0, cpus=2.0, memory_bytes=8 * GIB)
 def verbs(budget: BudgetSet, second: int, priority: int = 0) -> list[tuple[str, str]]:
     """Return what is done of the jobs when another one comes beside one of 40 segments."""
     bench = Bench(budget, submitted("first", 40))
-    found = bench.tell(submitted("second", second, f"  priority: {priority}"))
+    found = bench.send(submitted("second", second, f"  priority: {priority}"))
     return sorted((a.job, a.verb) for a in found if a.verb in ("admit", "wait"))
 
 
 def test_handle_of_a_job_with_much_less_left_lets_it_go_first_and_says_so() -> None:
     bench = Bench(ONE, submitted("first", 40))
     bench.built(0)
-    found = bench.tell(submitted("second", 2, time_sec=bench.now))
+    found = bench.send(submitted("second", 2, time_sec=bench.now))
     waits = next(a for a in found if (a.job, a.verb) == ("first", "wait"))
     assert waits.reason.startswith(
         "preempted by jobs of higher priority, or of the same with less time left, within 2 cores"
@@ -45,10 +45,10 @@ def test_handle_of_less_left_never_passes_a_higher_priority() -> None:
 def test_handle_that_began_a_shorter_job_does_not_go_back_to_the_longer_one() -> None:
     bench = Bench(ONE, submitted("first", 40))
     bench.built(0)
-    bench.tell(submitted("second", 20, time_sec=bench.now))
+    bench.send(submitted("second", 20, time_sec=bench.now))
     assert bench.state.jobs["second"].phase == "running"
-    again = bench.tell(submitted("third", 60, time_sec=bench.now))
-    assert [(a.job, a.verb) for a in again if a.verb in ("admit", "wait")] == [("third", "wait")]
+    third = bench.send(submitted("third", 60, time_sec=bench.now))
+    assert [(a.job, a.verb) for a in third if a.verb in ("admit", "wait")] == [("third", "wait")]
 
 
 @pytest.mark.parametrize(("segments", "changes"), [(40, False), (400, True)])
@@ -56,9 +56,9 @@ def test_handle_resizes_no_job_for_another_that_ends_before_it_would_pay(
     segments: int, changes: bool
 ) -> None:
     bench = Bench(BudgetSet(time_sec=0.0, cpus=8.0, memory_bytes=32 * GIB))
-    bench.tell(submitted("first", segments))
+    bench.send(submitted("first", segments))
     sizes = bench.state.jobs["first"].sizes
-    bench.tell(submitted("second", 2, time_sec=bench.now))
+    bench.send(submitted("second", 2, time_sec=bench.now))
     assert (bench.state.jobs["first"].sizes != sizes) == changes
     assert (bench.state.jobs["second"].sizes is not None) == changes
 
@@ -66,7 +66,7 @@ def test_handle_resizes_no_job_for_another_that_ends_before_it_would_pay(
 def test_handle_of_a_job_that_ends_soon_rather_shrinks_it_than_queues_it() -> None:
     bench = Bench(replace(ONE, cpus=5.0, memory_bytes=16 * GIB), submitted("first", 3))
     more = submitted("second", 2, "  priority: 1\n  training: {min_replicas: 2}", bench.now)
-    found = [(a.job, a.verb) for a in bench.tell(more) if not a.process]
+    found = [(a.job, a.verb) for a in bench.send(more) if not a.process]
     assert found == [("second", "admit"), ("first", "scale")]
     check_waiting(bench.state)
 
@@ -76,7 +76,7 @@ LEAN = "  preprocessing: {max_workers: 1}\n  training: {max_replicas: 1, max_sto
 
 def test_handle_of_a_build_that_ended_gives_its_cores_to_a_job_that_waits() -> None:
     bench = Bench(replace(ONE, cpus=3.0), submitted("first", 1, LEAN))
-    waits = bench.tell(submitted("second", 1, LEAN, bench.now))
+    waits = bench.send(submitted("second", 1, LEAN, bench.now))
     assert [(a.job, a.verb) for a in waits] == [("second", "wait")]
     found = bench.built(0)
     assert [(a.job, a.verb, a.process) for a in found] == [
@@ -85,7 +85,7 @@ def test_handle_of_a_build_that_ended_gives_its_cores_to_a_job_that_waits() -> N
         ("second", "start", "segment-0.1"),
     ]
     check_waiting(bench.state)
-    (action,) = [a for a in bench.tell(submitted("third", 1, LEAN, bench.now)) if a.verb == "wait"]
+    (action,) = [a for a in bench.send(submitted("third", 1, LEAN, bench.now)) if a.verb == "wait"]
     assert action.job == "third", "no cores are left"
 
 

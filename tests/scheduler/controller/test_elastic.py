@@ -20,7 +20,7 @@ from scheduler.controller.slots import (
 )
 from scheduler.controller.state import Action
 from schemas.errors import PlanError
-from tests.scheduler.controller.bench import Bench, said
+from tests.scheduler.controller.bench import Bench, labels
 from tests.scheduler.controller.world import BUDGET, check_laws, submitted
 
 STORES = """\
@@ -45,7 +45,7 @@ def bench_of(budget: BudgetSet = AMPLE) -> Bench:
     return bench
 
 
-def wants(bench: Bench, num_stores: int) -> list[Action]:
+def set_num_stores(bench: Bench, num_stores: int) -> list[Action]:
     """Let the job want so many stores; return what follows."""
     job = bench.job
     assert job.sizes is not None
@@ -58,7 +58,7 @@ def moves_of(actions: list[Action]) -> list[Action]:
     return [action for action in actions if action.verb == "migrate"]
 
 
-def moved(bench: Bench, action: Action, *, done: bool = True) -> list[Action]:
+def end_move(bench: Bench, action: Action, *, done: bool = True) -> list[Action]:
     """Confirm a move."""
     return bench.at(Moved, moved=done)
 
@@ -69,7 +69,7 @@ def settle(bench: Bench) -> list[Action]:
     for _ in range(40):
         found = bench.ticks(1)
         if was_moving := bool(bench.job.moving):
-            found += moved(bench, moves_of(bench.done)[-1])
+            found += end_move(bench, moves_of(bench.done)[-1])
         for process in list(bench.job.of_pool("store")):
             if process.status == "leaving":
                 assert process.number not in bench.job.owners, "it has slots"
@@ -83,8 +83,8 @@ def settle(bench: Bench) -> list[Action]:
 
 def test_a_store_more_begins_without_slots_and_gets_some_of_the_busiest() -> None:
     bench = bench_of()
-    found = wants(bench, 4)
-    assert [a for a in said(found) if a.startswith("start")] == ["start store-3.1"]
+    found = set_num_stores(bench, 4)
+    assert [a for a in labels(found) if a.startswith("start")] == ["start store-3.1"]
     done = settle(bench)
     assert bench.job.stores == (0, 1, 2, 3)
     assert {a.values["target"] for a in moves_of(done)} == {3.0}
@@ -96,7 +96,7 @@ def test_a_store_more_begins_without_slots_and_gets_some_of_the_busiest() -> Non
 
 def test_a_store_that_is_too_many_gives_all_its_slots_away_and_leaves_after_that() -> None:
     bench = bench_of()
-    done = wants(bench, 1) + settle(bench)
+    done = set_num_stores(bench, 1) + settle(bench)
     assert bench.job.stores == (0,)
     assert set(bench.job.owners) == {0}
     kinds = [(a.verb, a.process or int(a.values["source"])) for a in done if a.verb != "scale"]
@@ -108,10 +108,10 @@ def test_a_store_that_is_too_many_gives_all_its_slots_away_and_leaves_after_that
 
 def test_a_number_is_never_given_again() -> None:
     bench = bench_of()
-    wants(bench, 2)
+    set_num_stores(bench, 2)
     settle(bench)
-    found = wants(bench, 3)
-    assert "start store-3.1" in said(found)
+    found = set_num_stores(bench, 3)
+    assert "start store-3.1" in labels(found)
     settle(bench)
     assert bench.job.stores == (0, 1, 3)
 
@@ -119,32 +119,32 @@ def test_a_number_is_never_given_again() -> None:
 @pytest.mark.slow
 def test_a_move_that_failed_is_tried_again_later_and_slots_stay_where_they_were() -> None:
     bench = bench_of()
-    (move,) = moves_of(wants(bench, 2))
+    (move,) = moves_of(set_num_stores(bench, 2))
     before = bench.job.owners
-    moved(bench, move, done=False)
+    end_move(bench, move, done=False)
     assert bench.job.owners == before
     assert not moves_of(bench.ticks(int(RETRY_SEC) - 1))
-    (again,) = moves_of(bench.ticks(2))
-    assert again.values == move.values
+    (repeated,) = moves_of(bench.ticks(2))
+    assert repeated.values == move.values
     assert not moves_of(bench.ticks(100)), "one at a time"
-    moved(bench, again, done=False)
+    end_move(bench, repeated, done=False)
     assert not moves_of(bench.ticks(2 * int(RETRY_SEC) - 1)), "later each time"
     (third,) = moves_of(bench.ticks(2))
-    moved(bench, third)
+    end_move(bench, third)
     assert moves_of(bench.ticks(1)), "at once when one did not fail"
 
 
 def test_the_coordinator_does_not_wait_for_a_store_that_has_no_slots() -> None:
     bench = bench_of()
-    found = wants(bench, 4)
-    assert "start store-3.1" in said(found)
+    found = set_num_stores(bench, 4)
+    assert "start store-3.1" in labels(found)
     bench.at(Ended, "store-3.1", outcome="lost")
-    assert "start coordinator-0.2" in said(
+    assert "start coordinator-0.2" in labels(
         [*bench.at(Ended, "coordinator-0.1", outcome="lost"), *bench.ticks(1, 2.0)]
     )
     bench.at(Ended, "store-1.1", outcome="lost")
     bench.at(Ended, "coordinator-0.2", outcome="lost")
-    assert not [a for a in said(bench.ticks(1, 0.1)) if a.startswith("start coordinator")]
+    assert not [a for a in labels(bench.ticks(1, 0.1)) if a.startswith("start coordinator")]
 
 
 def test_where_all_has_ended_only_the_stores_that_are_wanted_begin_again() -> None:
@@ -154,8 +154,8 @@ def test_where_all_has_ended_only_the_stores_that_are_wanted_begin_again() -> No
         bench.state, _ = handle(
             bench.state, Ended(time_sec=bench.now, job=job.name, process=name, outcome="lost")
         )
-    found = wants(bench, 2) + bench.ticks(3, 2.0)
-    stores = [a for a in said(found) if a.startswith("start store")]
+    found = set_num_stores(bench, 2) + bench.ticks(3, 2.0)
+    stores = [a for a in labels(found) if a.startswith("start store")]
     assert stores == ["start store-0.2", "start store-1.2"]
     assert bench.job.stores == (0, 1)
     assert set(bench.job.owners) == {0, 1}
@@ -167,7 +167,7 @@ def test_load_that_is_known_ahead_says_what_a_new_store_gets() -> None:
     bench.state = replace(bench.state, jobs={ample.name: ample})
     hot = (100, 100, 100, *(10,) * 13)
     bench.at(LoadKnown, num_steps=160, slots=(hot,), touched_rows=(1,))
-    wants(bench, 4)
+    set_num_stores(bench, 4)
     settle(bench)
     loads = store_loads(bench.job.owners, [float(c) for c in hot], bench.job.stores)
     assert max(loads.values()) <= 130.0

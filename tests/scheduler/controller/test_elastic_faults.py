@@ -8,15 +8,15 @@ from scheduler.controller.handle import handle
 from scheduler.controller.slots import RETRY_SEC, max_ranges, plan_levelling
 from scheduler.controller.state import State
 from scheduler.planner.correction import Change, Correction
-from tests.scheduler.controller.bench import Bench, said
+from tests.scheduler.controller.bench import Bench, labels
 from tests.scheduler.controller.test_elastic import (
     AMPLE,
     STORES,
     bench_of,
-    moved,
+    end_move,
     moves_of,
+    set_num_stores,
     settle,
-    wants,
 )
 from tests.scheduler.controller.world import submitted
 
@@ -40,7 +40,7 @@ def test_stores_cut_before_training_serve_every_slot() -> None:
         bench.state, _ = handle(
             bench.state, Ended(time_sec=bench.now, job="first", process=name, outcome="lost")
         )
-    wants(bench, 2)
+    set_num_stores(bench, 2)
     bench.ticks(3, 2.0)
     assert len(bench.job.stores) == 2
     assert set(bench.job.owners) == set(bench.job.stores)
@@ -53,27 +53,27 @@ def test_stores_cut_before_any_began_let_the_coordinator_begin() -> None:
     bench.state = with_drained(bench.state, AMPLE.cpus)
     bench.built(0)
     assert not bench.job.of_pool("store")
-    wants(bench, 1)  # the other job is gone
+    set_num_stores(bench, 1)  # the other job is gone
     bench.ticks(5, 2.0)
     assert bench.job.of_pool("coordinator")
 
 
 def test_a_move_that_failed_is_repeated_before_its_target_leaves() -> None:
     bench = bench_of()
-    wants(bench, 4)
+    set_num_stores(bench, 4)
     (move,) = moves_of(bench.done)[-1:] or moves_of(bench.ticks(1))
     assert move.values["target"] == 3.0
     bench.at(Moved, moved=False)
     before = bench.job.owners
-    found = wants(bench, 3) + bench.ticks(5)
+    found = set_num_stores(bench, 3) + bench.ticks(5)
     assert moves_of(found) == []
-    assert "drain store-3.1" not in said(found), "nobody knows that it has no slots"
+    assert "drain store-3.1" not in labels(found), "nobody knows that it has no slots"
     found = bench.ticks(int(RETRY_SEC))
-    (again,) = moves_of(found)
-    assert again.values == move.values
-    (back,) = moves_of(moved(bench, again) + bench.ticks(1))
-    assert (back.values["source"], back.values["whole"]) == (3.0, 1.0)
-    assert "drain store-3.1" in said(moved(bench, back) + bench.ticks(1))
+    (repeated,) = moves_of(found)
+    assert repeated.values == move.values
+    (undone,) = moves_of(end_move(bench, repeated) + bench.ticks(1))
+    assert (undone.values["source"], undone.values["whole"]) == (3.0, 1.0)
+    assert "drain store-3.1" in labels(end_move(bench, undone) + bench.ticks(1))
     assert Counter(bench.job.owners).keys() == Counter(before).keys()
 
 
@@ -86,9 +86,9 @@ def test_stores_that_are_too_many_do_not_hold_the_room_that_the_coordinator_need
     bench.stepped(8, 1.0)
     bench.built(1)
     bench.built(2)
-    wants(bench, 4)
+    set_num_stores(bench, 4)
     settle(bench)
-    bench.tell(replace(AMPLE, time_sec=bench.now, cpus=3.0))
+    bench.send(replace(AMPLE, time_sec=bench.now, cpus=3.0))
     bench.at(Ended, "coordinator-0.1", outcome="lost")
     bench.ticks(5)
     for process in list(bench.job.of_pool("store")):
@@ -101,13 +101,13 @@ def test_stores_that_are_too_many_do_not_hold_the_room_that_the_coordinator_need
 
 def test_a_store_whose_slots_are_not_known_is_emptied_before_it_leaves() -> None:
     bench = bench_of()
-    wants(bench, 4)
+    set_num_stores(bench, 4)
     assert moves_of(bench.done) or moves_of(bench.ticks(1))
     bench.at(Moved, moved=False)
     bench.state = replace(
         bench.state, jobs={"first": replace(bench.job, stores=(0, 3, 1, 2), processes={})}
     )
-    wants(bench, 2)
+    set_num_stores(bench, 2)
     assert bench.job.stores == (0, 3)
     assert set(bench.job.owners) == {0, 3}
 
@@ -122,9 +122,9 @@ def test_no_store_gets_more_ranges_than_it_has_memory_for() -> None:
     bench.at(LoadKnown, num_steps=160, slots=(HOT_ALONE,), touched_rows=(1,))
     settle(bench)
     assert max(Counter(bench.job.owners).values()) <= most
-    wants(bench, 4)
+    set_num_stores(bench, 4)
     settle(bench)
-    wants(bench, 3)
+    set_num_stores(bench, 3)
     settle(bench)
     assert max(Counter(bench.job.owners).values()) <= most
 

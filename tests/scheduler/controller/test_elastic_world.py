@@ -44,20 +44,20 @@ def resize_stores(world: ElasticWorld) -> None:
     """Let most jobs that have stores want another number of them."""
     for name, job in world.state.jobs.items():
         if job.sizes is not None and job.num_stores and world.rng.random() < 0.7:
-            world.wants(name, int(world.rng.integers(1, 5)))
+            world.set_num_stores(name, int(world.rng.integers(1, 5)))
 
 
 def change_budget(world: ElasticWorld) -> None:
     """Change the cores of all jobs together."""
     cpus = float(world.rng.choice(CPUS))
-    world.tell(replace(AMPLE, time_sec=world.now, cpus=cpus))
+    world.send(replace(AMPLE, time_sec=world.now, cpus=cpus))
 
 
 def learn_loads(world: ElasticWorld) -> None:
     """Let the oracle tell of loads that lie unevenly."""
     loads = 10 * (1 + world.rng.pareto(1.0, NUM_RANGES))
     num_steps, slots = NUM_SEGMENTS * STEPS_PER_SEGMENT, tuple(int(load) for load in loads)
-    world.tell(
+    world.send(
         LoadKnown(
             time_sec=world.now, job="job0", num_steps=num_steps, slots=(slots,), touched_rows=(1,)
         )
@@ -72,9 +72,9 @@ def disturb(world: ElasticWorld, waiting: list[Submitted]) -> None:
     if kind.budgets and rng.random() < 0.03:
         change_budget(world)
     if waiting and rng.random() < 0.03:
-        world.tell(replace(waiting.pop(0), time_sec=world.now))
+        world.send(replace(waiting.pop(0), time_sec=world.now))
     if kind.drains and rng.random() < 0.02:
-        world.tell(Drained(time_sec=world.now, job="job0"))
+        world.send(Drained(time_sec=world.now, job="job0"))
     if rng.random() < 0.03:
         learn_loads(world)
 
@@ -84,7 +84,7 @@ def submit_drained(world: ElasticWorld, jobs: list[Submitted], chance: float) ->
     for job in jobs:
         state = world.state.jobs.get(job.job)
         if state is not None and state.phase == "drained" and world.rng.random() < chance:
-            world.tell(replace(job, time_sec=world.now))
+            world.send(replace(job, time_sec=world.now))
 
 
 def has_ended(world: ElasticWorld) -> bool:
@@ -93,23 +93,23 @@ def has_ended(world: ElasticWorld) -> bool:
     return phases <= set(ENDED_PHASES) - {"drained"} and not world.children
 
 
-def play(world: ElasticWorld) -> None:
+def run_world(world: ElasticWorld) -> None:
     """Disturb the world for a while, then let it go on until every job has ended."""
     jobs = jobs_of(world.kind)
-    world.tell(AMPLE)
-    world.tell(jobs[0])
+    world.send(AMPLE)
+    world.send(jobs[0])
     waiting = jobs[1:]
     for _ in range(NUM_WILD):
         disturb(world, waiting)
         submit_drained(world, jobs, 0.1)
-        world.tell(world.next_event(calm=False))
+        world.send(world.next_event(calm=False))
     for event in (AMPLE, *waiting):
-        world.tell(replace(event, time_sec=world.now))
+        world.send(replace(event, time_sec=world.now))
     for _ in range(NUM_CALM):
         submit_drained(world, jobs, 1.0)
         if has_ended(world):
             return
-        world.tell(world.next_event(calm=True))
+        world.send(world.next_event(calm=True))
     raise AssertionError("jobs must end")
 
 
@@ -117,9 +117,9 @@ def check_world(name: str, seed: int) -> None:
     """Play a world; when a law is broken, tell what happened before."""
     world = ElasticWorld(np.random.default_rng(seed), KINDS[name])
     try:
-        play(world)
+        run_world(world)
     except AssertionError as error:
-        error.add_note(world.story())
+        error.add_note(world.event_texts())
         raise
 
 

@@ -68,22 +68,23 @@ def test_handle_ends_all_jobs_of_a_small_budget(
     assert {job.phase for job in state.jobs.values()} == {"finished"}
 
 
+@pytest.mark.slow
 @given(seed=st.integers(0, 2**32 - 1), after=st.integers(2, 80))
 @settings(max_examples=10)
 def test_handle_drains_a_job_that_goes_on_when_it_is_submitted_again(seed: int, after: int) -> None:
     job = JOBS["one job"][0]
-    world, rng, told = World([job]), np.random.default_rng(seed), 0
+    world, rng, num_events = World([job]), np.random.default_rng(seed), 0
 
-    def tell(state: State, event: Event) -> tuple[State, Sequence[Action]]:
-        nonlocal told
-        told += 1
+    def send(state: State, event: Event) -> tuple[State, Sequence[Action]]:
+        nonlocal num_events
+        num_events += 1
         state, actions = handle(state, event)
-        if told == after:
+        if num_events == after:
             state, more = handle(state, Drained(time_sec=event.time_sec, job=job.job))
             return state, [*actions, *more]
         return state, actions
 
-    state = run(world, State(), tell, rng, [BUDGET, job])
+    state = run(world, State(), send, rng, [BUDGET, job])
     if state.jobs[job.job].phase == "drained":
         state = run(world, state, handle, rng, [submitted(job.job, time_sec=world.now)])
     assert state.jobs[job.job].phase == "finished"

@@ -8,7 +8,7 @@ from scheduler.controller.events import BudgetSet, Drained, Ended, Read, Tick
 from scheduler.controller.state import JobState
 from scheduler.controller.tick import forecast_memory
 from scheduler.planner.correction import MEMORY_HEADROOM, OOM_GROWTH, memory_after_oom
-from tests.scheduler.controller.bench import GROWS, Bench, said
+from tests.scheduler.controller.bench import GROWS, Bench, labels
 from tests.scheduler.controller.world import BUDGET, GIB, MIB, check_laws, check_waiting, submitted
 
 ALONE = "  training: {max_replicas: 1}\n  preprocessing: {max_workers: 2}"
@@ -23,7 +23,7 @@ STORES = """\
 def killed(bench: Bench, name: str) -> str:
     """Let a process be killed for memory, and wait until another one may begin."""
     (action, *_) = bench.at(Ended, name, 1.0, outcome="oom", detail="OOMKilled")
-    assert said([action])[0] in (f"replace {name}", f"fail {name}")
+    assert labels([action])[0] in (f"replace {name}", f"fail {name}")
     bench.at(Tick, after=100.0)
     check_laws(bench.state)
     return action.reason
@@ -115,7 +115,7 @@ def test_handle_shares_anew_where_more_memory_than_the_share_of_a_job_is_needed(
     """Of two jobs each with half of the memory one needs more: both go on, within the budget."""
     bench = Bench(BudgetSet(time_sec=0.0, cpus=8.0, memory_bytes=10 * GIB))
     for name in ("first", "second"):
-        bench.tell(submitted(name, 6, ALONE, bench.now))
+        bench.send(submitted(name, 6, ALONE, bench.now))
     bench.built(0)
     for _ in range(3):
         leads = bench.job.of_pool("coordinator")
@@ -165,5 +165,5 @@ def test_handle_of_a_job_that_is_run_again_takes_the_memory_of_a_new_file_else_t
     killed(bench, "coordinator-0.1")
     bench.at(Drained)
     bench.at(Ended, "coordinator-0.2", outcome="left")
-    bench.tell(submitted("first", 1, schedule, bench.now))
+    bench.send(submitted("first", 1, schedule, bench.now))
     assert bench.job.processes["coordinator-0.3"].memory_bytes == gib * GIB

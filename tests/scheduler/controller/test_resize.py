@@ -6,7 +6,7 @@ from scheduler.controller.events import Ended, Resized, Started
 from scheduler.controller.handle import handle
 from scheduler.controller.reconcile import is_settled, reconcile
 from scheduler.controller.state import State
-from tests.scheduler.controller.bench import GROWS, Bench, grow_until, said
+from tests.scheduler.controller.bench import GROWS, Bench, grow_until, labels
 from tests.scheduler.controller.world import BUDGET, submitted
 
 
@@ -14,7 +14,7 @@ def test_handle_gives_a_running_process_more_memory_where_that_can_be() -> None:
     bench = Bench(replace(BUDGET, resizes=True), GROWS)
     limit, actions = grow_until(bench, "resize coordinator-0.1")
     resize = next(action for action in actions if action.verb == "resize")
-    assert "drain coordinator-0.1" not in said(actions)
+    assert "drain coordinator-0.1" not in labels(actions)
     grown = bench.job.processes["coordinator-0.1"]
     assert grown.memory_bytes == resize.values["memory_bytes"] > limit
     assert grown.memory_before == limit
@@ -29,11 +29,11 @@ def test_handle_replaces_a_process_whose_memory_cannot_be_changed() -> None:
     bench = Bench(replace(BUDGET, resizes=True), GROWS)
     limit, actions = grow_until(bench, "resize coordinator-0.1")
     wanted = next(action for action in actions if action.verb == "resize").values["memory_bytes"]
-    assert said(bench.at(Resized, "coordinator-0.1", resized=False)) == ["drain coordinator-0.1"]
+    assert labels(bench.at(Resized, "coordinator-0.1", resized=False)) == ["drain coordinator-0.1"]
     assert bench.job.processes["coordinator-0.1"].memory_bytes == limit
-    again = bench.at(Ended, "coordinator-0.1", outcome="left")
-    assert said(again) == ["start coordinator-0.2"]
-    assert again[0].values["memory_bytes"] == wanted
+    stopped = bench.at(Ended, "coordinator-0.1", outcome="left")
+    assert labels(stopped) == ["start coordinator-0.2"]
+    assert stopped[0].values["memory_bytes"] == wanted
 
 
 def test_handle_books_no_more_memory_than_there_is_for_a_process_that_runs() -> None:
@@ -43,10 +43,10 @@ def test_handle_books_no_more_memory_than_there_is_for_a_process_that_runs() -> 
     free = bench.state.budget.memory - bench.state.used[1]
     job = replace(bench.job, replica_memory=coordinator.memory_bytes + free + 1)
     _, actions = reconcile(replace(bench.state, jobs={"first": job}))
-    assert said(actions) == ["drain coordinator-0.1"]
+    assert labels(actions) == ["drain coordinator-0.1"]
     job = replace(bench.job, replica_memory=coordinator.memory_bytes + free)
     state, actions = reconcile(replace(bench.state, jobs={"first": job}))
-    assert said(actions) == ["resize coordinator-0.1"]
+    assert labels(actions) == ["resize coordinator-0.1"]
     assert state.used[1] == state.budget.memory
 
 

@@ -26,7 +26,7 @@ def test_handle_plans_no_more_workers_of_one_job_than_it_may_have(
 
 def test_handle_starts_no_segment_job_with_more_workers_than_its_runner_allows() -> None:
     bench = Bench(limited(2), submitted("first", 3, WIDE))
-    bench.tell(limited(1))  # the running job keeps its workers
+    bench.send(limited(1))  # the running job keeps its workers
     (first,) = bench.job.of_pool("segment")
     started = [a for a in bench.built(0) if a.process.startswith("segment")]
     assert first.workers == 2

@@ -4,12 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler.controller.events import (
-    BudgetSet,
-    Ended,
-    Read,
-    Resized,
-)
+from scheduler.controller.events import BudgetSet, Ended, Read, Resized
 from scheduler.controller.reconcile import RESIZE_RETRY_SEC
 from scheduler.controller.state import Action
 from scheduler.controller.tick import SPARE_TICKS
@@ -27,10 +22,10 @@ SMALL = """\
 """
 
 
-def trains(bench: Bench, num_looks: int, resident: int = 1200 * MIB) -> list[Action]:
+def train(bench: Bench, num_ticks: int, resident: int = 1200 * MIB) -> list[Action]:
     """Let the coordinator of the first job train with steady memory, a look after each window."""
     found: list[Action] = []
-    for _ in range(num_looks):
+    for _ in range(num_ticks):
         found += bench.stepped(2, 0.5)
         coordinator = next(p.name for p in bench.job.of_pool("coordinator"))
         position = bench.job.next_step
@@ -40,7 +35,7 @@ def trains(bench: Bench, num_looks: int, resident: int = 1200 * MIB) -> list[Act
     return found
 
 
-def begun(budget: BudgetSet = BUDGET, num_segments: int = 1) -> Bench:
+def started_bench(budget: BudgetSet = BUDGET, num_segments: int = 1) -> Bench:
     """Return a job that trains with far more memory than it needs."""
     bench = Bench(budget, submitted("first", num_segments, LARGE))
     bench.built(0)
@@ -48,11 +43,11 @@ def begun(budget: BudgetSet = BUDGET, num_segments: int = 1) -> Bench:
 
 
 def test_look_at_memory_that_is_not_needed_gives_the_next_process_less_and_ends_nobody() -> None:
-    bench = begun()
-    assert not [a for a in trains(bench, SPARE_TICKS) if a.verb == "give back"], "not long enough"
-    found = trains(bench, SPARE_TICKS)
-    (back,) = [a for a in found if a.verb == "give back"]
-    assert back.reason.startswith(
+    bench = started_bench()
+    assert not [a for a in train(bench, SPARE_TICKS) if a.verb == "give back"], "not long enough"
+    found = train(bench, SPARE_TICKS)
+    (returned,) = [a for a in found if a.verb == "give back"]
+    assert returned.reason.startswith(
         f"training is forecast to need less than its {6 * GIB:,} bytes for "
     )
     assert [a for a in found if a.verb in ("drain", "stop", "resize")] == []
@@ -62,27 +57,27 @@ def test_look_at_memory_that_is_not_needed_gives_the_next_process_less_and_ends_
     bench.at(Ended, coordinator.name, outcome="lost")
     bench.ticks(5, 5.0)
     (coordinator,) = bench.job.of_pool("coordinator")
-    assert coordinator.memory_bytes == bench.job.replica_memory == back.values["memory_bytes"]
+    assert coordinator.memory_bytes == bench.job.replica_memory == returned.values["memory_bytes"]
 
 
 def test_look_at_memory_that_grows_gives_nothing_back() -> None:
-    bench = begun(num_segments=400)
+    bench = started_bench(num_segments=400)
     for part in range(3 * SPARE_TICKS):
-        found = trains(bench, 1, 1200 * MIB + part * 40 * MIB)
+        found = train(bench, 1, 1200 * MIB + part * 40 * MIB)
         assert not [a for a in found if a.verb == "give back"]
 
 
 def test_look_at_memory_that_is_nearly_needed_gives_nothing_back() -> None:
-    found = trains(begun(), 3 * SPARE_TICKS, 5100 * MIB)
+    found = train(started_bench(), 3 * SPARE_TICKS, 5100 * MIB)
     assert not [a for a in found if a.verb == "give back"]
 
 
 @pytest.mark.slow
 def test_memory_is_given_back_to_a_job_that_waits_for_it() -> None:
-    bench = begun(replace(BUDGET, memory_bytes=int(8.5 * GIB)))
-    waits = bench.tell(submitted("second", 400, SMALL, bench.now))
+    bench = started_bench(replace(BUDGET, memory_bytes=int(8.5 * GIB)))
+    waits = bench.send(submitted("second", 400, SMALL, bench.now))
     assert [(a.job, a.verb) for a in waits] == [("second", "wait")]
-    found = trains(bench, 2 * SPARE_TICKS)
+    found = train(bench, 2 * SPARE_TICKS)
     assert ("second", "admit") in [(a.job, a.verb) for a in found]
     # 2.5 GiB are free and 3 are needed, so a trainer that has more than it needs leaves.
     (drain,) = [a for a in found if a.verb == "drain"]
@@ -100,9 +95,9 @@ def test_memory_is_given_back_to_a_job_that_waits_for_it() -> None:
 
 @pytest.mark.slow
 def test_a_trainer_leaves_for_memory_only_while_nobody_leaves_anyway() -> None:
-    bench = begun(replace(BUDGET, memory_bytes=int(8.5 * GIB)))
-    trains(bench, 2 * SPARE_TICKS)
-    first = bench.tell(submitted("second", 400, SMALL, bench.now))
+    bench = started_bench(replace(BUDGET, memory_bytes=int(8.5 * GIB)))
+    train(bench, 2 * SPARE_TICKS)
+    first = bench.send(submitted("second", 400, SMALL, bench.now))
     assert [a.process for a in first if a.verb == "drain"] == ["coordinator-0.1"]
     assert not [a for a in bench.ticks(3, 5.0) if a.verb == "drain"]
 
@@ -111,11 +106,11 @@ PODS = replace(BUDGET, resizes=True)
 
 
 def test_a_trainer_whose_memory_is_a_limit_has_less_as_it_runs_once_its_node_has_taken_it() -> None:
-    bench = begun(PODS)
-    found = trains(bench, 2 * SPARE_TICKS)
-    (back,) = [a for a in found if a.verb == "give back"]
+    bench = started_bench(PODS)
+    found = train(bench, 2 * SPARE_TICKS)
+    (returned,) = [a for a in found if a.verb == "give back"]
     (resize,) = [a for a in found if a.verb == "resize" and "memory_bytes" in a.values]
-    assert resize.values == back.values
+    assert resize.values == returned.values
     (coordinator,) = bench.job.of_pool("coordinator")
     assert coordinator.memory_bytes == resize.values["memory_bytes"]
     assert coordinator.held_memory == 6 * GIB, "nobody else may have it yet"
@@ -127,8 +122,8 @@ def test_a_trainer_whose_memory_is_a_limit_has_less_as_it_runs_once_its_node_has
 
 @pytest.mark.slow
 def test_a_trainer_whose_node_refuses_keeps_what_it_had_and_is_asked_again_later() -> None:
-    bench = begun(PODS)
-    trains(bench, 2 * SPARE_TICKS)
+    bench = started_bench(PODS)
+    train(bench, 2 * SPARE_TICKS)
     bench.at(Resized, "coordinator-0.1", resized=False)
     (coordinator,) = bench.job.of_pool("coordinator")
     assert (coordinator.memory_bytes, coordinator.held_memory, coordinator.fixed) == (
@@ -137,15 +132,15 @@ def test_a_trainer_whose_node_refuses_keeps_what_it_had_and_is_asked_again_later
         False,
     )
     # A look is 6 s apart from the next one.
-    found = trains(bench, int(RESIZE_RETRY_SEC / 6) - 2)
+    found = train(bench, int(RESIZE_RETRY_SEC / 6) - 2)
     assert not [a for a in found if a.verb == "resize" and "memory_bytes" in a.values]
-    found = trains(bench, 4)
+    found = train(bench, 4)
     assert [a.process for a in found if "memory_bytes" in a.values] == ["coordinator-0.1"]
 
 
 def test_a_trainer_that_gave_memory_back_gets_more_again_before_it_lacks_it() -> None:
-    bench = begun(PODS, num_segments=400)
-    trains(bench, 2 * SPARE_TICKS)
+    bench = started_bench(PODS, num_segments=400)
+    train(bench, 2 * SPARE_TICKS)
     bench.at(Resized, "coordinator-0.1", resized=True)
     (coordinator,) = bench.job.of_pool("coordinator")
     limit, resident = coordinator.memory_bytes, 1200 * MIB
@@ -153,7 +148,7 @@ def test_a_trainer_that_gave_memory_back_gets_more_again_before_it_lacks_it() ->
     while not [a for a in found if a.verb == "give memory"]:
         resident += 10 * MIB
         assert resident < limit, "it would have been killed"
-        found += trains(bench, 1, resident)
+        found += train(bench, 1, resident)
     (more,) = [a for a in found if a.verb == "resize"]
     assert more.values["memory_bytes"] > limit
     assert not [a for a in found if a.verb in ("drain", "stop", "give back")]
@@ -161,9 +156,9 @@ def test_a_trainer_that_gave_memory_back_gets_more_again_before_it_lacks_it() ->
 
 
 def test_memory_of_a_running_trainer_is_not_for_others_before_it_is_confirmed() -> None:
-    bench = begun(replace(PODS, memory_bytes=int(8.5 * GIB)))
-    bench.tell(submitted("second", 400, SMALL, bench.now))
-    found = trains(bench, 2 * SPARE_TICKS)
+    bench = started_bench(replace(PODS, memory_bytes=int(8.5 * GIB)))
+    bench.send(submitted("second", 400, SMALL, bench.now))
+    found = train(bench, 2 * SPARE_TICKS)
     assert ("second", "admit") in [(a.job, a.verb) for a in found]
     assert not [a for a in found if a.job == "second" and a.verb == "start"]
     assert not [a for a in found if a.verb == "drain"], "nobody leaves for what is on its way"
@@ -172,10 +167,10 @@ def test_memory_of_a_running_trainer_is_not_for_others_before_it_is_confirmed() 
     check_laws(bench.state)
 
 
-def builds(bench: Bench, number: int, looks: int, resident: int) -> list[Action]:
+def build_segments(bench: Bench, number: int, num_ticks: int, resident: int) -> list[Action]:
     """Let a segment job run with steady memory."""
     found: list[Action] = []
-    for look in range(looks):
+    for look in range(num_ticks):
         who = f"segment-{number}.1"
         noise = look % 3 * MIB
         found += bench.at(Read, who, position=5 * look, resident_bytes=resident + noise)
@@ -186,23 +181,24 @@ def builds(bench: Bench, number: int, looks: int, resident: int) -> list[Action]
 def test_segment_jobs_give_back_no_more_than_the_largest_left_over() -> None:
     schedule = "  preprocessing: {worker: {memory: 6GiB}, max_workers: 1}"
     bench = Bench(BUDGET, submitted("first", 6, schedule))
-    found = builds(bench, 0, 2 * SPARE_TICKS, 900 * MIB)
+    found = build_segments(bench, 0, 2 * SPARE_TICKS, 900 * MIB)
     assert not [a for a in found if a.verb == "give back"], "its end is not known"
-    builds(bench, 0, 1, 1800 * MIB)
+    build_segments(bench, 0, 1, 1800 * MIB)
     bench.built(0)
-    found = builds(bench, 1, 2 * SPARE_TICKS, 900 * MIB)
-    (back,) = [a for a in found if a.verb == "give back" and "preprocessing" in a.reason]
-    assert back.values["memory_bytes"] >= 1800 * MIB
+    found = build_segments(bench, 1, 2 * SPARE_TICKS, 900 * MIB)
+    (returned,) = [a for a in found if a.verb == "give back" and "preprocessing" in a.reason]
+    assert returned.values["memory_bytes"] >= 1800 * MIB
 
 
+@pytest.mark.slow
 def test_less_memory_is_not_asked_for_again_once_it_has_been_outgrown() -> None:
-    bench = begun(PODS, num_segments=400)
-    trains(bench, 2 * SPARE_TICKS)
+    bench = started_bench(PODS, num_segments=400)
+    train(bench, 2 * SPARE_TICKS)
     (coordinator,) = bench.job.of_pool("coordinator")
     asked = coordinator.memory_bytes
     bench.at(Resized, "coordinator-0.1", resized=False)
     for look in range(int(RESIZE_RETRY_SEC / 6) + 4):
-        found = trains(bench, 1, min(1200 + 60 * look, 2500) * MIB)
+        found = train(bench, 1, min(1200 + 60 * look, 2500) * MIB)
         given = [a.values["memory_bytes"] for a in found if a.verb == "resize"]
         assert all(memory > 2500 * MIB for memory in given), f"it asked for {asked} again"
 

@@ -25,7 +25,7 @@ from scheduler.controller.events import (
 from scheduler.controller.state import ENDED_PHASES, Action, State
 from scheduler.model.history import History
 from schemas.errors import PlanError
-from tests.scheduler.made import FACTS, JOB
+from tests.scheduler.small_job import FACTS, JOB
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -198,7 +198,7 @@ def check_laws(state: State) -> None:
 def run(
     world: World,
     state: State,
-    tell: Callable[[State, Event], tuple[State, Sequence[Action]]],
+    send: Callable[[State, Event], tuple[State, Sequence[Action]]],
     rng: np.random.Generator,
     events: Sequence[Event] = (),
     num_wild: int = 60,
@@ -223,7 +223,7 @@ def run(
             event = world.next_event(rng, calm=True)
         else:
             event = world.next_event(rng, calm=number > num_wild)
-        state, actions = tell(state, event)
+        state, actions = send(state, event)
         check_laws(state)
         check_waiting(state)
         for action in actions:

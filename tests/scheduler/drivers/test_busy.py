@@ -20,10 +20,10 @@ HALF = 0.5
 
 @pytest.fixture
 def children(tmp_path: Path) -> Iterator[Children]:
-    made = Children(tmp_path, os.environ)
-    yield made
+    children = Children(tmp_path, os.environ)
+    yield children
     for path in tmp_path.glob("*.lock"):
-        made.kill(path.stem)
+        children.kill(path.stem)
 
 
 def test_busy_cores_are_the_time_taken_between_two_readings() -> None:
@@ -48,9 +48,9 @@ def test_cpu_seconds_count_children_that_live_and_those_that_ended() -> None:
         before = cpu_seconds(os.getpid())
         until(lambda: cpu_seconds(process.pid) >= 2 * HALF)
         assert cpu_seconds(os.getpid()) >= before + 2 * HALF - 0.1, "its own children count"
-        taken = cpu_seconds(process.pid)
+        seconds = cpu_seconds(process.pid)
         time.sleep(0.2)
-        assert cpu_seconds(process.pid) < taken + 0.1, "all sleep"
+        assert cpu_seconds(process.pid) < seconds + 0.1, "all sleep"
         os.killpg(process.pid, signal.SIGKILL)
     assert cpu_seconds(process.pid) == 0.0
 

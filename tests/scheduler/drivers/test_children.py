@@ -13,7 +13,7 @@ import pytest
 from scheduler.drivers.children import Children, resident_bytes
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
-SAYS = [sys.executable, "-c", "import sys; print('out'); print('a\\nerror: b', file=sys.stderr)"]
+PRINTS = [sys.executable, "-c", "import sys; print('out'); print('a\\nerror: b', file=sys.stderr)"]
 FORKS = [
     sys.executable,
     "-c",
@@ -40,8 +40,8 @@ def is_gone(pid: int) -> bool:
 
 @pytest.fixture
 def children(tmp_path: Path) -> Iterator[Children]:
-    made = Children(tmp_path, os.environ)
-    yield made
+    children = Children(tmp_path, os.environ)
+    yield children
     for path in tmp_path.glob("*.lock"):
         Children(tmp_path, os.environ).kill(path.stem)
 
@@ -59,6 +59,7 @@ def test_start_of_a_name_that_was_begun_does_nothing(children: Children) -> None
     assert children.exit_status("a").status == -signal.SIGKILL
 
 
+@pytest.mark.slow
 def test_a_child_whose_parent_is_killed_is_found_by_the_next_one(
     children: Children, tmp_path: Path
 ) -> None:
@@ -73,7 +74,7 @@ def test_a_child_whose_parent_is_killed_is_found_by_the_next_one(
     assert done.returncode == -signal.SIGKILL
     until(lambda: children.pid("a"))
     assert resident_bytes(children.pid("a") or 0) > 0
-    children.start("a", SAYS)
+    children.start("a", PRINTS)
     assert children.output("a") == ""
     children.kill("a")
     until(lambda: not children.is_alive("a"))
@@ -81,7 +82,7 @@ def test_a_child_whose_parent_is_killed_is_found_by_the_next_one(
 
 
 def test_what_a_child_said_and_how_it_ended_are_kept(children: Children) -> None:
-    children.start("a", SAYS)
+    children.start("a", PRINTS)
     until(lambda: not children.is_alive("a"))
     assert children.exit_status("a").status == 0
     assert children.output("a") == "out\n"

@@ -23,7 +23,7 @@ from scheduler.drivers.job_files import (
 from schemas.config.job import load_job
 from schemas.features import load_features
 from schemas.storage import Location
-from tests.scheduler.made import paths_of, write_job
+from tests.scheduler.small_job import paths_of, write_job
 from trainer.__main__ import build_parser as trainer_parser
 
 
@@ -133,9 +133,7 @@ def test_commands_of_trainers_with_networks_of_their_own_parse(paths: JobPaths) 
     assert (move.tls_name, move.token_file.name) == ("job.presage", "token")
 
 
-def test_prepare_stores_on_another_platform_rewrites_endpoints(
-    paths: JobPaths,
-) -> None:
+def test_prepare_stores_on_another_platform_rewrites_endpoints(paths: JobPaths) -> None:
     before = load_job(paths.served_job).train.stores
     prepare_stores(paths, (0, 1), ENDPOINT)
     between = paths.served_job.read_bytes()
@@ -148,9 +146,7 @@ def test_prepare_stores_on_another_platform_rewrites_endpoints(
     assert after == before
 
 
-def test_commands_of_pipelines_parse_and_the_last_segment_ends_the_dataset(
-    paths: JobPaths,
-) -> None:
+def test_commands_of_pipelines_parse_and_the_last_segment_ends_the_dataset(paths: JobPaths) -> None:
     parser = pipelines_parser()
     parsed = [
         parser.parse_known_args(segment_command(paths, number, workers)[3:])
@@ -169,8 +165,8 @@ def test_commands_of_pipelines_parse_and_the_last_segment_ends_the_dataset(
     whole = replace(paths, segments=((),))
     found, _ = parser.parse_known_args(segment_command(whole, 0, 1)[3:])
     assert (found.only, found.final) == ([], True)
-    made = parser.parse_args(generate_command(paths.source, paths.folder)[3:])
-    assert (made.command, made.output) == ("generate", Location.parse(paths.folder))
+    parsed = parser.parse_args(generate_command(paths.source, paths.folder)[3:])
+    assert (parsed.command, parsed.output) == ("generate", Location.parse(paths.folder))
 
 
 def test_prepare_stores_lists_owners_and_discard_removes_the_rest(paths: JobPaths) -> None:

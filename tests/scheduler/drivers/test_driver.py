@@ -20,7 +20,7 @@ from schemas.storage import Location
 from tests.scheduler.controller.bench import Bench
 from tests.scheduler.controller.world import BUDGET, submitted
 from tests.scheduler.drivers.test_children import until
-from tests.scheduler.made import damage, paths_of
+from tests.scheduler.small_job import damage, paths_of
 
 WIDE = "  preprocessing: {min_workers: 4, max_workers: 4}"
 
@@ -63,8 +63,8 @@ def test_begin_again_takes_a_job_whose_sizes_were_settled_and_refuses_another_fi
 def test_nothing_is_decided_about_processes_while_the_store_does_not_answer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said: list[str] = []
-    options = DriverOptions(output=tmp_path, progress=said.append)
+    messages: list[str] = []
+    options = DriverOptions(output=tmp_path, progress=messages.append)
     paths = paths_of(tmp_path / "first", None, 4, storage=f"memory://{tmp_path.name}/first")
     state = Bench(BUDGET, submitted("first", 4, WIDE)).state
     assert "segment-0.1" in state.jobs["first"].processes
@@ -80,20 +80,20 @@ def test_nothing_is_decided_about_processes_while_the_store_does_not_answer(
             patch.setattr("scheduler.drivers.driver.SILENT_POLL_SEC", 0.0)
             driver.poll()
             driver.poll()
-        assert said == ["first: files cannot be reached: store cannot be reached"]
+        assert messages == ["first: files cannot be reached: store cannot be reached"]
         assert not [e for e in read_log(tmp_path / LOG) if isinstance(e.event, Ended)]
         driver.poll()
-    assert said[-1] == "first: files can be reached again"
+    assert messages[-1] == "first: files can be reached again"
     (ended,) = [e.event for e in read_log(tmp_path / LOG) if isinstance(e.event, Ended)]
     assert (ended.process, ended.outcome) == ("segment-0.1", "lost")
 
 
 def driver_of(
-    folder: Path, log: Log, said: list[str] | None = None
+    folder: Path, log: Log, messages: list[str] | None = None
 ) -> tuple[Driver, dict[str, Children]]:
     """Return a driver of the jobs of a log, and their processes of this machine."""
     paths = {name: paths_of(folder / name, None, 4) for name in log.state.jobs}
-    progress = (said if said is not None else []).append
+    progress = (messages if messages is not None else []).append
     options = DriverOptions(output=folder, progress=progress, poll_sec=0.0)
     children = {name: Children(one.processes, os.environ) for name, one in paths.items()}
     return Driver(options, ThisMachine(), log, paths), children
@@ -117,7 +117,7 @@ def test_damaged_dataset_fails_its_job_and_no_other(tmp_path: Path) -> None:
 def test_run_that_cannot_be_read_fails_no_other_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    bench, said = Bench(BUDGET, submitted("first", 4), submitted("second", 4)), list[str]()
+    bench, messages = Bench(BUDGET, submitted("first", 4), submitted("second", 4)), list[str]()
     (tmp_path / LOG).write_bytes(snapshot_lines(bench.state, Journal(), 0))
 
     def fail(directory: Location) -> None:
@@ -126,11 +126,11 @@ def test_run_that_cannot_be_read_fails_no_other_job(
 
     monkeypatch.setattr("scheduler.drivers.driver.find_root", fail)
     with Log(tmp_path / LOG) as log:
-        driver, _ = driver_of(tmp_path, log, said)
+        driver, _ = driver_of(tmp_path, log, messages)
         driver.poll()
     ended = [e.event.job for e in read_log(tmp_path / LOG) if isinstance(e.event, Ended)]
     assert ended == ["second"]
-    assert "first: files cannot be reached: [Errno 13] denied" in said
+    assert "first: files cannot be reached: [Errno 13] denied" in messages
 
 
 STUBBORN = ["/bin/sh", "-c", "trap '' TERM; echo up; while :; do sleep 0.05; done"]

@@ -100,39 +100,39 @@ def test_check_refuses_a_server_that_is_not_flink(cluster: Cluster, answer: Any)
 
 @pytest.mark.parametrize("code", [202, 404, 409])  # it may end before it is cancelled
 def test_jobs_that_outlived_their_segment_job_are_cancelled(cluster: Cluster, code: int) -> None:
-    runner, said = flink(cluster), list[str]()
+    runner, messages = flink(cluster), list[str]()
     cluster.cancel_code = code
-    runner.cancel_ended(building(), 0.0, said.append)
+    runner.cancel_ended(building(), 0.0, messages.append)
     (job,) = cluster.overview["jobs"]
     assert cluster.cancelled == [f"/jobs/{job['jid']}?mode=cancel"]
-    assert said == [f"runner: {NAME} is cancelled: its segment job has ended"]
-    runner.cancel_ended(building(), READ_SEC - 1.0, said.append)
+    assert messages == [f"runner: {NAME} is cancelled: its segment job has ended"]
+    runner.cancel_ended(building(), READ_SEC - 1.0, messages.append)
     assert len(cluster.cancelled) == 1  # it is not asked so soon
     cluster.overview = ANSWERS["releasing"]  # the job has finished
-    runner.cancel_ended(building(), READ_SEC, said.append)
-    assert len(cluster.cancelled) == len(said) == 1
+    runner.cancel_ended(building(), READ_SEC, messages.append)
+    assert len(cluster.cancelled) == len(messages) == 1
 
 
 def test_the_job_of_a_live_segment_job_is_left_alone(cluster: Cluster) -> None:
-    runner, said, state = flink(cluster), list[str](), building()
+    runner, messages, state = flink(cluster), list[str](), building()
     text = json.dumps(ANSWERS["building"])
     cluster.overview = json.loads(text.replace(NAME, JobNames(OWN).of("demo", "segment-0.1")))
-    runner.cancel_ended(state, 0.0, said.append)
-    assert (cluster.cancelled, said) == ([], [])
+    runner.cancel_ended(state, 0.0, messages.append)
+    assert (cluster.cancelled, messages) == ([], [])
     job = replace(state.jobs["demo"], processes={})
-    runner.cancel_ended(replace(state, jobs={"demo": job}), READ_SEC, said.append)
+    runner.cancel_ended(replace(state, jobs={"demo": job}), READ_SEC, messages.append)
     assert len(cluster.cancelled) == 1
 
 
 def test_silence_is_reported_once(cluster: Cluster) -> None:
-    runner, said, overview = flink(cluster), list[str](), cluster.overview
+    runner, messages, overview = flink(cluster), list[str](), cluster.overview
     cluster.overview = {}
     for number in range(3):
-        runner.cancel_ended(building(), number * READ_SEC, said.append)
-    assert said == [
+        runner.cancel_ended(building(), number * READ_SEC, messages.append)
+    assert messages == [
         f"runner: {cluster.address} does not answer: invalid answer (KeyError('jobs')); "
         "jobs may run on"
     ]
     cluster.overview = overview
-    runner.cancel_ended(building(), 3 * READ_SEC, said.append)
+    runner.cancel_ended(building(), 3 * READ_SEC, messages.append)
     assert len(cluster.cancelled) == 1

@@ -1,6 +1,5 @@
 """How input is split into segments, and which arguments of `run` are rejected."""
 
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +13,8 @@ from scheduler.drivers.submit import split_input, submit
 from schemas.config.job import load_job
 from schemas.errors import SchemaError
 from schemas.storage import Location
-from tests.scheduler.made import write_job
+from tests.scheduler.small_job import write_job
+from tests.shared import output_of, refusal_of
 
 
 def write_log(folder: Path, names: list[str], rows: int = 10) -> Path:
@@ -49,11 +49,11 @@ def test_split_input_of_files_that_changed_is_refused(tmp_path: Path) -> None:
 def test_submit_counts_the_rows_of_the_input(tmp_path: Path) -> None:
     job = write_job(tmp_path)
     log = write_log(tmp_path / "log", ["a.parquet", "b.parquet"], rows=30)
-    told, paths = submit(job, {"small": Location.parse(log)}, tmp_path / "out", 5.0)
-    assert told.facts.num_samples == 60
-    assert told.num_segments == paths.num_segments == 2
+    event, paths = submit(job, {"small": Location.parse(log)}, tmp_path / "out", 5.0)
+    assert event.facts.num_samples == 60
+    assert event.num_segments == paths.num_segments == 2
     assert paths.segments == (("a.parquet",), ("b.parquet",))
-    assert told.document == job.read_text()
+    assert event.document == job.read_text()
     assert paths.dataset.local == (tmp_path / "out" / "small" / "dataset").resolve()
 
 
@@ -63,10 +63,10 @@ def test_submit_of_a_job_at_a_url_leaves_records_alone_in_the_folder(tmp_path: P
     for entry in Location.parse(log).entries():
         (source / entry.path).upload(log / entry.path)
     storage = Location.parse(f"memory://{tmp_path.name}/jobs")
-    told, paths = submit(job, {"small": source}, tmp_path / "out", 5.0, storage=storage)
-    assert told.facts.num_samples == 60
+    event, paths = submit(job, {"small": source}, tmp_path / "out", 5.0, storage=storage)
+    assert event.facts.num_samples == 60
     assert paths.input == source
-    copy_job_file(paths, told.document)
+    copy_job_file(paths, event.document)
     assert [entry.path for entry in storage.entries()] == ["small/job.yaml", "small/schema.pbtxt"]
     assert paths.job_file.read_bytes() == job.read_bytes()
     below = (tmp_path / "out").rglob("*")
@@ -80,8 +80,8 @@ def test_schema_outside_the_jobs_folder_is_copied_beside_the_job(tmp_path: Path)
     text = job.read_text().replace("data:\n", "data:\n  schema: ../other.pbtxt\n")
     job.write_text(text)
     log = Location.parse(write_log(tmp_path / "log", ["a.parquet"]))
-    told, paths = submit(job, {"small": log}, tmp_path / "out", 5.0, allow_outside=True)
-    copy_job_file(paths, told.document)
+    event, paths = submit(job, {"small": log}, tmp_path / "out", 5.0, allow_outside=True)
+    copy_job_file(paths, event.document)
     copied, submitted = load_job(paths.job_file), load_job(job)
     assert replace(copied, data=replace(copied.data, schema="../other.pbtxt")) == submitted
     copy = paths.storage / copied.data.schema
@@ -125,10 +125,7 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_run_of_what_cannot_be_run_says_why(
-    name: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     words, message = REFUSED[name]
     write_job(tmp_path)
@@ -136,9 +133,8 @@ def test_run_of_what_cannot_be_run_says_why(
     (tmp_path / "budget.yaml").write_text("cpu: 2\n")
     (tmp_path / "cluster.yaml").write_text(CLUSTER.format(tmp_path))
     monkeypatch.chdir(tmp_path)
-    assert main(["run", "job.yaml", *words, "--dry-run"]) == 1
     message = message.replace("{}", str(tmp_path))
-    assert re.fullmatch(f"error: {re.escape(message)}\n", capsys.readouterr().err)
+    assert refusal_of(main, ["run", "job.yaml", *words, "--dry-run"]) == message
 
 
 def test_run_with_its_log_at_a_url_is_told_of_storage(
@@ -154,15 +150,14 @@ def test_run_with_its_log_at_a_url_is_told_of_storage(
 
 
 def test_run_dry_says_what_would_be_decided_and_starts_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_job(tmp_path)
     write_log(tmp_path / "log", ["a.parquet", "b.parquet"])
     (tmp_path / "budget.yaml").write_text("cpus: 4\nmemory: 16GiB\n")
     monkeypatch.chdir(tmp_path)
     words = ["--input", "log", "--budget", "budget.yaml", "--dry-run"]
-    assert main(["run", "job.yaml", *words]) == 0
-    admit, start = capsys.readouterr().out.splitlines()
+    admit, start = output_of(main, ["run", "job.yaml", *words]).splitlines()
     assert admit.startswith("small: admit : ")
     assert admit.endswith(" s predicted, within 4 cores and 17,179,869,184 bytes")
     assert start == "small: start segment-0.1: segment 0 of 2 is to be built"

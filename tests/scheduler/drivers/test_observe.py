@@ -17,18 +17,12 @@ from schemas.storage import Location
 from tests.scheduler.controller.bench import Bench
 from tests.scheduler.controller.world import BUDGET, submitted
 from tests.scheduler.drivers.test_children import until
-from tests.scheduler.made import damage, paths_of
+from tests.scheduler.small_job import damage, paths_of
 
 
 def process(pool: PoolName, name: str) -> Process:
     return Process(
-        name=name,
-        pool=pool,
-        number=0,
-        status="running",
-        cpus=1.0,
-        memory_bytes=1,
-        began_sec=0.0,
+        name=name, pool=pool, number=0, status="running", cpus=1.0, memory_bytes=1, began_sec=0.0
     )
 
 
@@ -92,11 +86,11 @@ def test_ended_tells_by_what_is_left_then_by_what_was_said(name: str, tmp_path: 
     found = ended_event(paths, children, "job", process(pool, "a"), 5.0)
     assert (found.outcome, found.detail) == (outcome, detail)
     # Who comes next knows no status, only what is left and was said.
-    again = ended_event(
+    repeated = ended_event(
         paths, Children(paths.processes, os.environ), "job", process(pool, "a"), 5.0
     )
     same = outcome in ("done", "lost") or detail[:5] == "error"
-    assert again.outcome == (outcome if same else "lost")
+    assert repeated.outcome == (outcome if same else "lost")
 
 
 def test_a_trainer_that_left_as_it_was_asked_is_not_lost(tmp_path: Path) -> None:
@@ -121,16 +115,16 @@ def test_a_process_whose_others_are_away_is_lost_with_them_where_each_has_a_netw
     tmp_path: Path,
 ) -> None:
     paths = paths_of(tmp_path, num_segments=2)
-    said = "error: store must answer within 30 s, got 'gone' in file:///s/address; start it"
+    message = "error: store must answer within 30 s, got 'gone' in file:///s/address; start it"
     children = Children(paths.processes, os.environ)
-    children.start("a", ["/bin/sh", "-c", f'echo "{said}" >&2; exit 1'])
+    children.start("a", ["/bin/sh", "-c", f'echo "{message}" >&2; exit 1'])
     until(lambda: not children.is_alive("a"))
     coordinator = process("coordinator", "a")
     found = ended_event(paths, children, "job", coordinator, 5.0)
     assert found.outcome == "failed", "nobody moves here"
     children.endpoint = Endpoint(host="h", folder="/f", name="n")
     found = ended_event(paths, children, "job", coordinator, 5.0)
-    assert (found.outcome, found.detail) == ("lost", said)
+    assert (found.outcome, found.detail) == ("lost", message)
 
 
 def line(step: int, samples: int, seconds: float) -> str:

@@ -17,7 +17,7 @@ from scheduler.drivers.children import CLAIM_SEC, Children, OomKills, oom_kill_c
 from scheduler.drivers.driver import ended_event
 from tests.scheduler.drivers.test_children import SLEEP, until
 from tests.scheduler.drivers.test_observe import process
-from tests.scheduler.made import paths_of
+from tests.scheduler.small_job import paths_of
 
 MEMORY = Path("/sys/fs/cgroup/memory")
 
@@ -28,7 +28,6 @@ def counted(path: Path, number: int) -> Path:
     return path
 
 
-@pytest.mark.slow
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 3))))
 def test_kills_are_taken_as_often_as_they_were_counted(
     tmp_path_factory: pytest.TempPathFactory, rounds: list[tuple[int, int]]
@@ -96,11 +95,11 @@ def test_only_a_child_that_was_killed_while_a_kill_was_counted_was_killed_for_me
     assert [ending.status for ending in found.values()] == [-signal.SIGKILL] * 3
     assert [name for name, ending in found.items() if ending.oom] == ["short"]
     paths = paths_of(tmp_path)
-    told = {
+    events = {
         name: ended_event(paths, children, "job", process("store", name), 5.0) for name in found
     }
-    assert [one.outcome for one in told.values()] == ["lost", "lost", "oom"]
-    assert told["short"].detail == "killed by the kernel for memory"
+    assert [one.outcome for one in events.values()] == ["lost", "lost", "oom"]
+    assert events["short"].detail == "killed by the kernel for memory"
 
 
 @pytest.fixture

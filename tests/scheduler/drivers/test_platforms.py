@@ -13,7 +13,7 @@ from scheduler.drivers.submit import submit
 from schemas.errors import PlanError
 from schemas.storage import Location
 from tests.scheduler.drivers.test_input_split import write_log
-from tests.scheduler.made import GIB, write_job
+from tests.scheduler.small_job import GIB, write_job
 
 ELSEWHERE = "kubernetes https://one.example presage"
 

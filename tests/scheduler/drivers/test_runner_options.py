@@ -21,16 +21,12 @@ from pipelines.beam.runner import pipeline_options
 from pipelines.cli import build_parser as pipelines_parser
 from scheduler.__main__ import main
 from scheduler.drivers.base import instance_of
-from scheduler.drivers.beam_runners import (
-    FlinkRunner,
-    RunnerConfig,
-    SegmentRunner,
-    segment_runner,
-)
+from scheduler.drivers.beam_runners import FlinkRunner, RunnerConfig, SegmentRunner, segment_runner
 from scheduler.drivers.job_files import segment_command
 from schemas.config.parse import read_yaml
 from schemas.errors import SchemaError
-from tests.scheduler.made import paths_of, write_job
+from tests.scheduler.small_job import paths_of, write_job
+from tests.shared import error_of, output_of
 
 FLINK = """\
 runner: flink
@@ -212,13 +208,10 @@ def test_read_yaml_refuses(name: str, tmp_path: Path) -> None:
     assert str(error.value) == message.replace("FILE", str(path))
 
 
-def test_main_run_dry_prints_the_command_that_dataflow_would_get(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_main_run_dry_prints_the_command_that_dataflow_would_get(tmp_path: Path) -> None:
     job, log = job_with_log(tmp_path)
     words = ["run", str(job), "--input", str(log), "--output", str(tmp_path / "out"), "--dry-run"]
-    assert main([*words, "--runner", str(written(tmp_path, DATAFLOW))]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = output_of(main, [*words, "--runner", str(written(tmp_path, DATAFLOW))]).splitlines()
     prefix = "small: command segment-0.1: "
     (command,) = [line.removeprefix(prefix) for line in lines if line.startswith(prefix)]
     parsed, beam = pipelines_parser().parse_known_args(command.split()[3:])
@@ -227,14 +220,11 @@ def test_main_run_dry_prints_the_command_that_dataflow_would_get(
     assert not (tmp_path / "out" / "scheduler.jsonl").exists()
 
 
-def test_main_run_refuses_a_cluster_that_does_not_answer_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_main_run_refuses_a_cluster_that_does_not_answer_in_one_line(tmp_path: Path) -> None:
     job, log = job_with_log(tmp_path)
     file = written(tmp_path, FLINK.replace(":8081", ":1"))
     words = ["run", str(job), "--input", str(log), "--output", str(tmp_path / "out")]
-    assert main([*words, "--status", "off", "--runner", str(file)]) == 1
-    assert capsys.readouterr().err == (
+    assert error_of(main, [*words, "--status", "off", "--runner", str(file)]) == (
         "error: flink.address does not answer: http://127.0.0.1:1: [Errno 111] Connection refused "
         f"in {file}; start the cluster, or correct the address\n"
     )

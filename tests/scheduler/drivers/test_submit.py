@@ -18,7 +18,7 @@ from scheduler.drivers.submit import submit
 from schemas.config.schedule import BudgetConfig
 from schemas.errors import SchemaError
 from schemas.storage import Location
-from tests.scheduler.made import write_job
+from tests.scheduler.small_job import write_job
 
 GIB = 1 << 30
 LINES = "".join(f"{i},a longer text {i}\n" for i in range(100_000))
@@ -97,18 +97,18 @@ def test_jobs_are_admitted_on_small_machines_by_default(
     monkeypatch.setattr(command, "machine_budget", lambda: machine)
     (tmp_path / "log").mkdir()
     (tmp_path / "log" / "a.csv").write_text(LINES)
-    said: list[str] = []
+    messages: list[str] = []
     request = RunRequest(
         job_files=[job_of(tmp_path, "csv", "*.csv")],
         inputs={"small": Location.parse(tmp_path / "log")},
         output=tmp_path / "out",
         storage=Location.parse(tmp_path / "out"),
         budget=None,
-        driver=DriverOptions(output=tmp_path / "out", progress=said.append),
+        driver=DriverOptions(output=tmp_path / "out", progress=messages.append),
     )
     verbs = [action.verb for action, _ in plan_jobs(request)]
     assert verbs == ["admit", "start"]
-    assert [line.split(" instead")[0] for line in said] == (
+    assert [line.split(" instead")[0] for line in messages] == (
         []
         if cpus == 2.0
         else ["small: preprocessing.worker has 0.5", "small: training.replica has 0.5"]

@@ -13,6 +13,7 @@ from scheduler.drivers.kubernetes.manifest import ClusterConfig
 from tests.cluster.servers import Cluster as Servers
 
 PATIENCE_SEC = 90.0
+SMALL = {"requests": {"cpu": "100m", "memory": "64Mi"}, "limits": {"cpu": "1", "memory": "256Mi"}}
 SLEEPS = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
 LEAVES = [
     sys.executable,
@@ -48,24 +49,24 @@ def config_of(
     return ClusterConfig(**{**fields, **changes})
 
 
-class Bench:
+class PodObserver:
     """The Pods of one job, looked at as the loop does."""
 
-    def __init__(self, cluster: Cluster, folder: Path, said: list[str], nodes: Path) -> None:
+    def __init__(self, cluster: Cluster, folder: Path, messages: list[str], nodes: Path) -> None:
         self.cluster = cluster
         self._nodes = nodes
         self.pods: Pods = cluster.of_job("job", folder / "processes")
-        self.said = said
+        self.messages = messages
 
     def until(self, condition: Callable[[], object]) -> None:
         """Look until a condition holds, bounded in time; no speed is meant by it."""
         end_sec = time.monotonic() + PATIENCE_SEC
         while not condition():
-            assert time.monotonic() < end_sec, (self.said, self.seen())
+            assert time.monotonic() < end_sec, (self.messages, self.statuses())
             time.sleep(0.05)
             self.cluster.poll()
 
-    def seen(self) -> dict[str, object]:
+    def statuses(self) -> dict[str, object]:
         """Return what the API server says of each Pod."""
         pods = self.cluster.pods_of("job")
         return {name: one.observed and one.observed.get("status") for name, one in pods.items()}
@@ -84,8 +85,8 @@ class Bench:
 
 
 @contextmanager
-def bench(config: ClusterConfig, folder: Path) -> Generator[Bench]:
+def observe_pods(config: ClusterConfig, folder: Path) -> Generator[PodObserver]:
     """Follow the Pods of a job."""
-    said: list[str] = []
-    with Cluster(config, folder, said.append) as cluster:
-        yield Bench(cluster, folder, said, Path(config.kubeconfig or "").parent)
+    messages: list[str] = []
+    with Cluster(config, folder, messages.append) as cluster:
+        yield PodObserver(cluster, folder, messages, Path(config.kubeconfig or "").parent)

@@ -65,9 +65,9 @@ class Server:
 
     def watch(self, selector: str, version: str) -> Generator[tuple[str, dict[str, Any]]]:
         self._called("watch")
-        return self._told()
+        return self._watched()
 
-    def _told(self) -> Generator[tuple[str, dict[str, Any]]]:
+    def _watched(self) -> Generator[tuple[str, dict[str, Any]]]:
         while (event := self._events.get()) is not None:
             if isinstance(event, Exception):
                 raise event
@@ -79,7 +79,7 @@ class Server:
     def close(self) -> None:
         pass
 
-    def tell(self, name: str, kind: str = "ADDED") -> None:
+    def send(self, name: str, kind: str = "ADDED") -> None:
         """Have the watch show a Pod as it is."""
         self._events.put((kind, self.pods[name]))
 

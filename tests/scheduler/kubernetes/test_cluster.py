@@ -25,10 +25,10 @@ AWAY, BACK = "the API server does not answer: timed out", "the API server answer
 class Followed:
     """The Pods of one job on a server of this process."""
 
-    def __init__(self, cluster: Cluster, server: Server, folder: Path, said: list[str]) -> None:
+    def __init__(self, cluster: Cluster, server: Server, folder: Path, messages: list[str]) -> None:
         self.cluster = cluster
         self.server = server
-        self.said = said
+        self.messages = messages
         self.pods = Pods(cluster, "job", folder / "processes")
         self.instance = instance_of(folder)
 
@@ -39,7 +39,7 @@ class Followed:
         """Look until a condition holds, bounded in time; no speed is meant by it."""
         end_sec = time.monotonic() + PATIENCE_SEC
         while not condition():
-            assert time.monotonic() < end_sec, (self.said, self.server.calls)
+            assert time.monotonic() < end_sec, (self.messages, self.server.calls)
             time.sleep(0.01)
             self.cluster.poll()
 
@@ -55,11 +55,11 @@ def following(
     folder: Path, monkeypatch: pytest.MonkeyPatch, config: ClusterConfig = CONFIG
 ) -> Generator[Followed]:
     """Follow a server that is asked again soon."""
-    server, said = Server(), list[str]()
+    server, messages = Server(), list[str]()
     monkeypatch.setattr(asked, "RETRY_SEC", RETRY_SEC)
     monkeypatch.setattr(asked, "connect", lambda _: server)
-    with Cluster(config, folder, said.append) as cluster:
-        yield Followed(cluster, server, folder, said)
+    with Cluster(config, folder, messages.append) as cluster:
+        yield Followed(cluster, server, folder, messages)
 
 
 def test_a_pod_whose_making_was_not_answered_and_that_was_ended_does_not_run_on(
@@ -73,7 +73,7 @@ def test_a_pod_whose_making_was_not_answered_and_that_was_ended_does_not_run_on(
     pods.remove_ended([])
     name = followed.name("segment-0.1")
     assert name in server.pods, "the server took it all the same"
-    server.tell(name)
+    server.send(name)
     followed.until(lambda: name not in server.pods)
     assert not pods.is_alive("segment-0.1")
 
@@ -90,7 +90,7 @@ def test_a_pod_that_the_scheduler_before_asked_for_and_that_comes_late_does_not_
     pods.remove_ended(["segment-0.2"])
     name = followed.name("segment-0.1")
     server.apply(pod_of(CONFIG, followed.instance, task))
-    server.tell(name)
+    server.send(name)
     followed.until(lambda: pods.is_alive("segment-0.1"))
     pods.remove_ended(["segment-0.2"])
     followed.until(lambda: name not in server.pods)
@@ -117,7 +117,9 @@ def test_a_delete_that_is_refused_is_asked_again_at_a_pace_and_said_once(
     assert server.calls.count("delete") == 1, "not with each look"
     monkeypatch.setattr(asked, "RETRY_SEC", RETRY_SEC)
     followed.until(lambda: server.calls.count("delete") == 3)
-    assert followed.said == [f"Pod {followed.name('coordinator-0.1')} cannot be deleted: no right"]
+    assert followed.messages == [
+        f"Pod {followed.name('coordinator-0.1')} cannot be deleted: no right"
+    ]
     server.fails.clear()
     followed.until(lambda: not pods.is_alive("coordinator-0.1"))
 
@@ -127,7 +129,7 @@ def test_missed_pods_are_asked_for_at_a_pace(
 ) -> None:
     server, pods = followed.server, followed.pods
     pods.start("coordinator-0.1", [])
-    server.tell(followed.name("coordinator-0.1"), "DELETED")  # its labels are gone, it is not
+    server.send(followed.name("coordinator-0.1"), "DELETED")  # its labels are gone, it is not
     server.fails["get"] = FORBIDDEN
     followed.until(lambda: "get" in server.calls)
     monkeypatch.setattr(asked, "RETRY_SEC", 600.0)
@@ -142,10 +144,10 @@ def test_one_call_without_an_answer_is_taken_back_by_the_next_that_has_one(
 ) -> None:
     followed.server.fails["apply"] = SILENT
     followed.pods.start("coordinator-0.1", [])
-    assert followed.said == [AWAY]
+    assert followed.messages == [AWAY]
     followed.server.fails.clear()
-    followed.until(lambda: len(followed.said) == 2)
-    assert followed.said == [AWAY, BACK]
+    followed.until(lambda: len(followed.messages) == 2)
+    assert followed.messages == [AWAY, BACK]
     assert followed.name("coordinator-0.1") in followed.server.pods
 
 
@@ -153,11 +155,11 @@ def test_a_watch_that_is_cut_is_away_until_it_goes_on(followed: Followed) -> Non
     server = followed.server
     server.fails["watch"] = SILENT
     server.cut()
-    followed.until(lambda: followed.said)
+    followed.until(lambda: followed.messages)
     followed.pods.start("coordinator-0.1", [])
-    assert followed.said == [AWAY], "calls are answered, the watch is not"
+    assert followed.messages == [AWAY], "calls are answered, the watch is not"
     server.fails.clear()
-    followed.until(lambda: followed.said == [AWAY, BACK])
+    followed.until(lambda: followed.messages == [AWAY, BACK])
 
 
 def test_while_calls_hang_no_other_one_is_begun(
@@ -182,7 +184,7 @@ def test_a_reading_of_usage_that_took_long_is_not_begun_again_at_once(
         "phase": "Running",
         "containerStatuses": [{"state": {"running": {}}}],
     }
-    server.tell(followed.name("coordinator-0.1"), "MODIFIED")
+    server.send(followed.name("coordinator-0.1"), "MODIFIED")
     followed.until(lambda: followed.pods.is_running("coordinator-0.1"))
     clock = [time.monotonic()]
     answer = server.usage
@@ -211,13 +213,13 @@ def test_usage_that_was_refused_once_is_read_again(
         "phase": "Running",
         "containerStatuses": [{"state": {"running": {}}}],
     }
-    server.tell(name, "MODIFIED")
+    server.send(name, "MODIFIED")
     followed.until(lambda: followed.pods.is_running("coordinator-0.1"))
     monkeypatch.setattr(asked, "USAGE_SEC", 0.0)
     server.fails["usage"] = FORBIDDEN
     for _ in range(3):
         assert followed.pods.resident_bytes("coordinator-0.1") == 0
-    assert followed.said == ["memory cannot be read from metrics.k8s.io: 403: no right"]
+    assert followed.messages == ["memory cannot be read from metrics.k8s.io: 403: no right"]
     server.fails.clear()
     monkeypatch.setattr(server, "usage", lambda _: {name: Usage(memory_bytes=7, cores=0.5)})
     assert followed.pods.resident_bytes("coordinator-0.1") == 7
@@ -230,7 +232,7 @@ def test_pods_of_a_job_are_found_without_going_through_those_of_others(
     names = [f"replica-{number}.1" for number in range(4)]
     for name in names:
         followed.pods.start(name, [])
-        followed.server.tell(followed.name(name), "MODIFIED")
+        followed.server.send(followed.name(name), "MODIFIED")
     followed.until(lambda: all(followed.pods.is_alive(name) for name in names))
     with monkeypatch.context() as patch:
         patch.setattr(asked, "pod_name", None)  # nothing is computed for each Pod
@@ -260,11 +262,11 @@ def test_no_pod_is_given_up_for_what_was_seen_before_the_server_went_away(
         pods.start("coordinator-0.1", [])
         name = followed.name("coordinator-0.1")
         server.pods[name]["status"] = UNSCHEDULABLE
-        server.tell(name, "MODIFIED")
-        followed.until(lambda: followed.said)
+        server.send(name, "MODIFIED")
+        followed.until(lambda: followed.messages)
         server.fails["watch"] = SILENT
         server.cut()
-        followed.until(lambda: AWAY in followed.said)
+        followed.until(lambda: AWAY in followed.messages)
         end_sec = time.monotonic() + 1.2 * patience.total_seconds()
         followed.until(lambda: time.monotonic() > end_sec)
         assert "delete" not in server.calls
@@ -276,13 +278,15 @@ def test_no_pod_is_given_up_for_what_was_seen_before_the_server_went_away(
 
 def test_a_full_quota_is_said_once_however_often_it_is_met(followed: Followed) -> None:
     for attempt in (1, 2):
-        said = f'pods "coordinator-{attempt}" is forbidden: exceeded quota: small, requested: cpu=1'
-        followed.server.fails["apply"] = RefusedError(403, said)
+        message = (
+            f'pods "coordinator-{attempt}" is forbidden: exceeded quota: small, requested: cpu=1'
+        )
+        followed.server.fails["apply"] = RefusedError(403, message)
         followed.pods.start(f"coordinator-0.{attempt}", [])
         assert followed.pods.exit_status(f"coordinator-0.{attempt}") == ExitStatus(
             lost="quota exceeded"
         )
-    assert followed.said == ["the namespace's quota small is exceeded"]
+    assert followed.messages == ["the namespace's quota small is exceeded"]
 
 
 def test_what_a_folder_does_not_give_is_as_if_nothing_was_said(
@@ -293,7 +297,4 @@ def test_what_a_folder_does_not_give_is_as_if_nothing_was_said(
     assert (
         followed.pods.output("coordinator-0.1"),
         followed.pods.last_stderr_line("coordinator-0.1"),
-    ) == (
-        "",
-        "",
-    )
+    ) == ("", "")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -19,9 +18,10 @@ from scheduler.__main__ import build_parser, main
 from scheduler.drivers.kubernetes.manifest import check_volumes, read_cluster
 from schemas.config.schedule import BudgetConfig
 from tests.cluster.kustomize import objects_of
-from tests.cluster.manifests import SMALL
 from tests.cluster.servers import Cluster
 from tests.cluster.waiting import until
+from tests.scheduler.kubernetes.pods import SMALL
+from tests.shared import json_of
 
 pytestmark = [pytest.mark.nightly, pytest.mark.slow, pytest.mark.timeout(600)]
 KINDS = {
@@ -156,15 +156,11 @@ def test_pods_of_the_manifests_run(
 
 
 def test_day_of_the_example_has_room_for_what_the_plan_takes(
-    folder: Path,
-    repository: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    folder: Path, repository: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = BudgetConfig(cpus=8.0, memory=32 << 30)
     monkeypatch.setattr(scheduler, "machine_budget", lambda: machine)
-    assert main(["plan", str(repository / "schemas" / "demo" / "job.yaml"), "--json"]) == 0
-    plan = json.loads(capsys.readouterr().out)
+    plan = json_of(main, ["plan", str(repository / "schemas" / "demo" / "job.yaml"), "--json"])
     pools = plan["preprocessing"], plan["training"]
     day = named(objects_of(folder / "overlays" / "small"), "CronJob")["spec"]["jobTemplate"]["spec"]
     asked = container_of(day["template"])["resources"]["requests"]

@@ -52,7 +52,6 @@ grace: 90s
 """
 
 
-@pytest.mark.slow
 @given(st.text(max_size=200), st.text(max_size=200))
 def test_pod_name_is_one_label_whatever_a_job_is_called(job: str, process: str) -> None:
     assert LABEL.fullmatch(pod_name("a1", job, process))

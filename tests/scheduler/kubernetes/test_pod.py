@@ -86,8 +86,8 @@ ENDINGS: dict[str, tuple[dict[str, Any], ExitStatus]] = {
 
 @pytest.mark.parametrize("name", ENDINGS)
 def test_ending_of_a_pod_is_its_status_and_what_took_it(name: str) -> None:
-    seen, expected = ENDINGS[name]
-    assert exit_status_of(seen, deleted_by_us=False) == expected
+    status, expected = ENDINGS[name]
+    assert exit_status_of(status, deleted_by_us=False) == expected
 
 
 def test_ending_of_a_pod_that_we_deleted_is_not_somebody_elses_doing() -> None:
@@ -130,17 +130,17 @@ def test_message_of_a_container_is_its_output_or_if_it_failed_its_log() -> None:
 
 
 def test_resized_is_what_the_container_has_not_what_it_is_to_have() -> None:
-    seen = pod("Running", {"running": {}})
+    status = pod("Running", {"running": {}})
     small, large = (ResourceRequest(cpus=0.5, memory_bytes=mib << 20) for mib in (1, 2))
-    assert resize_result(seen, small) is None
+    assert resize_result(status, small) is None
     limits = {"memory": "1Mi", "cpu": "500m"}
-    seen["status"]["containerStatuses"][0]["resources"] = {"limits": limits}
-    assert resize_result(seen, small) is True
-    assert resize_result(seen, replace(small, cpus=0.4)) is None
-    assert resize_result(seen, large) is None
+    status["status"]["containerStatuses"][0]["resources"] = {"limits": limits}
+    assert resize_result(status, small) is True
+    assert resize_result(status, replace(small, cpus=0.4)) is None
+    assert resize_result(status, large) is None
     for reason, expected in (("Deferred", None), ("Infeasible", False)):
         pending = {"type": "PodResizePending", "status": "True", "reason": reason}
-        assert resize_result({**seen, "status": {"conditions": [pending]}}, large) is expected
+        assert resize_result({**status, "status": {"conditions": [pending]}}, large) is expected
 
 
 @pytest.mark.parametrize(
@@ -235,9 +235,9 @@ def test_an_image_that_does_not_come_is_wrong_only_if_that_is_said(name: str) ->
     tracked.check_timeouts(10.1, 10.0, 30.0)
     # What a node says of a container that never began.
     tracked.observed = pod("Failed", exited(137, "ContainerStatusUnknown"), deleted=1)
-    said = f"{word}: {message}"
+    reason = f"{word}: {message}"
     lost = ExitStatus(lost="ImagePullBackOff: Back-off pulling image")
-    assert tracked.exit_status == (ExitStatus(refused=said) if is_final else lost)
+    assert tracked.exit_status == (ExitStatus(refused=reason) if is_final else lost)
 
 
 def test_a_pod_that_found_its_place_has_its_whole_time_again() -> None:
@@ -280,7 +280,6 @@ def test_a_pod_that_somebody_deleted_first_is_theirs_also_when_we_delete_it_then
     assert tracked.exit_status == ExitStatus(status=-15, lost="deleted")
 
 
-@pytest.mark.slow
 def test_a_pod_that_is_to_go_sooner_is_deleted_again() -> None:
     tracked = TrackedPod("a", observed=pod())
     tracked.delete(60)

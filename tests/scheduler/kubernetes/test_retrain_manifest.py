@@ -11,9 +11,9 @@ import yaml
 from kubernetes import client
 
 from scheduler.retrain.decide import EXIT_REFUSED
-from tests.cluster.manifests import SMALL
 from tests.cluster.servers import Cluster
 from tests.cluster.waiting import until
+from tests.scheduler.kubernetes.pods import SMALL
 
 pytestmark = [pytest.mark.nightly, pytest.mark.slow, pytest.mark.timeout(180)]
 
@@ -31,10 +31,10 @@ def test_shipped_cron_job_is_taken_with_every_key(
     cluster: Cluster, namespace: str, manifest: dict[str, Any]
 ) -> None:
     jobs = client.BatchV1Api(cluster.client())
-    made: Any = jobs.create_namespaced_cron_job(
+    created: Any = jobs.create_namespaced_cron_job(
         namespace, manifest, dry_run="All", field_validation="Strict"
     )
-    assert made.spec.concurrency_policy == "Forbid"
+    assert created.spec.concurrency_policy == "Forbid"
 
 
 @pytest.mark.parametrize(("status", "tries"), [(EXIT_REFUSED, 1), (1, 2)])

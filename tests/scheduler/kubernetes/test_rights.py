@@ -10,7 +10,7 @@ from kubernetes import client, config
 
 from scheduler.drivers.kubernetes.manifest import INSTANCE, pod_name
 from tests.cluster.servers import Cluster
-from tests.scheduler.kubernetes.pods import LEAVES, bench, config_of
+from tests.scheduler.kubernetes.pods import LEAVES, config_of, observe_pods
 from tests.scheduler.kubernetes.test_pods import NEEDS
 
 pytestmark = [pytest.mark.nightly, pytest.mark.slow, pytest.mark.timeout(180)]
@@ -54,24 +54,24 @@ def test_the_shipped_rights_are_enough(
     give_rights(repository, cluster, namespace)
     path = cluster.kubeconfig_of(namespace, ACCOUNT)
     settings = config_of(cluster, namespace, tmp_path, kubeconfig=str(path))
-    with bench(settings, tmp_path) as made:
-        made.pods.start("coordinator-0.1", LEAVES, NEEDS)
-        made.until_up("coordinator-0.1")
-        made.until(lambda: made.pods.resize("coordinator-0.1", 0.1, 256 << 20))
-        assert made.pods.resident_bytes("coordinator-0.1") == 0
-        made.pods.start("segment-0.1", LEAVES, NEEDS)
-        made.until_up("segment-0.1")
+    with observe_pods(settings, tmp_path) as observer:
+        observer.pods.start("coordinator-0.1", LEAVES, NEEDS)
+        observer.until_up("coordinator-0.1")
+        observer.until(lambda: observer.pods.resize("coordinator-0.1", 0.1, 256 << 20))
+        assert observer.pods.resident_bytes("coordinator-0.1") == 0
+        observer.pods.start("segment-0.1", LEAVES, NEEDS)
+        observer.until_up("segment-0.1")
         # One that lost its label is asked for by its name.
         name = pod_name((tmp_path / "instance").read_text().strip(), "job", "segment-0.1")
         patch = {"metadata": {"labels": {INSTANCE: None}}}
         cluster.core().patch_namespaced_pod(name, namespace, patch)
-        made.pods.request_stop("coordinator-0.1")
-        made.until_ended("coordinator-0.1")
-        made.until_ended("segment-0.1")
-        made.pods.remove_ended([])
-        made.until(lambda: not cluster.core().list_namespaced_pod(namespace).items)
+        observer.pods.request_stop("coordinator-0.1")
+        observer.until_ended("coordinator-0.1")
+        observer.until_ended("segment-0.1")
+        observer.pods.remove_ended([])
+        observer.until(lambda: not cluster.core().list_namespaced_pod(namespace).items)
         assert not cluster.core().list_namespaced_secret(namespace).items
-        memory, label = made.said
+        memory, label = observer.messages
         assert memory.startswith("memory cannot be read from metrics.k8s.io: ")
         assert "forbidden" not in memory, "there is no metrics server; one might be asked"
         assert label == f"Pod {name} has lost its labels and is deleted"

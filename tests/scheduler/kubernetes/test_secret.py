@@ -22,7 +22,7 @@ from scheduler.drivers.kubernetes.manifest import (
     secret_of,
 )
 from tests.cluster.servers import Cluster
-from tests.scheduler.kubernetes.pods import bench, config_of
+from tests.scheduler.kubernetes.pods import config_of, observe_pods
 from tests.scheduler.kubernetes.server import FORBIDDEN, SILENT
 from tests.scheduler.kubernetes.test_cluster import CONFIG, Followed, followed
 from tests.scheduler.kubernetes.test_pods import NEEDS
@@ -175,24 +175,26 @@ def test_processes_of_pods_see_their_address_and_what_is_their_jobs(
     cluster: Cluster, namespace: str, tmp_path: Path
 ) -> None:
     api = cluster.core()
-    with bench(config_of(cluster, namespace, tmp_path), tmp_path) as made:
-        reach = made.pods.endpoint
+    with observe_pods(config_of(cluster, namespace, tmp_path), tmp_path) as observer:
+        reach = observer.pods.endpoint
         assert reach is not None
         for name in ("replica-0.1", "replica-1.1"):
-            made.pods.start(name, [*SHOWS, reach.host, reach.folder], NEEDS)
-            made.until_ended(name)
-            assert made.pods.exit_status(name) == ExitStatus(status=0), made.pods.last_stderr_line(
-                name
+            observer.pods.start(name, [*SHOWS, reach.host, reach.folder], NEEDS)
+            observer.until_ended(name)
+            assert observer.pods.exit_status(name) == ExitStatus(status=0), (
+                observer.pods.last_stderr_line(name)
             )
-        said = [made.pods.output(name).split(" ", 1) for name in ("replica-0.1", "replica-1.1")]
+        outputs = [
+            observer.pods.output(name).split(" ", 1) for name in ("replica-0.1", "replica-1.1")
+        ]
         addresses = {pod.status.pod_ip for pod in api.list_namespaced_pod(namespace).items}
-        assert {address for address, _ in said} == addresses
+        assert {address for address, _ in outputs} == addresses
         assert len(addresses) == 2
-        assert {files for _, files in said} == {"['tls.crt', 'tls.key', 'token']\n"}
+        assert {files for _, files in outputs} == {"['tls.crt', 'tls.key', 'token']\n"}
         (secret,) = api.list_namespaced_secret(namespace).items
         assert secret.immutable
-        made.pods.remove_ended([])
-        made.until(lambda: not api.list_namespaced_secret(namespace).items)
+        observer.pods.remove_ended([])
+        observer.until(lambda: not api.list_namespaced_secret(namespace).items)
 
 
 @pytest.mark.slow

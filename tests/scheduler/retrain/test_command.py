@@ -1,6 +1,5 @@
 """The command line: rejected arguments, `--list`, sizes."""
 
-import json
 import re
 from pathlib import Path
 
@@ -15,8 +14,9 @@ from schemas.config.schedule import RetrainConfig
 from schemas.machine import machine_budget
 from schemas.run_log import RUN_FILE
 from schemas.storage import Location
-from tests.scheduler.made import write_job
 from tests.scheduler.retrain.world import World, good_but_for
+from tests.scheduler.small_job import write_job
+from tests.shared import error_of, json_of, output_of
 
 ONE, TWO, THREE = (f"2026-01-0{i}" for i in range(1, 4))
 SPLIT = "  split: {evaluation_from: 2026-01-02}\n"
@@ -33,10 +33,7 @@ def job_of(folder: Path, schedule: str = "  priority: 0", split: str = SPLIT) ->
 
 REFUSED = {
     "no day": ([], "give either --date or --from"),
-    "two ways to say it": (
-        ["--date", ONE, "--from", ONE],
-        "give either --date or --from",
-    ),
+    "two ways to say it": (["--date", ONE, "--from", ONE], "give either --date or --from"),
     "no date": (["--date", "monday"], "day must be a date, got 'monday'; write 2026-04-09"),
     "no output": (
         ["--date", ONE],
@@ -55,32 +52,25 @@ REFUSED = {
 
 @pytest.mark.parametrize(("words", "message"), REFUSED.values(), ids=REFUSED.keys())
 def test_main_retrain_of_what_is_not_enough_is_refused_in_one_line(
-    words: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    words: list[str], message: str, tmp_path: Path
 ) -> None:
     job = job_of(tmp_path)
-    assert main(["retrain", str(job), *words]) == 1
-    assert capsys.readouterr().err == f"error: {message}\n"
+    assert error_of(main, ["retrain", str(job), *words]) == f"error: {message}\n"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["job.yaml", "schema.pbtxt"]
 
 
-def test_main_retrain_of_a_job_that_holds_nothing_back_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_main_retrain_of_a_job_that_holds_nothing_back_is_refused(tmp_path: Path) -> None:
     job = job_of(tmp_path, split="")
     words = ["--date", ONE, "--output", str(tmp_path / "root"), "--input", str(tmp_path)]
-    assert main(["retrain", str(job), *words]) == 1
-    assert capsys.readouterr().err == (
+    assert error_of(main, ["retrain", str(job), *words]) == (
         f"error: data.split has no evaluation split to judge models on in {job}; write "
         "split: {evaluation_last: 2h}\n"
     )
 
 
-def test_main_retrain_of_a_day_without_a_folder_begins_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_main_retrain_of_a_day_without_a_folder_begins_nothing(tmp_path: Path) -> None:
     job = job_of(tmp_path, '  retrain: {input: "logs/{date}", output: root}')
-    assert main(["retrain", str(job), "--date", ONE]) == 1
-    assert capsys.readouterr().err == (
+    assert error_of(main, ["retrain", str(job), "--date", ONE]) == (
         f"error: input of {ONE} is no folder: {tmp_path / 'logs' / ONE}; wait for "
         "the logs, or set --input\n"
     )
@@ -117,24 +107,20 @@ def test_rows_of_a_log_have_version_metrics_and_why_not(world: World) -> None:
     assert rows[3][-1] == "unfinished: train is next; train failed: a|disk is full"
 
 
-def test_main_retrain_list_prints_a_line_for_each_run(
-    world: World, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_main_retrain_list_prints_a_line_for_each_run(world: World, tmp_path: Path) -> None:
     job = job_of(tmp_path)
     with Log(Location.parse(tmp_path / "root")) as log:
         for record in world.records:
             log.append(record)
     words = ["retrain", str(job), "--output", str(tmp_path / "root"), "--list"]
-    assert main(words) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = output_of(main, words).splitlines()
     assert [line.split()[:4] for line in lines if line.startswith("2026")] == [
         [ONE, f"{ONE}-v1", "1", f"{ONE}.1"],
         [TWO, f"{TWO}-v1", "1", f"{TWO}.1"],
         [TWO, f"{TWO}-v2", "2", f"{TWO}.2"],
         [THREE, f"{THREE}-v1", "1", f"{THREE}.1"],
     ]
-    assert main([*words, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json_of(main, [*words, "--json"])
     assert (found["last_good"], found["runs"]) == (f"{TWO}.2", run_rows(world.state))
 
 

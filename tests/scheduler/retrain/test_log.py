@@ -16,19 +16,8 @@ from pathlib import Path
 import pytest
 
 from scheduler.retrain.drive import Root, newest_checkpoint, read_pointer, write_pointer
-from scheduler.retrain.log import (
-    SNAPSHOT_RECORDS,
-    Log,
-    read_state,
-    roll_back,
-)
-from scheduler.retrain.records import (
-    Begun,
-    Promoted,
-    Record,
-    State,
-    apply_record,
-)
+from scheduler.retrain.log import SNAPSHOT_RECORDS, Log, read_state, roll_back
+from scheduler.retrain.records import Begun, Promoted, Record, State, apply_record
 from schemas.config.schedule import RetrainConfig
 from schemas.errors import PlanError, SchemaError
 from schemas.layout import MANIFEST
@@ -79,6 +68,7 @@ def test_records_that_are_written_are_read(world: World, root: Location) -> None
     assert "record" not in json.loads(newest.data)  # it was taken over
 
 
+@pytest.mark.slow
 def test_log_of_a_record_is_as_long_as_the_record(root: Location) -> None:
     """Snapshots are some of the versions, and the versions before the last but one are empty."""
     world = World()
@@ -120,6 +110,7 @@ def _hold(root: Location, path: Path) -> None:
         time.sleep(600)
 
 
+@pytest.mark.slow
 def test_root_that_another_process_owns_is_refused_until_it_dies(
     root: Location, tmp_path: Path
 ) -> None:
@@ -197,7 +188,6 @@ class StoredWorld(World):
         super().append(record)
 
 
-@pytest.mark.slow
 def test_month_that_hosts_retrain_in_turn_at_a_store_is_that_of_one() -> None:
     """Each host is killed after 100 records; the next one continues from what is stored."""
     month = [f"2026-03-{i:02d}" for i in range(1, 32)]

@@ -63,6 +63,8 @@ class World:
     before: dict[str, frozenset[str]] = field(default_factory=dict)
     """Names that the segment of a day had before ids were erased from it."""
     pointer: str | None = None
+    segments_at_promotion: tuple[str, ...] = ()
+    """Segments of the dataset when the newest run was promoted."""
     folders: set[str] = field(default_factory=set)
     rollback_after: int | None = None
     """Number of records after which another host withdraws a run."""
@@ -93,14 +95,14 @@ class World:
         """Bring a day to its end, unless the command is killed after so many things it did."""
         asked = DayRequest(day=day, input=day, corrected=corrected, again=again)
         before = self.state
-        left = iter(range(lives))
+        remaining = iter(range(lives))
         self.write_pointer()
         while True:
             step = next_action(asked, before, self.state, self.dataset(), self.config)
             if isinstance(step, Finished):
                 return step
-            for record in self.carry_out(step, left):
-                if next(left, None) is None:
+            for record in self.carry_out(step, remaining):
+                if next(remaining, None) is None:
                     raise KilledError
                 if self.rollback_after == len(self.records):
                     self.rollback_after = None
@@ -125,16 +127,17 @@ class World:
     def write_pointer(self) -> None:
         self.pointer = None if self.state.pointer is None else self.state.pointer["run"]
 
-    def carry_out(self, step: object, left: Iterator[int]) -> Iterator[Record]:
+    def carry_out(self, step: object, remaining: Iterator[int]) -> Iterator[Record]:
         """Do what a step says; what is done to the disk is a moment of its own."""
         match step:
             case Begun() | Started() | Judged():
                 yield step
             case Await(started):
-                yield self.process(started, left)
+                yield self.process(started, remaining)
             case Promote(run):
+                self.segments_at_promotion = tuple(sorted(self.segments.values()))
                 yield Promoted(run=run, checkpoint=run, pointer={"run": run})
-                self.moment(left)
+                self.moment(remaining)
                 self.write_pointer()
             case Closed():
                 pending = self.state.attempt(step.run).pending
@@ -146,24 +149,24 @@ class World:
             case _:
                 raise AssertionError(step)
 
-    def moment(self, left: Iterator[int]) -> None:
-        if next(left, None) is None:
+    def moment(self, remaining: Iterator[int]) -> None:
+        if next(remaining, None) is None:
             raise KilledError
 
-    def process(self, started: Started, left: Iterator[int]) -> Record:
+    def process(self, started: Started, remaining: Iterator[int]) -> Record:
         """Run a process to its end; what it has done stays when the command is killed then."""
         attempt, run = self.state.attempt(started.run), started.run
         if started.process in self.failing:
-            status, said = self.failing[started.process]
-            return Failed(run=run, stage=started.stage, status=status, reason=said)
+            status, output = self.failing[started.process]
+            return Failed(run=run, stage=started.stage, status=status, reason=output)
         if not set(started.segments) <= set(self.segments.values()):
             return Failed(run=run, stage=started.stage, status=1, reason="no such segment")
         result = {}
         if started.stage == "append":
             version = f"{attempt.day}-v{self.versions.get(attempt.day, 1)}"
             there = self.segments.get(attempt.day)
-            known = {None, version, there if version in self.before.get(attempt.day, ()) else None}
-            if there not in known and not attempt.corrected:
+            valid = {None, version, there if version in self.before.get(attempt.day, ()) else None}
+            if there not in valid and not attempt.corrected:
                 return Failed(run=run, stage="append", status=1, reason="another listing")
             if version not in self.before.get(attempt.day, ()):
                 self.segments[attempt.day] = version
@@ -174,5 +177,5 @@ class World:
         else:
             run = started.run if started.stage == "evaluate" else started.base
             result = asdict(self.quality(trained_segments(self.state, run)))
-        self.moment(left)
+        self.moment(remaining)
         return Done(run=started.run, stage=started.stage, result=result)

@@ -35,7 +35,7 @@ from scheduler.simulator.jobs import (
     synthetic_tables,
 )
 from scheduler.simulator.views import Capacity, Sizes, Snapshot
-from tests.scheduler.simulator.made import NEVER, run, spec, times
+from tests.scheduler.simulator.simulations import NEVER, run, spec, times
 
 TABLES = synthetic_tables()
 

@@ -10,20 +10,15 @@ from scheduler.elasticity import (
     HEADROOM,
     MIN_RATIO,
     CoreReadings,
+    add_readings,
     fit_pool_cores,
 )
-from scheduler.elasticity import add_readings as heard_at
 from scheduler.model.fit import MAX_PER_CELL, Window, observe
 from scheduler.simulator.jobs import GIB, PEAK, Table
-from scheduler.simulator.kind_models import (
-    KindModels,
-    allowed_sizes,
-    fit_presage,
-    make_setting,
-)
+from scheduler.simulator.kind_models import KindModels, allowed_sizes, fit_presage, make_setting
 from scheduler.simulator.presage import ALL, OFF, Estimates, readings_of
 from scheduler.simulator.views import Capacity, JobView, Measurement, Readings, Sizes, Snapshot
-from tests.scheduler.simulator.made import table
+from tests.scheduler.simulator.simulations import table
 
 TIGHT = Sizes(1, 1, PEAK, PEAK, GIB, GIB)
 KIND = table(replicas=8, stores=16)
@@ -57,64 +52,64 @@ def snapshot(
     )
 
 
-def heard(known: CoreReadings, found: Measurement, given: Sizes) -> CoreReadings:
+def add_measurement(core_readings: CoreReadings, found: Measurement, given: Sizes) -> CoreReadings:
     at = found.num_replicas, found.num_stores
-    return heard_at(known, at, readings_of(found, given))
+    return add_readings(core_readings, at, readings_of(found, given))
 
 
-def again(sizes: Sizes, known: CoreReadings) -> Sizes:
-    given = fit_pool_cores(known)
+def next_sizes(sizes: Sizes, core_readings: CoreReadings) -> Sizes:
+    given = fit_pool_cores(core_readings)
     assert given is not None
     return replace(sizes, replica_cpus=given.cpus[0], store_cpus=given.cpus[1])
 
 
-def lived(sizes: Sizes, need: float, count: int) -> tuple[CoreReadings, Sizes]:
+def simulate_job(sizes: Sizes, need: float, count: int) -> tuple[CoreReadings, Sizes]:
     """Return what is known of a job without noise, and its sizes, after so many measurements."""
-    known = CoreReadings()
+    core_readings = CoreReadings()
     for _ in range(count):
-        known = heard(known, measured(sizes, need), sizes)
-        sizes = again(sizes, known)
-    return known, sizes
+        core_readings = add_measurement(core_readings, measured(sizes, need), sizes)
+        sizes = next_sizes(sizes, core_readings)
+    return core_readings, sizes
 
 
 def test_fitted_of_a_job_with_what_it_needs_tries_more_once_and_never_again() -> None:
-    known = heard(CoreReadings(), measured(TIGHT, PEAK), TIGHT)
-    first = fit_pool_cores(known)
+    core_readings = add_measurement(CoreReadings(), measured(TIGHT, PEAK), TIGHT)
+    first = fit_pool_cores(core_readings)
     assert first is not None
     assert (first.trying, first.slower) == (True, False)
-    assert again(TIGHT, known).cpus == pytest.approx(GROWTH * TIGHT.cpus)
-    known, sizes = lived(TIGHT, PEAK, 2)
-    second = fit_pool_cores(known)
+    assert next_sizes(TIGHT, core_readings).cpus == pytest.approx(GROWTH * TIGHT.cpus)
+    core_readings, sizes = simulate_job(TIGHT, PEAK, 2)
+    second = fit_pool_cores(core_readings)
     assert second is not None
     assert (second.trying, second.limited) == (False, False)
     assert sizes.replica_cpus == pytest.approx(HEADROOM)
-    assert lived(TIGHT, PEAK, 3)[1] == lived(TIGHT, PEAK, 9)[1] == sizes
+    assert simulate_job(TIGHT, PEAK, 3)[1] == simulate_job(TIGHT, PEAK, 9)[1] == sizes
 
 
 @pytest.mark.parametrize("need", [PEAK, 1.5, 2.0])
 @pytest.mark.parametrize("factor", [0.4, 1.0, 2.0])
 def test_fitted_ends_with_what_a_job_needs_wherever_it_begins(need: float, factor: float) -> None:
     begun = replace(TIGHT, replica_cpus=factor * need, store_cpus=factor * need)
-    kept = [lived(begun, need, count)[1] for count in (14, 15, 16)]
+    kept = [simulate_job(begun, need, count)[1] for count in (14, 15, 16)]
     assert kept[0] == kept[1] == kept[2]
     assert need / MIN_RATIO <= kept[0].replica_cpus <= 1.3 * max(need, HEADROOM)
 
 
 def test_fitted_of_the_pool_that_has_enough_grows_with_the_one_in_doubt() -> None:
     sizes = replace(TIGHT, store_cpus=3.0)
-    known = heard(CoreReadings(), measured(sizes, PEAK), sizes)
-    given = fit_pool_cores(known)
+    core_readings = add_measurement(CoreReadings(), measured(sizes, PEAK), sizes)
+    given = fit_pool_cores(core_readings)
     assert given is not None
     assert given.trying
     assert given.cpus == pytest.approx((GROWTH * PEAK, GROWTH * HEADROOM))
 
 
 def test_heard_compares_only_measurements_of_the_same_sizes() -> None:
-    known = heard(CoreReadings(), measured(TIGHT, PEAK), TIGHT)
+    core_readings = add_measurement(CoreReadings(), measured(TIGHT, PEAK), TIGHT)
     wider = replace(TIGHT, num_replicas=2, replica_cpus=2.0, store_cpus=2.0)
-    known = heard(known, measured(wider, PEAK), wider)
-    assert known.sizes == (2, 1)
-    assert [len(readings) for readings in known.readings.values()] == [1, 1]
+    core_readings = add_measurement(core_readings, measured(wider, PEAK), wider)
+    assert core_readings.sizes == (2, 1)
+    assert [len(readings) for readings in core_readings.readings.values()] == [1, 1]
 
 
 def test_estimates_learn_sizes_of_jobs_that_are_in_doubt() -> None:

@@ -19,7 +19,7 @@ from scheduler.simulator.jobs import GIB, Knobs, draw_jobs, synthetic_tables
 from scheduler.simulator.kind_models import allowed_sizes, fit_presage, make_setting
 from scheduler.simulator.presage import ALL, PresagePolicy
 from scheduler.simulator.views import Capacity, JobView, Measurement, Sizes, Snapshot
-from tests.scheduler.simulator.made import run, spec, table, times
+from tests.scheduler.simulator.simulations import run, spec, table, times
 from tests.scheduler.simulator.test_cluster import trace
 
 REQUEST = Sizes(1, 1, 2.0, 2.0, GIB, GIB)
@@ -129,13 +129,13 @@ def test_presage_keeps_a_running_job_where_too_little_is_gained() -> None:
     for left, changed in ((90.0, False), (100_000.0, True)):
         policy = POLICIES["presage"]()
         found = running
-        for look in range(6):
+        for tick in range(6):
             here = view(0, current=running, left_samples=left)
-            now = 1000.0 + 300.0 * look
+            now = 1000.0 + 300.0 * tick
             measured = (Measurement(0, "made", 3, 1, 1.0 / 3.0, 1.0, 1.0),)
-            seen = (*everything(1), *measured) if look == 0 else ()
-            jobs = [here, view(1, current=REQUEST)] if look == 0 else [here]
-            found = policy.decide(snapshot(jobs, 100.0, seen, now))[0]
+            measurements = (*everything(1), *measured) if tick == 0 else ()
+            jobs = [here, view(1, current=REQUEST)] if tick == 0 else [here]
+            found = policy.decide(snapshot(jobs, 100.0, measurements, now))[0]
             if found != running:
                 break
             assert (policy.interval_sec < 300.0) == changed
@@ -273,15 +273,15 @@ def test_ours_without_its_part_moves_no_store_of_a_job_that_ran() -> None:
 
 def test_goodput_gives_back_only_as_much_as_others_need() -> None:
     policy = GoodputPolicy()
-    held = [replace(REQUEST, num_replicas=2, num_stores=2), replace(REQUEST, num_replicas=2)]
+    requests = [replace(REQUEST, num_replicas=2, num_stores=2), replace(REQUEST, num_replicas=2)]
     speeds = {job: {1: 1.0, 2: 1.05, 3: 1.06} for job in (0, 1, 2)}
-    jobs = [view(0, current=held[0]), view(1, current=held[1]), view(2)]
+    jobs = [view(0, current=requests[0]), view(1, current=requests[1]), view(2)]
     wanted = {job: REQUEST for job in (0, 1, 2)}
     found = policy._keep_small_changes(wanted, speeds, snapshot(jobs, 16.0))
-    assert found == {0: REQUEST, 1: held[1], 2: REQUEST}
+    assert found == {0: REQUEST, 1: requests[1], 2: REQUEST}
     assert policy._keep_small_changes(wanted, speeds, snapshot(jobs, 20.0)) == {
-        0: held[0],
-        1: held[1],
+        0: requests[0],
+        1: requests[1],
         2: REQUEST,
     }
     assert policy._keep_small_changes(wanted, speeds, snapshot(jobs, 12.0)) == wanted

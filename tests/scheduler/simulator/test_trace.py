@@ -1,6 +1,5 @@
 """Traces, tables and the command: parsing, skipped jobs, errors in one line."""
 
-import json
 import re
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from scheduler.__main__ import main
 from scheduler.simulator.command import POLICIES
 from scheduler.simulator.jobs import Knobs, read_tables, read_trace, synthetic_tables
 from schemas.errors import SchemaError
+from tests.shared import error_of, json_of, output_of
 
 HEAD = "job,submit_sec,duration_sec,num_replicas"
 NUMBERS = {
@@ -77,10 +77,7 @@ WRONG = {
         (f"{HEAD},cpus", "a,0,10,1,0"),
         "cpus must be a positive number, got '0' in {path}:2; correct or remove the row",
     ),
-    "twice": (
-        (HEAD, "a,0,10,1", "a,1,10,1"),
-        "job name occurs twice: 'a' in {path}:3; rename it",
-    ),
+    "twice": ((HEAD, "a,0,10,1", "a,1,10,1"), "job name occurs twice: 'a' in {path}:3; rename it"),
     "a column": (
         ("job,submit_sec,duration_sec", "a,0,10"),
         "trace has no column 'num_replicas' in {path}; add it (required: job, submit_sec, "
@@ -141,28 +138,22 @@ def path(tmp_path: Path) -> Path:
     )
 
 
-def test_main_simulate_json_prints_every_number_of_each_policy(
-    path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_main_simulate_json_prints_every_number_of_each_policy(path: Path) -> None:
     arguments = ["simulate", "--trace", str(path), "--policy", ",".join(POLICIES)]
-    assert main([*arguments, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = json_of(main, [*arguments, "--json"])
     assert list(found) == list(POLICIES)
     for numbers in found.values():
         assert numbers.keys() >= NUMBERS
         assert numbers["num_jobs"] == 6
         assert numbers["jct_mean_sec"] >= numbers["jct_bound_sec"]
         assert numbers["deadline_miss_rate"] is None
-    assert main(arguments) == 0
-    assert capsys.readouterr().out.count("\n") == len(POLICIES) + 1
+    assert output_of(main, arguments).count("\n") == len(POLICIES) + 1
 
 
-def test_main_simulate_says_what_it_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_main_simulate_says_what_it_left_out(tmp_path: Path) -> None:
     path = write(tmp_path / "t.csv", "a,50,10,1", "b,20,10,2", "c,-1,10,1")
-    assert main(["simulate", "--trace", str(path), "--policy", "static"]) == 0
-    assert capsys.readouterr().err == (
+    words = ["simulate", "--trace", str(path), "--policy", "static"]
+    assert error_of(main, words, 0) == (
         "skipped 1 jobs without a valid time or size\nsorted 1 jobs that were out of order\n"
     )
 
@@ -181,11 +172,8 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(("words", "message"), MISTAKES.values(), ids=MISTAKES.keys())
-def test_main_simulate_of_a_mistake_is_one_line(
-    words: list[str], message: str, path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["simulate", "--trace", str(path), *words]) == 1
-    error = capsys.readouterr().err
+def test_main_simulate_of_a_mistake_is_one_line(words: list[str], message: str, path: Path) -> None:
+    error = error_of(main, ["simulate", "--trace", str(path), *words])
     assert error.startswith(f"error: {message}")
     assert error.count("\n") == 1
 

@@ -43,22 +43,22 @@ class Stored(Bench):
         counts[2:, 0] += heat
         self.slots = tuple(map(tuple, counts.tolist()))
 
-    def tell(self, event: Event) -> list[Action]:
+    def send(self, event: Event) -> list[Action]:
         """Return what follows, which the journal has then."""
         before, kept = self.state, self.journal
         after, actions = handle(before, event)
         decisions = [to_decision(action, after.now_sec) for action in actions]
         self.journal = record(kept, before, event, after, decisions)
         self.events.append(event)
-        return super().tell(event)
+        return super().send(event)
 
-    def knows(self) -> None:
+    def load_known(self) -> None:
         """Let the oracle tell."""
         self.at(LoadKnown, num_steps=NUM_STEPS, slots=self.slots, touched_rows=(1, 2, 3, 4))
 
     def begins_to_move(self) -> tuple[int, int, int]:
         """Train until hot ranges are on their way; return one, its store and the new one."""
-        self.knows()
+        self.load_known()
         self.stepped(32, 1.0)  # in 60 s the load of step 80 and later is there
         (move,) = [a for a in self.ticks(1) if a.verb == "migrate"]
         return self.job.moving[0], int(move.values["source"]), int(move.values["target"])
@@ -79,11 +79,11 @@ class Stored(Bench):
             for event in self.events:
                 log.handle(event)
 
-    def told(self, **fields) -> State:
+    def with_facts(self, **fields) -> State:
         """Return the state with other facts of the job."""
         job: JobState = replace(self.job, **fields)
         return replace(self.state, jobs={job.name: job})
 
     def view(self, **fields) -> View:
         """Return what is shown, with other facts of the job."""
-        return view_of(self.told(**fields), self.journal)
+        return view_of(self.with_facts(**fields), self.journal)

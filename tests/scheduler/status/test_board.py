@@ -11,7 +11,7 @@ from scheduler.controller.log import ARCHIVE, LOG, Log, recover
 from scheduler.status.board import Board
 from scheduler.status.view import View, view_of
 from schemas.errors import SchemaError
-from tests.scheduler.status.made import archive_after, lived
+from tests.scheduler.status.recordings import archive_after, record_jobs
 
 
 def folded(path: Path) -> View:
@@ -31,7 +31,7 @@ def test_view_of_a_log_that_grows_by_any_bytes_is_that_of_the_whole_one(
 ) -> None:
     whole = tmp_path / "whole"
     whole.unlink(missing_ok=True)
-    lived(3).write_log(whole, 60)
+    record_jobs(3).write_log(whole, 60)
     content = whole.read_bytes()
     cuts = sorted(data.draw(st.lists(st.integers(0, len(content)), max_size=4)))
     growing = tmp_path / LOG
@@ -44,18 +44,18 @@ def test_view_of_a_log_that_grows_by_any_bytes_is_that_of_the_whole_one(
         (tmp_path / "lines").write_bytes(lines and lines + b"\n")
         assert board.view() == folded(tmp_path / "lines")
     growing.write_bytes(content)
-    assert board.view() == lived(3).view(60) == folded(whole)
+    assert board.view() == record_jobs(3).view(60) == folded(whole)
     assert board.view() is board.view(), "nothing is computed twice"
 
 
 def test_view_of_another_log_in_the_place_is_that_of_the_other(tmp_path: Path) -> None:
     log = tmp_path / LOG
-    lived(1).write_log(log, 60)
+    record_jobs(1).write_log(log, 60)
     board = Board(log)
     board.view()
     log.unlink()
-    lived(3).write_log(log, 20)
-    assert board.view() == lived(3).view(20)
+    record_jobs(3).write_log(log, 20)
+    assert board.view() == record_jobs(3).view(20)
 
 
 def damaged(lines: list[bytes]) -> dict[str, tuple[list[bytes], int]]:
@@ -72,7 +72,7 @@ def damaged(lines: list[bytes]) -> dict[str, tuple[list[bytes], int]]:
 )
 def test_view_of_a_damaged_log_names_the_line(tmp_path: Path, name: str) -> None:
     log = tmp_path / LOG
-    lived(1).write_log(log, 10)
+    record_jobs(1).write_log(log, 10)
     content, place = damaged(log.read_bytes().splitlines(keepends=True))[name]
     log.write_bytes(b"".join(content))
     board = Board(log)
@@ -81,17 +81,18 @@ def test_view_of_a_damaged_log_names_the_line(tmp_path: Path, name: str) -> None
             board.view()
 
 
+@pytest.mark.slow
 def test_view_of_a_log_that_was_archived_is_that_of_all_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     archive_after(20, monkeypatch)
     log, board = tmp_path / LOG, Board(tmp_path / LOG)
-    seen = lived(3)
+    recording = record_jobs(3)
     with Log(log) as writer:
-        for number, (_, event, _, _) in enumerate(seen.events[:60], start=1):
+        for number, (_, event, _, _) in enumerate(recording.events[:60], start=1):
             writer.handle(event)
             writer.archive_if_long()
             if number % 3 == 0:
-                assert board.view() == seen.view(number)
+                assert board.view() == recording.view(number)
     assert len(list((tmp_path / ARCHIVE).iterdir())) > 1
-    assert Board(log).view() == board.view() == seen.view(60)
+    assert Board(log).view() == board.view() == recording.view(60)

@@ -13,7 +13,7 @@ import pytest
 
 from scheduler.controller.log import LOG
 from scheduler.status.board import Board, answer, serving
-from tests.scheduler.status.made import lived
+from tests.scheduler.status.recordings import record_jobs
 from tests.scheduler.status.stored import Stored
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -39,13 +39,13 @@ setTimeout(() => {
   const rows = new Set(cells.map((cell) => cell.offsetTop)).size;
   const whole = cells.every((cell) => cell.scrollWidth <= cell.clientWidth);
   const fits = page.scrollWidth <= page.clientWidth;
-  const told = [cells.length, rows, whole, fits, cells[RANGE].textContent];
-  document.body.setAttribute("data-cells", told.join(" "));
+  const values = [cells.length, rows, whole, fits, cells[RANGE].textContent];
+  document.body.setAttribute("data-cells", values.join(" "));
 }, 9000);
 """
 
 
-def looked_at(address: str, profile: Path, *options: str) -> str:
+def output_of_chromium(address: str, profile: Path, *options: str) -> str:
     """Return what headless Chromium prints of a page that it has had for 12 s of its own time."""
     assert CHROMIUM is not None
     done = subprocess.run(
@@ -95,16 +95,14 @@ def probed(log: Path, content: bytes, part: int, probe: str = PROBE) -> Iterator
 
 @pytest.mark.slow
 @needs_chromium
-def test_page_is_brought_up_to_date_with_focus_position_and_open_parts_kept(
-    tmp_path: Path,
-) -> None:
-    lived(3).write_log(tmp_path / "whole")
+def test_page_is_brought_up_to_date_with_focus_position_and_open_parts_kept(tmp_path: Path) -> None:
+    record_jobs(3).write_log(tmp_path / "whole")
     content = (tmp_path / "whole").read_bytes()
     log = tmp_path / LOG
     begin = len(content) // 2
     log.write_bytes(content[:begin])
     with probed(log, content, len(content) // 20) as address:
-        shown = looked_at(address, tmp_path / "profile", "--dump-dom")
+        shown = output_of_chromium(address, tmp_path / "profile", "--dump-dom")
     assert 'data-kept="decision-table 40 true true true"' in shown
     assert "Updates automatically." in shown
     counts = re.findall(r"UTC, (\d+) events", shown)
@@ -115,11 +113,13 @@ def test_page_is_brought_up_to_date_with_focus_position_and_open_parts_kept(
 @pytest.mark.slow
 @needs_chromium
 def test_page_as_it_is_served_is_drawn_and_runs_its_script(tmp_path: Path) -> None:
-    lived(3).write_log(tmp_path / LOG, 120)
+    record_jobs(3).write_log(tmp_path / LOG, 120)
     with serving(Board(tmp_path / LOG), 0) as address:
-        shown = looked_at(address, tmp_path / "profile", "--dump-dom")
+        shown = output_of_chromium(address, tmp_path / "profile", "--dump-dom")
         picture = tmp_path / "page.png"
-        looked_at(address, tmp_path / "other", f"--screenshot={picture}", "--window-size=320,2000")
+        output_of_chromium(
+            address, tmp_path / "other", f"--screenshot={picture}", "--window-size=320,2000"
+        )
     assert "Updates automatically." in shown, "its policy lets its own script run"
     assert re.search(r'<button[^>]*id="pause"[^>]*>', shown)
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -140,13 +140,17 @@ def test_cells_of_stores_fit_the_window_and_follow_a_move_to_its_end(
     begun, content = log.read_bytes(), whole.read_bytes()
     assert content.startswith(begun)
     with probed(log, content, 0, CELLS.replace("RANGE", str(slots))) as address:
-        first = looked_at(address, tmp_path / "first", "--dump-dom", f"--window-size={width},900")
+        first = output_of_chromium(
+            address, tmp_path / "first", "--dump-dom", f"--window-size={width},900"
+        )
     fits = f"16 {num_rows} true true"
     moving = f"range {slots}: moving from {source} to {target}"
     assert f'data-cells="{fits} {moving}"' in first
     with probed(log, content, len(content), CELLS.replace("RANGE", str(slots))) as address:
         log.write_bytes(begun)
-        later = looked_at(address, tmp_path / "later", "--dump-dom", f"--window-size={width},900")
+        later = output_of_chromium(
+            address, tmp_path / "later", "--dump-dom", f"--window-size={width},900"
+        )
     assert f'data-cells="{fits} range {slots}: store {target}"' in later
 
 

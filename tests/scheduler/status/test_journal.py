@@ -12,14 +12,14 @@ from scheduler.controller.state import State
 from scheduler.model.grid import GIB
 from scheduler.status.view import View, view_of
 from tests.scheduler.controller.world import BATCH
-from tests.scheduler.status.made import SEEDS, Seen, lived
+from tests.scheduler.status.recordings import SEEDS, Recording, record_jobs
 
 
-def price_of_lives(seen: Seen) -> dict[str, float]:
+def cost_of_processes(recording: Recording) -> dict[str, float]:
     """Add up what each process cost from its start to its end, one by one."""
     began: dict[tuple[str, str], tuple[float, float]] = {}
     found: defaultdict[str, float] = defaultdict(float)
-    for _, event, after, actions in seen.events:
+    for _, event, after, actions in recording.events:
         if isinstance(event, Ended) and (event.job, event.process) in began:
             start, price = began.pop((event.job, event.process))
             found[event.job] += price * (after.now_sec - start) / 3600
@@ -33,20 +33,19 @@ def price_of_lives(seen: Seen) -> dict[str, float]:
     return dict(found)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_view_of_a_world_that_has_ended_tells_what_happened(seed: int) -> None:
-    seen = lived(seed)
-    view = seen.view()
+    recording = record_jobs(seed)
+    view = recording.view()
     assert view.is_over
     assert {job.phase for job in view.jobs} == {"finished"}
     assert (view.used_cpus, view.used_memory_bytes) == (0.0, 0)
-    actions = [action for _, _, _, found in seen.events for action in found]
-    told = [(d.job, d.action, d.process, d.reason) for d in reversed(view.decisions)]
-    assert told == [(a.job, a.verb, a.process, a.reason) for a in actions][-KEPT:]
+    actions = [action for _, _, _, found in recording.events for action in found]
+    with_facts = [(d.job, d.action, d.process, d.reason) for d in reversed(view.decisions)]
+    assert with_facts == [(a.job, a.verb, a.process, a.reason) for a in actions][-KEPT:]
     counts = Counter((action.job, action.verb) for action in actions)
     assert {(job, verb): n for job, verb, n in view.num_decided} == counts
-    spent = price_of_lives(seen)
+    spent = cost_of_processes(recording)
     assert {job.name: job.spent for job in view.jobs} == pytest.approx(spent)
     for job in view.jobs:
         assert job.segments_built == job.num_segments
@@ -58,11 +57,11 @@ def test_view_of_a_world_that_has_ended_tells_what_happened(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_incidents_are_the_ends_without_work_and_what_came_into_their_place(seed: int) -> None:
-    seen = lived(seed)
-    view = seen.view()
+    recording = record_jobs(seed)
+    view = recording.view()
     gone = Counter(
         (event.job, event.process)
-        for before, event, _, _ in seen.events
+        for before, event, _, _ in recording.events
         if isinstance(event, Ended)
         and event.outcome in ("lost", "oom")
         and before.jobs[event.job].processes[event.process].status != "leaving"
@@ -71,7 +70,7 @@ def test_incidents_are_the_ends_without_work_and_what_came_into_their_place(seed
     assert Counter((one.job, one.process) for one in lost) == gone
     started = {
         (event.job, event.process): after.now_sec
-        for _, event, after, _ in reversed(seen.events)
+        for _, event, after, _ in reversed(recording.events)
         if isinstance(event, Started)
     }
     for one in view.incidents:
@@ -88,10 +87,10 @@ def test_incidents_are_the_ends_without_work_and_what_came_into_their_place(seed
 def test_views_on_the_way_agree_with_the_state_and_never_take_back_what_was_spent(
     seed: int,
 ) -> None:
-    seen, spent = lived(seed), 0.0
-    for most in range(1, len(seen.events) + 1, 7):
-        view = seen.view(most)
-        check_view(view, seen.state(most))
+    recording, spent = record_jobs(seed), 0.0
+    for most in range(1, len(recording.events) + 1, 7):
+        view = recording.view(most)
+        check_view(view, recording.state(most))
         now = sum(job.spent for job in view.jobs)
         assert now >= spent
         spent = now
@@ -117,9 +116,9 @@ def check_view(view: View, state: State) -> None:
 
 
 def test_speeds_are_those_of_the_steps_beside_what_was_predicted_before() -> None:
-    seen = lived(3)
-    view = seen.view()
-    stepped = Counter(e.job for _, e, _, _ in seen.events if isinstance(e, Stepped))
+    recording = record_jobs(3)
+    view = recording.view()
+    stepped = Counter(e.job for _, e, _, _ in recording.events if isinstance(e, Stepped))
     for job in view.jobs:
         training = [speed for speed in job.speeds if speed.pool == "training"]
         assert len(training) == stepped[job.name]

@@ -6,12 +6,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from scheduler.status.metrics import metrics_text
-from tests.scheduler.status.made import lived, lived_as
+from tests.scheduler.status.recordings import record_job_named, record_jobs
 
 
 @pytest.mark.parametrize("most", [0, 1, 60, None])
 def test_metrics_text_is_parsed_and_says_what_the_view_says(most: int | None) -> None:
-    view = lived(3).view(most)
+    view = record_jobs(3).view(most)
     families = list(text_string_to_metric_families(metrics_text(view).decode()))
     names = [family.name for family in families]
     assert len(names) == len(set(names))
@@ -47,7 +47,7 @@ def test_metrics_text_is_parsed_and_says_what_the_view_says(most: int | None) ->
 
 def test_metrics_text_gives_back_a_hostile_name() -> None:
     name = 'a"b\\c\nd{e="f"} 1'
-    view = lived_as(name).view(30)
+    view = record_job_named(name).view(30)
     families = text_string_to_metric_families(metrics_text(view).decode())
     labels = {
         sample.labels["job"] for f in families for sample in f.samples if "job" in sample.labels

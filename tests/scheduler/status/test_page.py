@@ -14,7 +14,7 @@ from scheduler.status.page import KIND_LABELS, MARKS, page
 from scheduler.status.terminal import render
 from scheduler.status.view import View, view_of
 from tests.scheduler.status.document import check_usable, parsed
-from tests.scheduler.status.made import Seen, lived, lived_as
+from tests.scheduler.status.recordings import Recording, record_job_named, record_jobs
 
 HOSTILE = {
     "a script": "<script>alert(1)</script>",
@@ -28,11 +28,11 @@ HOSTILE = {
 
 @pytest.mark.parametrize("most", [0, 1, 4, 40, 120, None])
 def test_page_at_any_moment_is_a_document_that_can_be_used_without_sight(most: int | None) -> None:
-    check_usable(parsed(lived(3).view(most)))
+    check_usable(parsed(record_jobs(3).view(most)))
 
 
 def test_page_names_nothing_from_elsewhere_and_has_no_inline_code() -> None:
-    document = parsed(lived(3).view(80))
+    document = parsed(record_jobs(3).view(80))
     for tag, attributes in document.elements:
         assert "style" not in attributes
         assert tag != "style"
@@ -43,23 +43,23 @@ def test_page_names_nothing_from_elsewhere_and_has_no_inline_code() -> None:
     assert [script["src"] for script in document.all("script")] == ["status.js"]
 
 
-def with_detail(seen: Seen, most: int, said: str) -> View:
+def with_detail(recordings: Recording, most: int, detail: str) -> View:
     """Return the view after so many events, and after a process has said something and died."""
-    state = seen.state(most)
+    state = recordings.state(most)
     job, process = next((j, p) for j in state.jobs.values() for p in j.processes)
     event = Ended(
-        time_sec=state.now_sec, job=job.name, process=process, outcome="failed", detail=said
+        time_sec=state.now_sec, job=job.name, process=process, outcome="failed", detail=detail
     )
     after, actions = handle(state, event)
     decisions = [to_decision(action, after.now_sec) for action in actions]
-    assert said in decisions[0].reason
-    return view_of(after, record(seen.journals[most], state, event, after, decisions))
+    assert detail in decisions[0].reason
+    return view_of(after, record(recordings.journals[most], state, event, after, decisions))
 
 
 @pytest.mark.parametrize("name", HOSTILE)
 def test_page_and_terminal_show_a_hostile_name_as_text(name: str) -> None:
-    seen = lived_as("calm"), lived_as(HOSTILE[name])
-    plain, with_name = (with_detail(one, 40, HOSTILE[name]) for one in seen)
+    recordings = record_job_named("calm"), record_job_named(HOSTILE[name])
+    plain, with_name = (with_detail(one, 40, HOSTILE[name]) for one in recordings)
     document, plain = parsed(with_name), parsed(plain)
     assert [tag for tag, _ in document.elements] == [tag for tag, _ in plain.elements]
     shown = "".join(document.text)

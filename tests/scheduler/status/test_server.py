@@ -12,18 +12,19 @@ import pytest
 from scheduler.controller.log import LOG
 from scheduler.status.board import MAX_CONNECTIONS, SILENT_SEC, Board, serving
 from schemas.errors import PlanError
-from tests.scheduler.status.made import lived
+from tests.scheduler.status.recordings import record_jobs
 
 Served = tuple[int, Path]
 
 
-@pytest.fixture
-def served(tmp_path: Path) -> Iterator[Served]:
-    """The port of a page about a job that runs."""
-    lived(3).write_log(tmp_path / LOG, 60)
-    now = lived(3).state(60).now_sec
-    with serving(Board(tmp_path / LOG), 0, clock=lambda: now) as address:
-        yield int(address.rstrip("/").rpartition(":")[2]), tmp_path / LOG
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """The port of a page about a job that runs, and its log."""
+    log = tmp_path_factory.mktemp("job") / LOG
+    record_jobs(3).write_log(log, 60)
+    now = record_jobs(3).state(60).now_sec
+    with serving(Board(log), 0, clock=lambda: now) as address:
+        yield int(address.rstrip("/").rpartition(":")[2]), log
 
 
 def ask(
@@ -39,7 +40,6 @@ def ask(
     return answer.status, answer.headers, body
 
 
-@pytest.mark.slow
 def test_get_of_each_path_is_answered_with_headers_that_keep_it_here(served: Served) -> None:
     port, _ = served
     for path, word in {
@@ -99,7 +99,6 @@ def test_clients_that_say_nothing_hold_up_nobody(served: Served) -> None:
         one.close()
 
 
-@pytest.mark.slow
 def test_a_damaged_log_is_told_and_does_not_end_the_server(served: Served) -> None:
     port, log = served
     whole = log.read_bytes()
@@ -115,9 +114,9 @@ def test_a_damaged_log_is_told_and_does_not_end_the_server(served: Served) -> No
 @pytest.mark.slow
 def test_health_tells_a_scheduler_that_is_silent_from_one_that_is_done(tmp_path: Path) -> None:
     running, over = tmp_path / "running", tmp_path / "over"
-    lived(3).write_log(running, 60)
-    lived(3).write_log(over)
-    late = lived(3).state(60).now_sec + SILENT_SEC + 1
+    record_jobs(3).write_log(running, 60)
+    record_jobs(3).write_log(over)
+    late = record_jobs(3).state(60).now_sec + SILENT_SEC + 1
     for log, wanted in ((running, 503), (over, 200), (tmp_path / "none", 200)):
         with serving(Board(log), 0, clock=lambda: late) as address:
             port = int(address.rstrip("/").rpartition(":")[2])

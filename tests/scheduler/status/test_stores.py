@@ -17,7 +17,7 @@ from scheduler.status.metrics import metrics_text
 from scheduler.status.terminal import render
 from scheduler.status.view import Stores, View
 from tests.scheduler.status.document import check_usable, parsed
-from tests.scheduler.status.made import lived
+from tests.scheduler.status.recordings import record_jobs
 from tests.scheduler.status.stored import NUM_STEPS, PERIODS, Stored
 
 OWNERS = {
@@ -54,7 +54,7 @@ def test_shares_are_those_that_are_counted_range_by_range(
     owners: tuple[int, ...], step: int
 ) -> None:
     stored = Stored(step)
-    stored.knows()
+    stored.load_known()
     stored.stepped(1, 1.0)
     view = stored.view(owners=owners, next_step=step)
     stores = stores_of(view)
@@ -124,15 +124,15 @@ def test_page_has_a_cell_for_each_range_and_says_which_one_moves() -> None:
     owners = [int(n) for n in re.findall(r"range [0-9]+: store ([0-9]+)", shown)]
     assert tuple(owners) == stored.job.owners
     tones = [li["class"] for li in document.all("li") if "class" in li]
-    looks = set(zip(owners, tones, strict=True))
-    assert len(looks) == len(set(owners)) == len(set(tones)), "each store has a look of its own"
+    styles = set(zip(owners, tones, strict=True))
+    assert len(styles) == len(set(owners)) == len(set(tones)), "each store has a look of its own"
 
 
 def test_a_store_without_ranges_and_one_without_a_process_are_shown() -> None:
     stored = Stored(1)
     stored.read(0, 0.4)
-    left = {name: one for name, one in stored.job.processes.items() if one.task_id != "store-1"}
-    view = stored.view(processes=left, owners=(0,) * 8 + (1,) * 8)
+    running = {name: one for name, one in stored.job.processes.items() if one.task_id != "store-1"}
+    view = stored.view(processes=running, owners=(0,) * 8 + (1,) * 8)
     first, second, third = stores_of(view).stores
     assert (first.ranges, third.ranges) == (tuple(range(8)), ())
     assert first.process is not None
@@ -162,7 +162,7 @@ def test_what_nobody_knows_yet_is_not_told() -> None:
         assert (stores_of(view).step is None) == (load is not zeros)
         assert "access_share{" not in metrics_text(view).decode()
         assert "% of accesses" not in in_terminal(view)
-    stored.knows()
+    stored.load_known()
     (share,) = {store.share_ahead for store in stores_of(stored.view()).stores}
     assert share is None, "no step was measured, so 60 s are no steps"
     assert stores_of(stored.view()).stores[0].share is not None
@@ -172,7 +172,7 @@ def test_what_nobody_knows_yet_is_not_told() -> None:
 @pytest.mark.parametrize("phase", ["drained", "finished", "failed"])
 def test_a_job_that_has_ended_or_has_no_stores_shows_none(phase: str) -> None:
     stored = Stored(1)
-    for view in (stored.view(phase=phase, processes={}), lived(3).view(60)):
+    for view in (stored.view(phase=phase, processes={}), record_jobs(3).view(60)):
         assert {job.stores for job in view.jobs} == {None}
         assert "stores" not in {li.get("class") for li in parsed(view).all("section")}
         assert "presage_store_ranges{" not in metrics_text(view).decode()
@@ -181,7 +181,7 @@ def test_a_job_that_has_ended_or_has_no_stores_shows_none(phase: str) -> None:
 
 def test_stores_that_still_leave_when_their_job_has_ended_own_nothing() -> None:
     stored = Stored(1)
-    stored.knows()
+    stored.load_known()
     stores = stores_of(stored.view(phase="drained"))
     assert {(store.ranges, store.share) for store in stores.stores} == {((), None)}
     check_usable(parsed(stored.view(phase="drained")))
@@ -190,7 +190,7 @@ def test_stores_that_still_leave_when_their_job_has_ended_own_nothing() -> None:
 def test_view_with_stores_is_an_object_of_json() -> None:
     stored = Stored(1, 300)
     stored.begins_to_move()
-    told = json.loads(json.dumps(asdict(stored.view())))
-    assert told["jobs"][0]["stores"]["owners"] == list(stored.job.owners)
-    shares = [store["share"] for store in told["jobs"][0]["stores"]["stores"]]
+    with_facts = json.loads(json.dumps(asdict(stored.view())))
+    assert with_facts["jobs"][0]["stores"]["owners"] == list(stored.job.owners)
+    shares = [store["share"] for store in with_facts["jobs"][0]["stores"]["stores"]]
     assert np.sum(shares) == pytest.approx(1.0)

@@ -1,7 +1,5 @@
 """A watched scheduler, and the commands that read its log."""
 
-import json
-import re
 from io import StringIO
 from pathlib import Path
 from urllib.request import urlopen
@@ -14,21 +12,22 @@ from scheduler.controller.log import LOG
 from scheduler.status import terminal
 from scheduler.status.terminal import ADDRESS, OFF, port_of, watching
 from schemas.locks import directory_lock
-from tests.scheduler.status.made import lived
+from tests.scheduler.status.recordings import record_jobs
+from tests.shared import json_of, output_of, refusal_of
 
 
 def test_watching_serves_a_page_whose_address_lies_in_the_folder_meanwhile(tmp_path: Path) -> None:
-    output, said = tmp_path / "new" / "folder", list[str]()
-    with watching(output, 0, Console(file=StringIO()), said.append) as say:
+    output, messages = tmp_path / "new" / "folder", list[str]()
+    with watching(output, 0, Console(file=StringIO()), messages.append) as show:
         address = (output / ADDRESS).read_text().strip()
-        assert said == [f"status page: {address}"]
+        assert messages == [f"status page: {address}"]
         with urlopen(address) as answer:
             assert b"no job yet" in answer.read()
-        lived(3).write_log(output / LOG, 60)
+        record_jobs(3).write_log(output / LOG, 60)
         with urlopen(f"{address}metrics") as answer:
             assert b"presage_events_total 60.0" in answer.read()
-        say("a decision")
-    assert said[1:] == ["a decision"]
+        show("a decision")
+    assert messages[1:] == ["a decision"]
     assert not (output / ADDRESS).exists()
 
 
@@ -50,11 +49,11 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_watching_a_terminal_shows_lines_and_the_view_without_escapes_of_others(
     tmp_path: Path,
 ) -> None:
-    lived(3).write_log(tmp_path / LOG, 60)
+    record_jobs(3).write_log(tmp_path / LOG, 60)
     target = StringIO()
     console = Console(file=target, force_terminal=True, width=200, height=60)
-    with watching(tmp_path, OFF, console, print) as say:
-        say("a line \x1b]0;title\x07 of a child")
+    with watching(tmp_path, OFF, console, print) as show:
+        show("a line \x1b]0;title\x07 of a child")
     assert r"a line \x1b]0;title\x07 of a child" in target.getvalue()
     assert "of 8 cores" in target.getvalue()
     assert "first" in target.getvalue()
@@ -66,32 +65,25 @@ def test_watching_a_terminal_outlives_a_damaged_log(tmp_path: Path) -> None:
     (tmp_path / LOG).write_text("{\n")
     target = StringIO()
     console = Console(file=target, force_terminal=True, width=200)
-    with watching(tmp_path, OFF, console, print) as say:
-        say("a line")
+    with watching(tmp_path, OFF, console, print) as show:
+        show("a line")
     assert "a line" in target.getvalue()
     assert "no status: line is no snapshot" in target.getvalue()
 
 
 @pytest.mark.slow
-def test_main_status_prints_what_a_scheduler_did(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    lived(3).write_log(tmp_path / LOG)
-    assert main(["status", str(tmp_path)]) == 0
-    out = capsys.readouterr().out
+def test_main_status_prints_what_a_scheduler_did(tmp_path: Path) -> None:
+    record_jobs(3).write_log(tmp_path / LOG)
+    out = output_of(main, ["status", str(tmp_path)])
     for word in ("3 jobs: 3 finished", "failures and replacements", "finish: 2,048 samples"):
         assert word in out
-    assert main(["status", str(tmp_path), "--json"]) == 0
-    body = json.loads(capsys.readouterr().out)
+    body = json_of(main, ["status", str(tmp_path), "--json"])
     assert [job["phase"] for job in body["jobs"]] == ["finished"] * 3
 
 
-def test_main_status_without_a_log_says_so(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["status", str(tmp_path)]) == 1
-    wanted = f"error: folder has no scheduler log {LOG} in {tmp_path}; "
-    assert re.match(re.escape(wanted), capsys.readouterr().err)
+def test_main_status_without_a_log_says_so(tmp_path: Path) -> None:
+    message = f"folder has no scheduler log {LOG} in {tmp_path}; "
+    assert refusal_of(main, ["status", str(tmp_path)]).startswith(message)
 
 
 @pytest.mark.parametrize("text", ["70000", "-1", "page"])

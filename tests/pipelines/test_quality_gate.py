@@ -46,13 +46,13 @@ from tests.pipelines.logs import (
     unnamed_places,
     write_job,
 )
+from tests.shared import error_of, in_pairs
 
 SHARES = st.dictionaries(st.integers(0, 9), st.integers(1, 50), min_size=1).map(
     lambda counts: {k: c / sum(counts.values()) for k, c in counts.items()}
 )
 
 
-@pytest.mark.slow
 @given(SHARES, SHARES)
 def test_distances_are_symmetric_bounded_and_zero_for_equals(
     left: dict[int, float], right: dict[int, float]
@@ -88,8 +88,9 @@ def test_sketches_of_two_halves_add_up_to_that_of_the_whole(values: list[int], c
     assert sketch(values).num_unique == len(set(values))
 
 
-@pytest.mark.parametrize("of_texts", [False, True])
-@pytest.mark.parametrize("num_values", [60_000, 200_000, 500_000])
+@pytest.mark.parametrize(
+    ("num_values", "of_texts"), in_pairs([60_000, 200_000, 500_000], [True, False])
+)
 def test_frequent_values_are_those_of_the_rows_alone(num_values: int, of_texts: bool) -> None:
     """Whatever period, order, parts and number of rows."""
     rng = np.random.default_rng(0)
@@ -248,21 +249,19 @@ def first(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_rows(tmp_path_factory.mktemp("first") / "log", ROWS)
 
 
-def append(job: Path, dataset: Path, log: Path) -> int:
-    """Append a log, and return the exit code."""
-    return main(["append", str(job), "--dataset", str(dataset), "--input", str(log), IN_PROCESS])
+def append(job: Path, dataset: Path, log: Path, status: int) -> str:
+    """Append a log, and return the errors."""
+    words = ["append", str(job), "--dataset", str(dataset), "--input", str(log), IN_PROCESS]
+    return error_of(main, words, status)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_gate_keeps_a_segment_out_and_says_why(
-    dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], case: str
-) -> None:
+def test_gate_keeps_a_segment_out_and_says_why(dataset: Path, tmp_path: Path, case: str) -> None:
     gate, schema, rows, message = CASES[case]
     job, target = gated(tmp_path / "job", gate, schema), copy_of(dataset, tmp_path / "dataset")
     log = write_rows(tmp_path / "next", rows)
-    assert append(job, target, log) == REFUSED == 3
-    printed = capsys.readouterr().err
+    printed = append(job, target, log, REFUSED)
     assert "error: segment must pass the gate, got " in printed
     assert message in printed
     refused = next(target.glob(".refused-*"))
@@ -277,13 +276,14 @@ def test_gate_keeps_a_segment_out_and_says_why(
 
 @pytest.mark.slow
 def test_gate_that_warns_lets_the_segment_in_and_forgets_the_refusal(
-    dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    dataset: Path, tmp_path: Path
 ) -> None:
     target, log = copy_of(dataset, tmp_path / "dataset"), write_rows(tmp_path / "next", NEXT)
-    for action, code in (("fail", REFUSED), ("warn", 0)):
+    errors = ""
+    for action, status in (("fail", REFUSED), ("warn", 0)):
         job = gated(tmp_path / action, f"gate: {{action: {action}, label_drift: 0.001}}")
-        assert append(job, target, log) == code
-    assert "warning: segment: label rate must change by at most 0.001" in capsys.readouterr().err
+        errors = append(job, target, log, status)
+    assert "warning: segment: label rate must change by at most 0.001" in errors
     segment = open_dataset(target).segments[1]
     proto = text_format.Parse(anomalies_text_of(segment), anomalies_pb2.Anomalies())
     info = proto.dataset_anomaly_info
@@ -314,14 +314,12 @@ def test_gate_lets_a_like_segment_pass_and_writes_what_it_measured(
 
 
 @pytest.mark.slow
-def test_gate_of_a_first_build_leaves_no_dataset(
-    first: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_gate_of_a_first_build_leaves_no_dataset(first: Path, tmp_path: Path) -> None:
     schema = SCHEMA + "dataset_constraints { min_examples_count: 100000 }"
     job, dataset = gated(tmp_path / "job", "gate: {}", schema), tmp_path / "dataset"
     arguments = ["build", str(job), "--input", str(first), "--output", str(dataset)]
-    assert main(arguments) == REFUSED
-    assert "segment: must have at least 100000 samples, got " in capsys.readouterr().err
+    message = "segment: must have at least 100000 samples, got "
+    assert message in error_of(main, arguments, REFUSED)
     with pytest.raises(SchemaError, match=r"^there is no dataset: no build was committed in "):
         open_dataset(dataset)
     assert unnamed_places(dataset) == []

@@ -18,11 +18,7 @@ OFF = ModelGateConfig(
 )
 
 REFUSED = {
-    "NE of a useless model": (
-        {"ne": 1.2},
-        None,
-        ("NE 1.2 is above 1 (gate.max_ne)",),
-    ),
+    "NE of a useless model": ({"ne": 1.2}, None, ("NE 1.2 is above 1 (gate.max_ne)",)),
     "AUC of a coin that falls wrong": (
         {"auc": 0.49},
         None,
@@ -59,11 +55,7 @@ REFUSED = {
             "AUC has no value for 0.75 before (gate.max_auc_decrease)",
         ),
     ),
-    "NE that is no number": (
-        {"ne": math.nan},
-        None,
-        ("NE nan is above 1 (gate.max_ne)",),
-    ),
+    "NE that is no number": ({"ne": math.nan}, None, ("NE nan is above 1 (gate.max_ne)",)),
     "nothing held back, and nothing else is said": (
         {"num_samples": 0, "ne": None},
         OLD,

@@ -2,8 +2,10 @@
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -16,16 +18,23 @@ from pipelines.cli import main as main_of_pipelines
 from pipelines.report.sizes import chunk_bytes, derived_bytes
 from schemas.dataset import open_dataset
 from tests.pipelines.logs import IN_PROCESS, built
+from tests.shared import output_of
 
 CLUSTERED = {"clustered", "by session key", "by time of session"}
 """Orders of the peers that a dataset is compared with."""
 
 
 SMALL = ("one row", "one sample a session", "next items", "constant columns", "numbers")
+SYNTHETIC = ("clickouts", "clickouts_hourly", "no_repeats", "ten_rows")
+
+
+def nightly_but(names: Sequence[str], *usual: str) -> list[Any]:
+    """Return parameters of which only the usual ones are in `make test`."""
+    return [n if n in usual else pytest.param(n, marks=pytest.mark.nightly) for n in names]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", nightly_but(SMALL, "one row", "numbers"))
 def test_rewritten_rows_take_no_more_than_the_best_sorted_file(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -67,7 +76,7 @@ def test_measure_counts_derived_columns_separately_and_shuffles_in_each_round(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["clickouts", "clickouts_hourly", "no_repeats", "ten_rows"])
+@pytest.mark.parametrize("name", nightly_but(SYNTHETIC, "clickouts", "ten_rows"))
 def test_dataset_without_oracle_is_within_the_limit(name: str, tmp_path: Path) -> None:
     config = replace(SYNTHETIC_LOGS[name], num_sessions=min(300, SYNTHETIC_LOGS[name].num_sessions))
     write_clickouts(config, tmp_path / "log")
@@ -98,12 +107,9 @@ def test_chunk_bytes_of_all_columns_is_the_file_without_header_and_footer(tmp_pa
 
 
 @pytest.mark.slow
-def test_main_prints_one_object_with_the_ratio_of_each_round(
-    shared_data: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_main_prints_one_object_with_the_ratio_of_each_round(shared_data: Path) -> None:
     arguments = ["--json", "--datasets", "ebnerd", "--rounds", "2", "--shared-data"]
-    assert main([*arguments, str(shared_data)]) == 0
-    lines = capsys.readouterr().out.splitlines()
+    lines = output_of(main, [*arguments, str(shared_data)]).splitlines()
     assert len(lines) == 1
     found = json.loads(lines[0])
     assert {"ours", "peer", "ratio", "unit", "rounds", "details"} == set(found)

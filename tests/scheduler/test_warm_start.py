@@ -31,114 +31,114 @@ from scheduler.planner.policy import plan
 from scheduler.planner.reasons import caveats
 from schemas.config.schedule import ScheduleConfig
 from schemas.errors import SchemaError
-from tests.scheduler.made import FACTS, snapshot
+from tests.scheduler.small_job import FACTS, snapshot
 
 SIZES = TrainingSetting(num_replicas=[1, 2, 4, 8], batch_samples=256, unique_rows=5000)
 
 
 @pytest.fixture(scope="module")
-def known(tmp_path_factory: pytest.TempPathFactory) -> Snapshot:
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Snapshot:
     return snapshot(tmp_path_factory.mktemp("job"), ScheduleConfig())
 
 
-def scaled(known: Snapshot, factors: Iterable[float]) -> Fit:
+def scaled(measured: Snapshot, factors: Iterable[float]) -> Fit:
     """Return the truth of a job whose terms take so many times what is assumed."""
-    assumed = default_training(known.facts, known.job.train)
+    assumed = default_training(measured.facts, measured.job.train)
     return Fit(coefficients=tuple(a * f for a, f in zip(assumed, factors, strict=True)))
 
 
-def finished(known: Snapshot, factors: Iterable[float]) -> PastJob:
+def finished(measured: Snapshot, factors: Iterable[float]) -> PastJob:
     """Return what a run of this truth at four sizes teaches."""
-    taken = scaled(known, factors).seconds(SIZES)
-    window = observe(Window(), SIZES, taken, 0.0)
-    assumed = default_training(known.facts, known.job.train)
+    seconds = scaled(measured, factors).seconds(SIZES)
+    window = observe(Window(), SIZES, seconds, 0.0)
+    assumed = default_training(measured.facts, measured.job.train)
     fit = fit_window(window, TrainingSetting, assumed)
-    return summarize_job(known, fit, Fit(coefficients=default_segments(known.facts)))
+    return summarize_job(measured, fit, Fit(coefficients=default_segments(measured.facts)))
 
 
-def larger(known: Snapshot, factor: int) -> Snapshot:
+def larger(measured: Snapshot, factor: int) -> Snapshot:
     """Return the same job with more data."""
     facts = replace(FACTS, num_samples=factor * FACTS.num_samples)
-    return replace(known, facts=facts)
+    return replace(measured, facts=facts)
 
 
 def test_warm_start_from_similar_jobs_is_nearer_to_the_truth_than_the_defaults(
-    known: Snapshot,
+    measured: Snapshot,
 ) -> None:
     rng = np.random.default_rng(0)
     for _ in range(10):
         common = np.exp(rng.normal(0.8, 0.4, 9))
         past = [
-            finished(larger(known, 1 + i), common * np.exp(rng.normal(0.0, 0.1, 9)))
+            finished(larger(measured, 1 + i), common * np.exp(rng.normal(0.0, 0.1, 9)))
             for i in range(4)
         ]
-        truth = scaled(known, common).seconds(SIZES)
-        start = warm_start(known, past)
+        truth = scaled(measured, common).seconds(SIZES)
+        start = warm_start(measured, past)
         warm = np.abs(np.log(Fit(coefficients=start.training).seconds(SIZES) / truth))
-        cold = np.abs(np.log(scaled(known, [1.0] * 9).seconds(SIZES) / truth))
+        cold = np.abs(np.log(scaled(measured, [1.0] * 9).seconds(SIZES) / truth))
         assert warm.mean() < 0.5 * cold.mean()
         assert warm.max() <= start.spread < ASSUMED_SPREAD
         assert [name for name, _ in start.similar_jobs] == ["small"] * 4
 
 
-def test_warm_start_without_past_jobs_is_the_defaults(known: Snapshot) -> None:
-    start = warm_start(known, [])
-    assert start.training == default_training(known.facts, known.job.train)
-    assert start.segments == default_segments(known.facts)
+def test_warm_start_without_past_jobs_is_the_defaults(measured: Snapshot) -> None:
+    start = warm_start(measured, [])
+    assert start.training == default_training(measured.facts, measured.job.train)
+    assert start.segments == default_segments(measured.facts)
     assert start.spread == ASSUMED_SPREAD
     assert start.similar_jobs == ()
 
 
-def test_warm_start_from_unlike_jobs_is_nearly_the_defaults(known: Snapshot) -> None:
-    other = replace(finished(known, [5.0] * 9), model="attention")
+def test_warm_start_from_unlike_jobs_is_nearly_the_defaults(measured: Snapshot) -> None:
+    other = replace(finished(measured, [5.0] * 9), model="attention")
     far = {name: value * 64 for name, value in other.features.items()}
-    start = warm_start(known, [replace(other, features=far)])
+    start = warm_start(measured, [replace(other, features=far)])
     np.testing.assert_allclose(
-        start.training, default_training(known.facts, known.job.train), rtol=0.01
+        start.training, default_training(measured.facts, measured.job.train), rtol=0.01
     )
     assert start.spread == pytest.approx(ASSUMED_SPREAD, rel=0.01)
     assert start.similar_jobs == ()
 
 
-def test_warm_start_from_jobs_that_disagree_is_less_certain(known: Snapshot) -> None:
-    alike = warm_start(known, [finished(known, [2.0] * 9)] * 4)
-    apart = warm_start(known, [finished(known, [f] * 9) for f in (0.5, 1.0, 4.0, 8.0)])
+def test_warm_start_from_jobs_that_disagree_is_less_certain(measured: Snapshot) -> None:
+    alike = warm_start(measured, [finished(measured, [2.0] * 9)] * 4)
+    apart = warm_start(measured, [finished(measured, [f] * 9) for f in (0.5, 1.0, 4.0, 8.0)])
     assert apart.spread > 2 * alike.spread
 
 
-def test_similarity_falls_with_each_doubling_and_with_another_model(known: Snapshot) -> None:
-    job = finished(known, [1.0] * 9)
-    weights = [similarity(larger(known, 2**i), job) for i in range(5)]
+def test_similarity_falls_with_each_doubling_and_with_another_model(measured: Snapshot) -> None:
+    job = finished(measured, [1.0] * 9)
+    weights = [similarity(larger(measured, 2**i), job) for i in range(5)]
     assert weights[0] == 1.0
     assert (np.diff(weights) < 0).all()
-    assert similarity(known, replace(job, model="other")) == pytest.approx(weights[2])
+    assert similarity(measured, replace(job, model="other")) == pytest.approx(weights[2])
 
 
 def test_fit_models_of_a_job_that_never_ran_predicts_what_its_neighbours_took(
-    known: Snapshot,
+    measured: Snapshot,
 ) -> None:
-    past = tuple(finished(known, [3.0] * 9) for _ in range(8))
-    models = fit_models(replace(known, history=History(jobs=past)), ScheduleConfig())
-    cold = fit_models(known, ScheduleConfig())
+    past = tuple(finished(measured, [3.0] * 9) for _ in range(8))
+    models = fit_models(replace(measured, history=History(jobs=past)), ScheduleConfig())
+    cold = fit_models(measured, ScheduleConfig())
     ratio = models.training.seconds(SIZES) / cold.training.seconds(SIZES)
     np.testing.assert_allclose(ratio, 3.0, rtol=0.1)
     assert models.training.num_cells == 0
     assert models.similar_jobs[0][0] == "small"
-    decision = plan(replace(known, history=History(jobs=past)), ScheduleConfig())
-    text = caveats(replace(known, history=History(jobs=past)), ScheduleConfig(), decision)
+    decision = plan(replace(measured, history=History(jobs=past)), ScheduleConfig())
+    text = caveats(replace(measured, history=History(jobs=past)), ScheduleConfig(), decision)
     assert "no run was measured, similar jobs are used: small" in text
 
 
-def test_remember_of_a_job_that_never_ran_is_refused(known: Snapshot) -> None:
-    cold = Fit(coefficients=default_training(known.facts, known.job.train))
+def test_remember_of_a_job_that_never_ran_is_refused(measured: Snapshot) -> None:
+    cold = Fit(coefficients=default_training(measured.facts, measured.job.train))
     with pytest.raises(ValueError, match="job has no measured step"):
-        summarize_job(known, cold, cold)
+        summarize_job(measured, cold, cold)
 
 
 def test_read_past_gives_back_what_was_written_and_leaves_out_a_torn_line(
-    known: Snapshot, tmp_path: Path
+    measured: Snapshot, tmp_path: Path
 ) -> None:
-    jobs = [finished(known, [f] * 9) for f in (1.0, 2.0)]
+    jobs = [finished(measured, [f] * 9) for f in (1.0, 2.0)]
     text = "\n".join(map(format_past_job, jobs))
     (tmp_path / PAST_JOBS).write_text(f"{text}\n{format_past_job(jobs[0])[:40]}")
     assert read_history(tmp_path).jobs == tuple(jobs)
@@ -156,9 +156,9 @@ BROKEN = {
 
 @pytest.mark.parametrize("change", BROKEN.values(), ids=BROKEN.keys())
 def test_read_past_of_a_broken_line_names_it(
-    known: Snapshot, tmp_path: Path, change: str | dict[str, object]
+    measured: Snapshot, tmp_path: Path, change: str | dict[str, object]
 ) -> None:
-    line = format_past_job(finished(known, [1.0] * 9))
+    line = format_past_job(finished(measured, [1.0] * 9))
     bad = change if isinstance(change, str) else json.dumps({**json.loads(line), **change})
     path = tmp_path / PAST_JOBS
     path.write_text(f"{line}\n{bad}\n{line}\n")

@@ -25,7 +25,7 @@ JOBS = (
 SEEDS = (1, 3)
 
 
-class Seen:
+class Recording:
     """A scheduler of which everything is kept."""
 
     def __init__(self) -> None:
@@ -63,18 +63,18 @@ def archive_after(num_events: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @cache
-def lived(seed: int) -> Seen:
+def record_jobs(seed: int) -> Recording:
     """Let three jobs run to their end in a world in which processes die."""
-    return _lived(seed, JOBS)
+    return _record(seed, JOBS)
 
 
 @cache
-def lived_as(name: str) -> Seen:
+def record_job_named(name: str) -> Recording:
     """Let one job run by a name, whatever it is."""
-    return _lived(5, (replace(submitted("calm"), job=name),))
+    return _record(5, (replace(submitted("calm"), job=name),))
 
 
-def _lived(seed: int, jobs: Sequence[Submitted]) -> Seen:
-    seen = Seen()
-    run(World(jobs), State(), seen, np.random.default_rng(seed), [BUDGET, *jobs])
-    return seen
+def _record(seed: int, jobs: Sequence[Submitted]) -> Recording:
+    recording = Recording()
+    run(World(jobs), State(), recording, np.random.default_rng(seed), [BUDGET, *jobs])
+    return recording

@@ -102,7 +102,10 @@ def snapshot(
 
 
 def make_run(
-    steps: Sequence[tuple[int, int, float]], embedding: str = "plain", expanded: bool = False
+    steps: Sequence[tuple[int, int, float]],
+    embedding: str = "plain",
+    expanded: bool = False,
+    peak_bytes: int = 1 << 30,
 ) -> RunRecord:
     """Return a run of (replicas, samples, seconds) steps after a slow first one."""
     metrics = tuple(
@@ -127,7 +130,7 @@ def make_run(
         samples_per_sec=1.0,
         cache_hit_rate=None,
         fetched_rows=0,
-        peak_rss_bytes=1 << 30,
+        peak_rss_bytes=peak_bytes,
         embedding=embedding,
         expanded=expanded,
     )
@@ -135,34 +138,11 @@ def make_run(
 
 
 def write_run(folder: Path, sec: float, num_steps: int = 20) -> None:
-    """Leave what a finished run leaves, every step of 256 samples as long as the others."""
+    """Leave what a finished run leaves: steps of 256 samples, equally long but for the first."""
+    run = make_run([(1, 256, sec)] * (num_steps - 1), peak_bytes=900 << 20)
     folder.mkdir(parents=True)
-    metrics = [
-        StepMetric(
-            step=step,
-            loss=0.5,
-            num_samples=256,
-            num_replicas=1,
-            samples_per_sec=256 / sec,
-            phases={"forward": sec},
-        )
-        for step in range(num_steps)
-    ]
-    summary = RunSummary(
-        num_steps=num_steps,
-        num_samples=256 * num_steps,
-        loss_first=0.5,
-        loss_last=0.5,
-        ne=None,
-        auc=None,
-        gauc=None,
-        samples_per_sec=256 / sec,
-        cache_hit_rate=None,
-        fetched_rows=0,
-        peak_rss_bytes=900 << 20,
-    )
-    (folder / METRICS).write_text("".join(f"{to_line(metric)}\n" for metric in metrics))
-    (folder / SUMMARY).write_text(json.dumps(asdict(summary)))
+    (folder / METRICS).write_text("".join(f"{to_line(metric)}\n" for metric in run.metrics))
+    (folder / SUMMARY).write_text(json.dumps(asdict(run.summary)))
 
 
 def hypervolume(objectives: np.ndarray, reference: tuple[float, float]) -> float:
