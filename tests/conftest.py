@@ -125,7 +125,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         files = part_of_files({file_of(item) for item in nightly}, number, count)
         items[:] = [item for item in nightly if file_of(item) in files]
     seed = config.getoption("draw")
-    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    marked = {m: [i.path for i in items if i.get_closest_marker(m)] for m in ("slow", "nightly")}
+    slow = Counter(marked["slow"] + marked["nightly"])
     if seed is None:
         items.sort(key=lambda item: -slow[item.path])
     else:

@@ -12,7 +12,7 @@ import pytest
 from tests.external_tools import install_environment
 from tests.integration.days import DAYS, make_site
 
-pytestmark = [pytest.mark.nightly, pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1200)]
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from tests.integration.test_scheduled import (
 )
 from tests.trainer.processes import hold
 
-pytestmark = pytest.mark.nightly
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 
 ONE_STORE = "store: {memory: 600MiB}\n    max_stores: 3"
 
@@ -89,8 +89,6 @@ def ended_at_last(folder: Path) -> Iterator[None]:
                 os.kill(int(file.read_text()), signal.SIGKILL)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
 def test_stores_of_a_job_become_more_and_fewer_and_its_bits_stay(
     repository: Path, tmp_path: Path
 ) -> None:

@@ -31,7 +31,7 @@ from tests.integration.test_scheduled import (
 )
 from tests.object_store import Store
 
-pytestmark = pytest.mark.nightly
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(3600)]
 
 __all__ = ["cluster", "namespace"]
 
@@ -96,8 +96,6 @@ def pod_of(cluster: Cluster, namespace: str, process: str) -> Any:
     return next((pod for pod in found.items if pod.status.phase == "Running"), None)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
 def test_a_job_of_pods_that_are_lost_finishes_with_the_bits_of_an_undisturbed_one(
     repository: Path,
     cluster: Cluster,
@@ -243,8 +241,6 @@ class Watched:
         assert all(each.called - {self._endpoint} for each in replicas)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
 def test_a_job_of_pods_with_addresses_of_their_own_loses_some_and_has_the_same_bits(
     repository: Path,
     cluster: Cluster,

@@ -70,7 +70,6 @@ def losses_of(run: Path) -> np.ndarray:
     return np.array([json.loads(line)["loss"] for line in lines])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("model", with_long(MODELS, "attention"))
 def test_losses_with_and_without_deduplication_agree(
     model: str, train: Callable[..., Path]
@@ -88,7 +87,6 @@ def test_losses_with_and_without_deduplication_agree(
     assert ne == pytest.approx(other, abs=1e-3)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_cached_has_the_losses_of_plain(model: str, train: Callable[..., Path]) -> None:
     cached = train(model, "float32", "--embedding", "cached")

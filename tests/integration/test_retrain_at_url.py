@@ -19,7 +19,7 @@ from tests.integration.test_retrain import make_calm, make_first, until
 from tests.object_store import Store
 from tests.shared import make_once
 
-pytestmark = [pytest.mark.nightly, pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 ONE, TWO, THREE, _ = DAYS
 
 

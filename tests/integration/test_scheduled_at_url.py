@@ -19,11 +19,9 @@ from tests.integration.test_scheduled import (
 )
 from tests.object_store import Store
 
-pytestmark = pytest.mark.nightly
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(3600)]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
 def test_jobs_at_a_url_whose_processes_are_killed_finish_with_the_bits_of_undisturbed_ones(
     repository: Path, s3_store: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -17,7 +17,7 @@ from tests.integration.small_demo import write_small_demo
 from tests.integration.test_scheduled import Scheduler, send
 from tests.pipelines.logs import bytes_of
 
-pytestmark = pytest.mark.nightly
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 
 SLOTS = 4
 SMALL = {
@@ -97,8 +97,6 @@ def local_dataset(job: Path, log: Path, dataset: Path) -> dict[str, bytes]:
     return bytes_of(dataset)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
 @needs_flink
 def test_job_on_a_cluster_that_is_shared_waits_in_its_queue_and_builds_the_same_dataset(
     repository: Path, tmp_path: Path

@@ -25,7 +25,7 @@ from tests.trainer.processes import (
 from tests.trainer.runs import assert_equal
 from tests.trainer.test_draining import SEGMENT
 
-pytestmark = [pytest.mark.nightly, pytest.mark.slow]
+pytestmark = pytest.mark.nightly
 SLOWLY = Faults().pause(0, 0.05).pause(1, 0.05)
 REPLICAS = ("--replicas", "2")
 STORED = ("--embedding", "cached", "--stores", "1")

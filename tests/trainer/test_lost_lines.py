@@ -76,7 +76,6 @@ def drop(path: Path, line: int) -> None:
     path.write_bytes(b"".join(lines[:line] + lines[line + 1 :]))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("what", [w for w in DAMAGE if DAMAGE[w][1] >= 4])
 def test_resume_takes_the_newest_checkpoint_that_the_lines_reach(
     what: str, stopped: Path, caplog: pytest.LogCaptureFixture
@@ -98,7 +97,6 @@ def test_resume_takes_the_newest_checkpoint_that_the_lines_reach(
         assert sorted({*steps_in(stopped / name)}) == list(range(first))
 
 
-@pytest.mark.slow
 def test_run_resumed_behind_its_newest_checkpoint_is_whole(
     job: Path, dataset: Path, stopped: Path, reference: Path
 ) -> None:
@@ -108,7 +106,6 @@ def test_run_resumed_behind_its_newest_checkpoint_is_whole(
     assert [path.name for path in sorted((stopped / CHECKPOINTS).glob("*.ahead"))] == []
 
 
-@pytest.mark.slow
 def test_resumed_replicas_are_whole_too(
     job: Path, stopped: Path, reference: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -118,7 +115,6 @@ def test_resumed_replicas_are_whole_too(
     assert_equal(stopped, reference)
 
 
-@pytest.mark.slow
 def test_resumed_run_that_follows_its_dataset_is_whole_too(
     job: Path, reference: Path, tmp_path: Path
 ) -> None:
@@ -129,7 +125,6 @@ def test_resumed_run_that_follows_its_dataset_is_whole_too(
     assert_equal(tmp_path / "run", reference)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("what", [w for w in DAMAGE if DAMAGE[w][1] < 4])
 def test_lines_that_reach_no_checkpoint_are_refused_and_the_advice_works(
     what: str, job: Path, dataset: Path, stopped: Path, reference: Path
@@ -158,7 +153,6 @@ def test_resume_without_a_checkpoint_says_what_is_trained_again(
     assert f"{stopped} has no checkpoint: its 12 steps are trained again" in caplog.text
 
 
-@pytest.mark.slow
 def test_damaged_checkpoint_that_the_lines_reach_leaves_the_newer_ones(
     job: Path, dataset: Path, stopped: Path, reference: Path
 ) -> None:
@@ -173,7 +167,6 @@ def test_damaged_checkpoint_that_the_lines_reach_leaves_the_newer_ones(
     assert_equal(stopped, reference)
 
 
-@pytest.mark.slow
 def test_run_that_was_started_from_another_never_begins_from_nothing(tmp_path: Path) -> None:
     job, dataset = make_days(tmp_path)
     first, second = tmp_path / "first", tmp_path / "second"
@@ -295,7 +288,6 @@ def test_next_writer_drops_a_line_of_many_blocks_that_has_no_metric(end: str, em
         assert steps_in(empty / name) == [0, 1, 2, 3]
 
 
-@pytest.mark.slow
 def test_replica_that_dies_before_its_last_lines_leaves_them_to_the_next(
     job: Path, reference: Path, tmp_path: Path
 ) -> None:

@@ -135,7 +135,6 @@ def num_rows(run: Path) -> int:
 
 
 @NEEDS_CGROUPS
-@pytest.mark.slow
 def test_copies_that_the_control_group_does_not_allow_are_refused(tmp_path: Path) -> None:
     job = write_job(tmp_path / "job", 1, SHARED_MEMORY)
     dataset = make_once(make_large) / "dataset"
@@ -146,7 +145,6 @@ def test_copies_that_the_control_group_does_not_allow_are_refused(tmp_path: Path
 
 
 @NEEDS_CGROUPS
-@pytest.mark.slow
 def test_commands_need_a_quarter_of_the_tables(tmp_path: Path) -> None:
     """On tables of 570 MB, beyond what they need on rows of 8 numbers."""
     folder = make_once(make_large)

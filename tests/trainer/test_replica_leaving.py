@@ -31,7 +31,7 @@ from trainer.elastic.membership import (
 from trainer.recovery import Drain, DrainInterrupt
 from trainer.run import read_ledger
 
-pytestmark = pytest.mark.nightly
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
 
 EPOCHS = {"epochs": "8"}
 NEVER_SEC = 1000.0
@@ -63,8 +63,6 @@ def train(
     )
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("number", [0, 1])
 def test_others_do_not_wait_for_a_replica_that_leaves(
     number: int, folder: Path, tmp_path: Path
@@ -84,8 +82,6 @@ def test_others_do_not_wait_for_a_replica_that_leaves(
     assert 5 <= left[-1] < stayed[-1] == 255
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_run_whose_replicas_all_leave_one_by_one_continues(folder: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
 
@@ -102,8 +98,6 @@ def test_run_whose_replicas_all_leave_one_by_one_continues(folder: Path, tmp_pat
     assert_equal(run, folder / "alone")
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_replicas_that_are_asked_to_end_agree_on_their_last_step_and_save_it(
     number: signal.Signals, folder: Path, tmp_path: Path
@@ -126,8 +120,6 @@ def test_replicas_that_are_asked_to_end_agree_on_their_last_step_and_save_it(
     assert_equal(run, folder / "alone")
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_replicas_that_are_asked_to_end_before_their_first_step_leave_a_run_that_continues(
     folder: Path, tmp_path: Path
 ) -> None:

@@ -23,7 +23,7 @@ from trainer.elastic.context import read_rendezvous, write_rendezvous
 from trainer.elastic.launcher import start_replica
 from trainer.elastic.worker import replica_limits
 
-pytestmark = pytest.mark.nightly
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(400)]
 
 LINE = (
     r"error: phase must end within 6 s, got phase='read', step=\d+, rank='(\d)' after \d+\.\d s; "
@@ -72,8 +72,6 @@ def train(folder: Path, run: Path, stuck: Sequence[str]) -> None:
     run_replicas(folder / "job.yaml", run, dataset=folder / "dataset", launch=launch)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_others_continue_without_a_replica_that_hangs(folder: Path, tmp_path: Path) -> None:
     run, alone = tmp_path / "run", tmp_path / "alone"
     train(folder, run, ["1"])
@@ -86,8 +84,6 @@ def test_others_continue_without_a_replica_that_hangs(folder: Path, tmp_path: Pa
     assert not (run / "stacks-0.txt").exists()
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_run_ends_where_all_replicas_hang(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(SchemaError, match=r"all replicas ended, \[0, 1\] hung"):
         train(folder, tmp_path / "run", ["0", "1"])

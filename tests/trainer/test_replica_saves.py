@@ -25,6 +25,8 @@ from trainer.checkpoint.manager import CHECKPOINT_LOG
 from trainer.checkpoint.manifest import complete_checkpoints, read_checkpoint_manifest, verify_files
 from trainer.checkpoint.snapshot import memory_path
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -65,8 +67,6 @@ FAULTS = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "what", with_long(FAULTS, *[what for what in FAULTS if "joined later" not in what])
 )
@@ -86,8 +86,6 @@ def test_checkpoints_are_complete_whoever_dies_and_any_run_continues_from_them(
     assert_complete(job, run, reference)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_replicas_continue_from_one_process_and_one_process_from_replicas(
     job: Path, reference: Path, tmp_path: Path
 ) -> None:
@@ -126,8 +124,6 @@ def unwritten_of(run: Path) -> set[int]:
     return set()
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("agent_dies", [pytest.param(False, marks=pytest.mark.nightly), True])
 def test_copy_of_an_agent_is_written_after_all_replicas_died(
     agent_dies: bool, job: Path, reference: Path, tmp_path: Path
@@ -150,8 +146,6 @@ def test_copy_of_an_agent_is_written_after_all_replicas_died(
     assert_complete(job, run, reference)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_checkpoints_are_saved_although_an_agent_stays_stopped(
     job: Path, reference: Path, tmp_path: Path
 ) -> None:

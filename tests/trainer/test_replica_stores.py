@@ -24,7 +24,7 @@ from trainer.stores.factory import STORE
 from trainer.stores.remote.ownership import ShardControl
 from trainer.stores.remote.wal import read_entries
 
-pytestmark = [pytest.mark.nightly, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
 EVERY = 12
 """Steps between checkpoints."""
 SLOW = Faults().pause(0, 0.1).pause(1, 0.1)

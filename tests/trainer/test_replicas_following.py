@@ -48,7 +48,7 @@ from trainer.run import read_ledger
 
 __all__ = ["job", "versions", "whole"]
 
-pytestmark = [pytest.mark.nightly, pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(400)]
 CACHED: dict[str, Any] = {"embedding": "cached", "stores": 2}
 
 

@@ -45,7 +45,6 @@ def run(stopped: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(stopped, tmp_path / "run"))
 
 
-@pytest.mark.slow
 def test_evaluation_reads_a_checkpoint_of_several_parts(
     dataset: Path, stopped: Path, tmp_path: Path
 ) -> None:
@@ -57,7 +56,6 @@ def test_evaluation_reads_a_checkpoint_of_several_parts(
     assert main(arguments) == 0
 
 
-@pytest.mark.slow
 def test_run_continues_with_a_larger_identity_table(whole: Path, run: Path, tmp_path: Path) -> None:
     job = write_job(tmp_path / "job", dtype="float32")
     job.write_text(
@@ -144,7 +142,6 @@ def test_checkpoint_of_another_run_is_refused_with_both_sides(
     assert (strange / METRICS).read_bytes() == before
 
 
-@pytest.mark.slow
 def test_checkpoint_of_another_dataset_is_refused_with_both_sides(
     run: Path, tmp_path: Path
 ) -> None:

@@ -22,6 +22,7 @@ from trainer.stores.factory import STORE
 from trainer.stores.remote.connection import read_access, resolve_address
 from trainer.stores.remote.processes import TOKEN, migrate_slots
 
+pytestmark = pytest.mark.slow
 EVERY = 6
 """Steps between checkpoints."""
 
@@ -50,7 +51,6 @@ def at_step(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, Callable[[Pat
     assert not actions, "everything happened"
 
 
-@pytest.mark.slow
 def test_stores_killed_at_any_moment_cost_no_committed_step(
     job: Path,
     dataset: Path,
@@ -76,7 +76,6 @@ def test_stores_killed_at_any_moment_cost_no_committed_step(
     assert_equal(run, reference)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "embedding", ["cached", pytest.param("uncached", marks=pytest.mark.nightly)]
 )
@@ -101,7 +100,6 @@ def test_store_that_dies_with_its_directory_takes_the_run_back_to_its_checkpoint
     assert_equal(run, reference)
 
 
-@pytest.mark.slow
 def test_store_that_returns_in_an_older_state_takes_the_run_back_to_its_checkpoint(
     job: Path,
     dataset: Path,
@@ -130,7 +128,6 @@ def test_store_that_returns_in_an_older_state_takes_the_run_back_to_its_checkpoi
     assert_equal(run, reference)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("killed", [pytest.param(None, marks=pytest.mark.nightly), 0, 1])
 def test_slots_that_move_cost_no_committed_step_whoever_is_killed(
     killed: int | None,

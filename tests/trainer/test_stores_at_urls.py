@@ -25,7 +25,7 @@ from trainer.checkpoint import upload
 from trainer.elastic import launcher
 from trainer.stores.remote.connection import resolve_address
 
-pytestmark = pytest.mark.nightly
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
 
 EVERY = 6
 """Steps between checkpoints."""
@@ -84,7 +84,6 @@ def summary_of(url: str, folder: Path) -> RunSummary:
     return read_summary(folder / SUMMARY)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("embedding", ["cached", "uncached"])
 def test_store_that_loses_its_machine_takes_the_run_back_to_its_checkpoint(
     embedding: str,
@@ -121,8 +120,6 @@ def test_store_that_loses_its_machine_takes_the_run_back_to_its_checkpoint(
     check_equal(output, undisturbed, tmp_path / "copy")
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_replicas_find_stores_at_urls_and_go_back_when_one_loses_its_machine(
     start: Callable[[int, str], StoreProcess],
     undisturbed: Path,

@@ -20,7 +20,7 @@ from tests.trainer.url_hosts import Hosts
 from tests.trainer.url_runs import check_equal, check_objects, newest_of, train_at, write_saved_run
 from trainer.checkpoint import upload
 
-pytestmark = pytest.mark.nightly
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
 
 PAUSE_SEC = 0.02
 """Of each step, so that several uploads begin while a run trains."""
@@ -69,7 +69,6 @@ SCRIPTS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("case", SCRIPTS)
 def test_run_is_whole_although(
     case: str, folder: Path, job: Path, dataset: Path, url: str, faults: Faults, tmp_path: Path
@@ -80,7 +79,6 @@ def test_run_is_whole_although(
     check_equal(url, folder / "run", tmp_path / "copy")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_run_is_whole_under_faults_drawn_for_any_request(
     seed: int, folder: Path, job: Path, dataset: Path, url: str, faults: Faults, tmp_path: Path
@@ -94,7 +92,6 @@ def test_run_is_whole_under_faults_drawn_for_any_request(
     check_equal(url, folder / "run", tmp_path / "copy")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.chaos) for seed in range(1, 24))]
 )
@@ -124,8 +121,6 @@ def test_killed_trainers_and_empty_machines_do_not_show(
     check_equal(url, folder / "run", tmp_path / "copy")
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
 def test_of_two_trainers_one_goes_on(
     folder: Path, job: Path, dataset: Path, url: str, faults: Faults, tmp_path: Path
 ) -> None:
@@ -142,8 +137,6 @@ def test_of_two_trainers_one_goes_on(
     assert len({newest_of(url).writer}) == 1
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("more", [[], ["--embedding", "cached", "--stores", "2"]])
 def test_replicas_of_one_machine_train_at_a_url(
     more: list[str], folder: Path, job: Path, dataset: Path, url: str, tmp_path: Path
@@ -156,8 +149,6 @@ def test_replicas_of_one_machine_train_at_a_url(
     check_equal(url, folder / "run", tmp_path / "copy")
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.chaos) for seed in range(1, 12))]
 )

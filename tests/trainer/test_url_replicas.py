@@ -29,7 +29,7 @@ from trainer.elastic.launcher import request_leave
 from trainer.elastic.peer_state import REPLICAS
 from trainer.recovery import DrainInterrupt
 
-pytestmark = [pytest.mark.nightly, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")

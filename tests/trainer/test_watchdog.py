@@ -51,7 +51,6 @@ def assert_named(run: Path, said: str, phases: set[str]) -> int:
     return int(found[2])
 
 
-@pytest.mark.slow
 def test_read_that_hangs_ends_the_run_with_the_stacks_of_all_threads(tmp_path: Path) -> None:
     job = with_keys(write_job(tmp_path / "job"), "limits: {read: 6s}")
     dataset = make_dataset(tmp_path / "dataset", job, SEGMENT)
@@ -62,7 +61,6 @@ def test_read_that_hangs_ends_the_run_with_the_stacks_of_all_threads(tmp_path: P
     assert "_row_group" in said  # the thread that opens the file
 
 
-@pytest.mark.slow
 def test_store_that_stands_still_ends_the_run_which_goes_on_later(tmp_path: Path) -> None:
     job = write_job(tmp_path / "job", epochs="2", every_steps="2")
     keys = "limits: {fetch: 6s, update: 6s, save: 6s}\n  stores: {timeout: 300s}"
