@@ -1,5 +1,6 @@
-"""DCN-v2, DeepFM and Wide & Deep with shared parts computed once, against TorchRec's modules."""
+"""Models with shared parts computed once, against TorchRec's modules, and what is shared."""
 
+import itertools
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +12,7 @@ from torch import nn
 from torchrec.models.deepfm import SimpleDeepFMNN
 from torchrec.models.dlrm import DLRM_DCN
 
-from schemas.config.job import load_job
 from schemas.config.train import ModelConfig, TrainConfig
-from schemas.dataset import open_dataset
 from tests.trainer.make_dataset import write_job
 from tests.trainer.model_samples import (
     CONFIG,
@@ -26,13 +25,14 @@ from tests.trainer.model_samples import (
     gradients,
     random_samples,
 )
-from tests.trainer.runs import reader_of, row_gradients
-from trainer.components import build_components
+from tests.trainer.runs import parts_of, reader_of, row_gradients
 from trainer.data.collate import Batch, single_microbatch
-from trainer.data.decode import spec_of
+from trainer.data.lookup import inverse_of
+from trainer.data.shared import find_shared_features
 from trainer.embedding.module import Embedding
 from trainer.models import torchrec_models
 from trainer.models.shared_compute import dense_vectors, first_layer
+from trainer.models.torchrec_models import top_columns
 from trainer.step import loss_of
 
 ONE = ModelConfig(name="deepfm", bottom_layers=(6,), top_layers=(5,))
@@ -142,12 +142,13 @@ def results(model: Any, embedding: Embedding, batch: Batch) -> dict[str, torch.T
     embedding.open(single_microbatch(batch))
     logits = model(batch)
     loss_of(logits, batch).backward()
-    found = {"logits": logits.detach()}
-    found |= {n: p.grad.clone() for n, p in model.named_parameters()}
-    return found | {f"rows of {t}": g for t, g in row_gradients(embedding, batch).items()}
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
+    gradients |= {f"rows of {t}": g for t, g in row_gradients(embedding, batch).items()}
+    return {"logits": logits.detach(), **gradients}
 
 
 MODELS = {
+    "dlrm": "{top_layers: [16, 8]}",
     "dcn": "{name: dcn, cross_rank: 4}",
     "deepfm": "{name: deepfm}",
     "deepfm of one layer": "{name: deepfm, bottom_layers: [8], top_layers: [8]}",
@@ -162,17 +163,19 @@ def test_shared_parts_leave_logits_and_gradients_of_real_batches(
     model: str, pooling: str, dataset: Path, tmp_path: Path
 ) -> None:
     job = write_job(tmp_path / "job", model=model, pooling=pooling)
-    config: TrainConfig = load_job(job).train
-    spec = spec_of(open_dataset(dataset), "float64")
-    components = build_components(spec, config)
+    components = parts_of(job, dataset)
     trained: Any = components.model
-    batch = reader_of(job, dataset).read(7)
-    found = results(trained, components.embedding, batch)
-    trained.dedup = False
-    wanted = results(trained, components.embedding, batch)
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        torch.testing.assert_close(found[name], value, rtol=1e-10, atol=1e-12, msg=name)
+    for step, expanded in itertools.product((0, 8, 31), (False, True)):
+        batch = reader_of(job, dataset, expanded=expanded, find_shared=True).read(step)
+        assert (batch.shared is None) == expanded
+        trained.dedup = True
+        found = results(trained, components.embedding, batch)
+        trained.dedup = False
+        expected = results(trained, components.embedding, batch)
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            rtol, atol = (0.0, 0.0) if expanded else (1e-10, 1e-12)
+            torch.testing.assert_close(found[name], value, rtol=rtol, atol=atol, msg=name)
 
 
 def test_first_layer_of_an_mlp_and_the_rest_are_the_whole() -> None:
@@ -198,3 +201,46 @@ def test_wide_deep_with_rows_of_one_number_is_refused() -> None:
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         TrainConfig(model=ModelConfig(name="wide_deep"), embedding_dim=1)
+
+
+def regrouped(batch: Batch, numbers: list[torch.Tensor]) -> Batch:
+    """Return the batch with other tuples: each sample's, by group."""
+    groups = {
+        group: inverse_of(indices.numpy(), int(indices.max()) + 1)
+        for group, indices in zip(batch.groups, numbers, strict=True)
+    }
+    return replace(batch, groups=groups)
+
+
+def test_rows_are_combinations_of_tuples_and_stand_for_their_samples(
+    dataset: Path, tmp_path: Path
+) -> None:
+    plain = reader_of(write_job(tmp_path / "job"), dataset).read(0)
+    samples = torch.arange(plain.num_samples)
+    batch = regrouped(plain, [samples // 8 % 5, samples // 2 % 7])  # hardly more pairs than tuples
+    features = tuple(batch.group_of)
+    shared = find_shared_features(batch.groups, batch.group_of, batch.dense)
+    assert shared is not None
+    assert len(shared.tuples) == len(batch.groups) == 2
+    for group, tuples in shared.tuples.items():
+        assert tuples is not None
+        assert torch.equal(tuples.indices[shared.rows.indices], batch.groups[group].indices)
+    pairs = {tuple(p) for p in torch.stack([i.indices for i in batch.groups.values()], 1).tolist()}
+    assert shared.num_rows == len(pairs)
+    assert set(shared.shared_features) == {f for f in features if batch.group_of[f] is not None}
+
+
+def test_groups_that_cross_are_not_put_together(dataset: Path, tmp_path: Path) -> None:
+    plain = reader_of(write_job(tmp_path / "job"), dataset).read(0)
+    samples = torch.arange(plain.num_samples)
+    batch = regrouped(plain, [samples % 8, samples % 9])  # 64 samples, 64 pairs
+    shared = find_shared_features(batch.groups, batch.group_of, batch.dense)
+    assert shared is not None
+    assert len(shared.tuples) == 1
+    assert shared.shared_dense is None
+
+
+def test_every_column_of_the_first_layer_is_filled_once() -> None:
+    columns = top_columns((0, 2, 4), (1, 3), dim=8)
+    filled = torch.cat([columns.rows, columns.own])
+    assert sorted(filled.tolist()) == list(range(8 + 10))
