@@ -95,7 +95,6 @@ def test_microbatches_of_any_size_have_the_samples_of_their_step(
 def test_few_files_stay_mapped_whatever_is_read(
     job: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    dataset = hard_links(dataset, tmp_path / "dataset")  # others may have mapped the shared one
     expected = [samples_of(reader_of(job, dataset).read(step)) for step in range(32)]
     dataset = hard_links(dataset, tmp_path / "dataset")  # not those of other tests' readers
     monkeypatch.setattr("trainer.data.reader.OPEN_FILES", 3)
