@@ -43,11 +43,11 @@ def test_sampled_lru_curve_keeps_to_its_stated_error() -> None:
     """Skewed rows, with a hot one that has a fifth of all accesses; several samples."""
     for seed in range(4):
         rng = np.random.default_rng(seed)
-        trace = (10_000 * rng.random(100_000) ** 3).astype(np.int64) * 7 + seed
+        trace = (20_000 * rng.random(200_000) ** 3).astype(np.int64) * 7 + seed
         trace[rng.random(len(trace)) < 0.2] = 3
         steps = np.array_split(trace, 50)
         num_rows = len(np.unique(trace))
-        curve = lru_curve(steps, len(trace), num_rows, exact=1000, sampled=20_000)
+        curve = lru_curve(steps, len(trace), num_rows, exact=1000, sampled=40_000)
         exact = lru_hit_rates(trace)
         assert curve.share == 0.2
         apart = np.abs(curve.hit_rates - exact[curve.capacities - 1])

@@ -40,6 +40,8 @@ _ALIGNMENT = 64
 class SharedRowGroups:
     """The row groups of one dataset, decoded with one set of columns."""
 
+    _lock: int | None = None
+
     def __init__(self, directory: Path, identity: str) -> None:
         """Open or create the directory for an identity; directories without a user are removed."""
         parent = directory / f"presage-{os.getuid()}"
@@ -50,7 +52,7 @@ class SharedRowGroups:
         for path in parent.iterdir():
             _remove_unused(path)
         self._directory = parent / hashlib.sha256(identity.encode()).hexdigest()[:16]
-        self._lock: int | None = _open_shared(self._directory)
+        self._lock = _open_shared(self._directory)
 
     def get(self, name: str, decode: Callable[[], RowGroup]) -> RowGroup:
         """Return a row group; it is decoded unless a process of this machine has done so.
