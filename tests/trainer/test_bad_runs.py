@@ -90,9 +90,7 @@ def test_train_names_the_step_whose_loss_is_not_finite(
         run_job(job, dataset, tmp_path / "run")
 
 
-def test_train_without_a_sparse_feature_is_refused(
-    job: Path, dataset: Path, tmp_path: Path
-) -> None:
+def test_train_without_a_sparse_feature_is_refused(dataset: Path) -> None:
     opened = open_dataset(dataset)
     features = type(opened.features)(
         tuple(f for f in opened.features.features if f.role != "sparse")

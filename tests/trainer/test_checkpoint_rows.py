@@ -273,7 +273,7 @@ def test_every_kept_checkpoint_has_the_rows_of_its_step_through_any_number_of_pa
     memory.remove()
 
 
-def test_newest_takes_rows_of_the_first_stream_that_has_them(tmp_path: Path) -> None:
+def test_newest_takes_rows_of_the_first_stream_that_has_them() -> None:
     rng = np.random.default_rng(0)
     streams, wanted = [], dict[int, float]()
     for number in range(4):

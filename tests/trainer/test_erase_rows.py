@@ -130,9 +130,7 @@ def test_run_continues_after_rows_were_erased(
 
 
 @pytest.mark.slow
-def test_damaged_part_is_not_given_a_new_checksum(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damaged_part_is_not_given_a_new_checksum(trained: Path, tmp_path: Path) -> None:
     run, (table, _) = copied(trained, tmp_path), table_and_ids(trained)
     newest = complete_checkpoints(run / CHECKPOINTS)[-1]
     part = read_checkpoint_manifest(newest).parts[table][-1]
@@ -171,7 +169,7 @@ def test_unknown_table_and_ids_that_are_none_are_refused(trained: Path, tmp_path
 
 
 def test_erase_reads_texts_where_features_of_the_table_are_texts(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    trained: Path, tmp_path: Path
 ) -> None:
     run = copied(trained, tmp_path)
     schema = run / "schema.pbtxt"

@@ -18,7 +18,7 @@ from tests.trainer.exact_metrics import auc, calibration, gauc, normalized_entro
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import parts_of, reader_of, run_job
 from tests.trainer.stores import TableOf, whole
-from tests.trainer.test_metric_streams import session_auc_by_hand
+from tests.trainer.test_metrics import session_auc_by_hand
 from trainer.components import Components
 from trainer.data.reader import Reader, prefetch
 from trainer.evaluate import evaluate, evaluate_run

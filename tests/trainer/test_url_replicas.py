@@ -1,24 +1,27 @@
-"""Replicas that share nothing but the URL of their run: its bits are those of one process."""
+"""Replicas, and stores, on hosts that share only URLs: the bits are those of one process."""
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from schemas.config.job import load_job
 from schemas.errors import SchemaError
-from schemas.run_log import EXIT_BEHIND, EXIT_LOST_ROWS, LEDGER
-from schemas.run_manifest import read_run_file
+from schemas.run_log import EXIT_BEHIND, EXIT_LOST_ROWS, LEDGER, SUMMARY, RunSummary, read_summary
+from schemas.run_manifest import ALL, fetch_run, read_run_file
 from schemas.storage import Location
 from tests.object_store import Store
 from tests.shared import make_once
 from tests.trainer.faults import Faults
 from tests.trainer.following_replicas import WAITS
 from tests.trainer.growing import commit, grown_versions
-from tests.trainer.processes import PATIENCE, wait_for
-from tests.trainer.stores import kill_stores
+from tests.trainer.make_dataset import write_job
+from tests.trainer.processes import PATIENCE, ended, num_steps, started, until, wait_for, with_keys
+from tests.trainer.runs import run_job, small_dataset
+from tests.trainer.stores import StoreProcess, running, start_store
 from tests.trainer.url_hosts import Hosts, statuses
 from tests.trainer.url_runs import check_equal, write_saved_run
 from trainer.__main__ import main
@@ -28,6 +31,7 @@ from trainer.elastic.context import TOKEN
 from trainer.elastic.launcher import request_leave
 from trainer.elastic.peer_state import REPLICAS
 from trainer.recovery import DrainInterrupt
+from trainer.stores.remote.connection import resolve_address
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
 
@@ -138,23 +142,6 @@ def test_launcher_that_takes_over_fences_the_first_one_and_its_replicas(
     check_equal(url, folder / "run", tmp_path / "copy")
 
 
-def test_rows_lost_by_a_store_are_trained_again_from_the_newest_checkpoint(
-    hosts: Hosts, folder: Path, tmp_path: Path
-) -> None:
-    running = hosts.launch(embedding="cached", stores=2)
-    replicas = [hosts.start(number, expected=2) for number in (0, 1)]
-    wait_for(hosts.saved(8))
-    [work] = [path for path in hosts.folder_of("launcher").iterdir() if path.is_dir()]
-    before = hosts.rendezvous()
-    kill_stores(work, 0, forget=True)
-    assert set(statuses(*replicas)) == {EXIT_LOST_ROWS}
-    wait_for(lambda: hosts.rendezvous() not in (None, before))
-    replicas = [hosts.start(number, expected=2, faults=Faults()) for number in (0, 1)]
-    assert running.result(PATIENCE).num_rollbacks == 1
-    assert statuses(*replicas) == [0, 0]
-    check_equal(hosts.url, folder / "run", tmp_path / "copy")
-
-
 def test_writer_that_is_lost_while_all_wait_for_segments_does_not_show(
     url: str, tmp_path: Path
 ) -> None:
@@ -184,3 +171,118 @@ def test_replica_of_a_url_must_have_a_token(
     assert main(["replica", hosts.url, "--number", "0"]) == 1
     assert "give each the same --token-file" in capsys.readouterr().err
     assert not (hosts.run / TOKEN).exists()
+
+
+EVERY = 6
+"""Steps between checkpoints."""
+DELAY = ("--delay-sec", "0.05")
+"""Of each response, so that a store dies while a run trains."""
+
+
+def _folder_run(folder: Path) -> None:
+    run_job(write_job(folder / "job", every_steps=str(EVERY)), small_dataset(), folder / "run")
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> Path:
+    """A run with all rows in memory, which no test changes."""
+    return make_once(_folder_run) / "run"
+
+
+@pytest.fixture
+def start(url: str, tmp_path: Path) -> Iterator[Callable[[int, str], StoreProcess]]:
+    """Start a store of some number in the directory of some host; end it after the test."""
+    stores: list[StoreProcess] = []
+
+    def start_at(number: int, host: str) -> StoreProcess:
+        options = ["--address-file", address_of(url, number), *DELAY]
+        stores.append(start_store(tmp_path / host, *options))
+        return stores[-1]
+
+    yield start_at
+    with running(*stores):
+        pass
+
+
+def address_of(url: str, number: int) -> str:
+    return f"{url}/stores/{number}/address"
+
+
+def job_at(url: str, folder: Path, token: Path) -> Location:
+    """Write a job that names stores by URLs, and return its URL."""
+    addresses = ", ".join(f'"{address_of(url, number)}"' for number in range(2))
+    stores = f'stores: {{addresses: [{addresses}], token_file: "{token}", timeout: 120s}}'
+    with_keys(write_job(folder, every_steps=str(EVERY)), stores)
+    for entry in Location.parse(folder).entries():
+        (Location.parse(url) / "job" / entry.path).upload(folder / entry.path)
+    return Location.parse(url) / "job" / "job.yaml"
+
+
+def summary_of(url: str, folder: Path) -> RunSummary:
+    fetch_run(Location.parse(url), folder, ALL)
+    return read_summary(folder / SUMMARY)
+
+
+@pytest.mark.parametrize("embedding", ["cached", "uncached"])
+def test_store_that_loses_its_machine_takes_the_run_back_to_its_checkpoint(
+    embedding: str,
+    start: Callable[[int, str], StoreProcess],
+    undisturbed: Path,
+    url: str,
+    tmp_path: Path,
+) -> None:
+    first, second = (start(number, f"host-{number}") for number in range(2))
+    job = job_at(url, tmp_path / "job", tmp_path / "host-0.token")
+    assert load_job(job).train.stores.addresses == (address_of(url, 0), address_of(url, 1))
+    output, work = f"{url}/run", tmp_path / "work"
+    options = ["--work", str(work), "--embedding", embedding]
+    trainer = started(job, small_dataset(), output, *options)
+
+    def steps() -> int:
+        return max([0, *(num_steps(folder) for folder in work.glob("run-*"))])
+
+    until(trainer, lambda: steps() >= 2)
+    first.kill()
+    again = start(0, "host-0")  # its machine is back: with its directory, at another port
+    assert again.port != first.port
+    until(trainer, lambda: steps() >= EVERY + 3)
+    second.kill()
+    shutil.rmtree(tmp_path / "host-1")
+    empty = start(1, "host-2")
+    assert resolve_address(address_of(url, 1)) == empty.address
+    status, said = ended(trainer)
+    assert status == 0, said
+    assert said.count("rows were lost: back to step") == 1
+    summary = summary_of(output, tmp_path / "fetched")
+    assert summary.num_rollbacks == 1
+    assert summary.recomputed_steps <= EVERY + 3
+    check_equal(output, undisturbed, tmp_path / "copy")
+
+
+def test_replicas_find_stores_at_urls_and_go_back_when_one_loses_its_machine(
+    start: Callable[[int, str], StoreProcess],
+    undisturbed: Path,
+    url: str,
+    tmp_path: Path,
+) -> None:
+    first, second = (start(number, f"host-{number}") for number in range(2))
+    job = job_at(url, tmp_path / "job", tmp_path / "host-0.token")
+    hosts = Hosts(f"{url}/run", job, small_dataset(), tmp_path / "hosts")
+    try:
+        running = hosts.launch(embedding="cached")
+        replicas = [hosts.start(number, expected=2) for number in range(2)]
+        wait_for(hosts.saved(EVERY))
+        first.kill()
+        assert start(0, "host-0").port != first.port
+        before = hosts.rendezvous()
+        second.kill()
+        shutil.rmtree(tmp_path / "host-1")
+        start(1, "host-2")
+        assert set(statuses(*replicas)) == {EXIT_LOST_ROWS}
+        wait_for(lambda: hosts.rendezvous() not in (None, before))
+        replicas = [hosts.start(number, expected=2, faults=Faults()) for number in range(2)]
+        assert running.result(PATIENCE).num_rollbacks == 1
+        assert statuses(*replicas) == [0, 0]
+    finally:
+        hosts.close()
+    check_equal(f"{url}/run", undisturbed, tmp_path / "copy")

@@ -103,17 +103,38 @@ def upload_state(run: Path, url: str) -> None:
         RunUploader(copy, Location.parse(url), newest).commit()
 
 
+class UrlRun:
+    """A run at a URL, which is to have the bits of one in a folder."""
+
+    def __init__(self, folder: Path, url: str, scratch: Path) -> None:
+        self._folder, self._url, self._scratch = folder, url, scratch
+
+    def train(self, work: str, **options: Any) -> None:
+        """Train as a host with a work folder of some name."""
+        job = self._folder / "job" / "job.yaml"
+        train_at(self._url, self._scratch / work, job, small_dataset(), **options)
+
+    def check(self) -> None:
+        """Check that the run has the bits of the one in the folder, and is complete."""
+        check_equal(self._url, self._folder / "run", self._scratch / "copy")
+
+
+@pytest.fixture
+def at_url(folder: Path, url: str, tmp_path: Path) -> UrlRun:
+    return UrlRun(folder, url, tmp_path)
+
+
 def stop_at(step: int) -> Any:
     return lambda current, drain: drain.ask("test") if current == step else None
 
 
 def test_run_at_a_url_equals_a_run_in_a_folder(
-    folder: Path, job: Path, dataset: Path, url: str, tmp_path: Path
+    at_url: UrlRun, folder: Path, job: Path, dataset: Path, url: str, tmp_path: Path
 ) -> None:
     words = ["train", job, "--dataset", dataset, "--output", url, "--work", tmp_path / "work"]
     assert main([str(word) for word in words]) == 0
     assert main(["diff", url, str(folder / "run")]) == 0
-    check_equal(url, folder / "run", tmp_path / "copy")
+    at_url.check()
     names, others = (
         {str(p.relative_to(run)) for p in run.rglob("*")}
         for run in (folder / "run", tmp_path / "copy")
@@ -125,34 +146,27 @@ def test_run_at_a_url_equals_a_run_in_a_folder(
 
 @pytest.mark.parametrize("embedding", ["plain", "cached"])
 def test_run_that_is_stopped_continues_on_a_machine_that_has_only_the_url(
-    embedding: str, folder: Path, job: Path, dataset: Path, url: str, tmp_path: Path
+    at_url: UrlRun, embedding: str, url: str
 ) -> None:
     options: dict[str, Any] = {"embedding": embedding}
     with pytest.raises(DrainInterrupt) as interrupt:
-        train_at(url, tmp_path / "a", job, dataset, on_step=stop_at(9), **options)
+        at_url.train("a", on_step=stop_at(9), **options)
     assert interrupt.value.message == f"stopped at step 10; continue {url} with --resume"
-    train_at(url, tmp_path / "b", job, dataset, resume=True, **options)
-    check_equal(url, folder / "run", tmp_path / "copy")
+    at_url.train("b", resume=True, **options)
+    at_url.check()
 
 
 def test_run_continues_in_its_work_folder_without_fetching(
-    folder: Path,
-    job: Path,
-    dataset: Path,
-    url: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    at_url: UrlRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(DrainInterrupt):
-        train_at(url, tmp_path / "work", job, dataset, on_step=stop_at(9))
+        at_url.train("work", on_step=stop_at(9))
     monkeypatch.setattr(upload, "fetch_run", lambda *_: pytest.fail("nothing is fetched"))
-    train_at(url, tmp_path / "work", job, dataset, resume=True)
-    check_equal(url, folder / "run", tmp_path / "copy")
+    at_url.train("work", resume=True)
+    at_url.check()
 
 
-def test_work_folder_of_an_older_state_is_replaced(
-    folder: Path, job: Path, dataset: Path, url: str, tmp_path: Path
-) -> None:
+def test_work_folder_of_an_older_state_is_replaced(at_url: UrlRun, url: str) -> None:
     steps: list[int] = []
 
     def stop(step: int, drain: Drain) -> None:
@@ -162,33 +176,28 @@ def test_work_folder_of_an_older_state_is_replaced(
     for work, last_step in (("a", 6), ("b", 13), ("a", 18)):  # noqa: B007 # read by `stop`
         resume = read_newest_state(Location.parse(url)) is not None
         with pytest.raises(DrainInterrupt):
-            train_at(url, tmp_path / work, job, dataset, on_step=stop, resume=resume)
+            at_url.train(work, on_step=stop, resume=resume)
     assert steps == list(range(19)), "each continues where the one before has ended"
-    train_at(url, tmp_path / "b", job, dataset, resume=True)
-    check_equal(url, folder / "run", tmp_path / "copy")
+    at_url.train("b", resume=True)
+    at_url.check()
 
 
 def test_run_that_nothing_was_uploaded_of_continues_in_its_work_folder(
-    folder: Path, job: Path, dataset: Path, url: str, tmp_path: Path
+    at_url: UrlRun, url: str, tmp_path: Path
 ) -> None:
     with pytest.raises(DrainInterrupt):
-        train_at(url, tmp_path / "work", job, dataset, on_step=stop_at(9))
+        at_url.train("work", on_step=stop_at(9))
     [work] = [path for path in (tmp_path / "work").iterdir() if path.is_dir()]
     shutil.rmtree(work / MANIFESTS)
     Location.parse(url).remove_all()
     with pytest.raises(SchemaError, match="work folder has a run whose upload did not begin"):
-        train_at(url, tmp_path / "work", job, dataset)
-    train_at(url, tmp_path / "work", job, dataset, resume=True)
-    check_equal(url, folder / "run", tmp_path / "copy")
+        at_url.train("work")
+    at_url.train("work", resume=True)
+    at_url.check()
 
 
 def test_each_file_is_uploaded_once_and_deleted_when_no_checkpoint_needs_it(
-    folder: Path,
-    job: Path,
-    dataset: Path,
-    url: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    at_url: UrlRun, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     uploaded: dict[str, int] = {}  # object to its bytes
     numbers: set[int] = set()
@@ -206,8 +215,8 @@ def test_each_file_is_uploaded_once_and_deleted_when_no_checkpoint_needs_it(
             numbers.add(newest_state(url).version.number)
 
     monkeypatch.setattr(Location, "upload", record)
-    train_at(url, tmp_path / "work", job, dataset, on_step=wait_for_commit)
-    check_equal(url, folder / "run", tmp_path / "copy")
+    at_url.train("work", on_step=wait_for_commit)
+    at_url.check()
     paths = [name.removeprefix(f"{url}/{OBJECTS}/").partition("/")[2] for name in uploaded]
     of_checkpoints = [path for path in paths if path.startswith(f"{CHECKPOINTS}/")]
     assert len(of_checkpoints) == len(set(of_checkpoints))
@@ -319,7 +328,7 @@ def test_torn_lines_are_not_committed_and_those_of_steps_after_the_checkpoint_ar
 
 
 def test_log_lines_are_committed_between_checkpoints(
-    job: Path, dataset: Path, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    at_url: UrlRun, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(upload, "LOG_SEC", 0.0)
 
@@ -334,7 +343,7 @@ def test_log_lines_are_committed_between_checkpoints(
             drain.ask("test")
 
     with pytest.raises(DrainInterrupt):
-        train_at(url, tmp_path / "work", job, dataset, on_step=look)
+        at_url.train("work", on_step=look)
 
 
 def test_long_runs_commit_their_lines_less_often() -> None:
@@ -342,7 +351,7 @@ def test_long_runs_commit_their_lines_less_often() -> None:
 
 
 def test_of_two_writers_one_commits_and_the_other_leaves_nothing(
-    folder: Path, url: str, tmp_path: Path
+    at_url: UrlRun, folder: Path, url: str, tmp_path: Path
 ) -> None:
     run = hard_links(folder / "run", tmp_path / "run")
     first, second = (RunUploader(run, Location.parse(url), None) for _ in range(2))
@@ -350,11 +359,11 @@ def test_of_two_writers_one_commits_and_the_other_leaves_nothing(
     with pytest.raises(SchemaError, match=r"^another process trains this run, and has committed "):
         second.commit()
     assert newest_state(url).version.number == 1
-    check_equal(url, folder / "run", tmp_path / "copy")
+    at_url.check()
 
 
 def test_objects_that_another_trainer_has_continued_with_are_kept(
-    folder: Path, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    at_url: UrlRun, folder: Path, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The reply to a commit is lost; before it is asked for again, another trainer commits."""
     run, create = hard_links(folder / "run", tmp_path / "run"), Location.create
@@ -371,37 +380,35 @@ def test_objects_that_another_trainer_has_continued_with_are_kept(
     with pytest.raises(SchemaError, match=r"^another process trains this run"):
         RunUploader(run, Location.parse(url), None).commit()
     assert newest_state(url).version.number == 2
-    check_equal(url, folder / "run", tmp_path / "copy")
+    at_url.check()
 
 
-def test_trainer_that_is_replaced_by_another_ends_in_one_line(
-    folder: Path, job: Path, dataset: Path, url: str, tmp_path: Path
-) -> None:
+def test_trainer_that_is_replaced_by_another_ends_in_one_line(at_url: UrlRun, url: str) -> None:
     def replace(step: int, drain: Drain) -> None:
         if step == 9:
             while f"{CHECKPOINTS}/{8:08d}/MANIFEST.json" not in newest_of(url).files:
                 time.sleep(0.01)
             with pytest.raises(DrainInterrupt):
-                train_at(url, tmp_path / "b", job, dataset, resume=True, on_step=stop_at(13))
+                at_url.train("b", resume=True, on_step=stop_at(13))
 
     with pytest.raises(SchemaError, match=r"^another process trains this run") as error:
-        train_at(url, tmp_path / "a", job, dataset, on_step=replace)
+        at_url.train("a", on_step=replace)
     assert "\n" not in str(error.value)
     check_objects(url)
     assert f"{CHECKPOINTS}/{14:08d}/MANIFEST.json" in newest_of(url).files
-    train_at(url, tmp_path / "a", job, dataset, resume=True)
-    check_equal(url, folder / "run", tmp_path / "copy")
+    at_url.train("a", resume=True)
+    at_url.check()
 
 
-def test_work_folder_serves_one_process(job: Path, dataset: Path, url: str, tmp_path: Path) -> None:
+def test_work_folder_serves_one_process(at_url: UrlRun) -> None:
     def start_second(step: int, drain: Drain) -> None:
         if step == 2:
             with pytest.raises(SchemaError, match="is used by another process of this machine"):
-                train_at(url, tmp_path / "work", job, dataset, resume=True)
+                at_url.train("work", resume=True)
             drain.ask("test")
 
     with pytest.raises(DrainInterrupt):
-        train_at(url, tmp_path / "work", job, dataset, on_step=start_second)
+        at_url.train("work", on_step=start_second)
 
 
 def test_work_folders_of_runs_with_similar_names_are_apart(url: str, tmp_path: Path) -> None:
@@ -415,12 +422,7 @@ def test_work_folders_of_runs_with_similar_names_are_apart(url: str, tmp_path: P
 
 
 def test_failed_upload_ends_the_run_and_the_work_folder_continues(
-    folder: Path,
-    job: Path,
-    dataset: Path,
-    url: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    at_url: UrlRun, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     original = Location.upload
 
@@ -431,11 +433,11 @@ def test_failed_upload_ends_the_run_and_the_work_folder_continues(
 
     monkeypatch.setattr(Location, "upload", fail)
     with pytest.raises(StorageError, match=r"^store failed: no route in memory://\S+; try again$"):
-        train_at(url, tmp_path / "a", job, dataset, on_step=lambda *_: time.sleep(0.02))
+        at_url.train("a", on_step=lambda *_: time.sleep(0.02))
     assert f"{CHECKPOINTS}/00000004/MANIFEST.json" in newest_of(url).files
     monkeypatch.undo()
-    train_at(url, tmp_path / "a", job, dataset, resume=True)
-    check_equal(url, folder / "run", tmp_path / "copy")
+    at_url.train("a", resume=True)
+    at_url.check()
 
 
 # ---- Commands that read and write runs at URLs ----
@@ -467,11 +469,7 @@ def test_commands_without_a_run_at_the_url_fail_in_one_line(
 
 
 def test_evaluate_and_verify_print_what_they_print_of_a_folder(
-    folder: Path,
-    job: Path,
-    dataset: Path,
-    finished_url: str,
-    capsys: pytest.CaptureFixture[str],
+    folder: Path, job: Path, dataset: Path, finished_url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for command in (
         lambda run: ("evaluate", job, "--dataset", dataset, "--run", run, "--json"),
@@ -506,7 +504,7 @@ def test_export_publish_and_apply_write_the_same_bytes_at_a_url(
 
 
 def test_erased_rows_are_in_no_object(
-    folder: Path, dataset: Path, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     upload_state(folder / "run", url)
     with local_run(Location.parse(url), ALL) as run:
@@ -562,9 +560,7 @@ def origin_of(run: Path) -> str:
     return origin.run
 
 
-def test_history_and_report_read_the_runs_below_a_url(
-    folder: Path, dataset: Path, tmp_path: Path
-) -> None:
+def test_history_and_report_read_the_runs_below_a_url(folder: Path, tmp_path: Path) -> None:
     root = memory_url()
     for name in ("a", "deep/b"):
         upload_state(folder / "run", f"{root}/{name}")
@@ -613,7 +609,7 @@ def test_reader_whose_objects_are_deleted_meanwhile_reads_the_newer_state(
 
 
 def test_missing_and_changed_objects_are_named(
-    folder: Path, url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: Path, url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     upload_state(folder / "run", url)
     output, newest = Location.parse(url), newest_of(url)
