@@ -107,11 +107,3 @@ def test_difference_is_named(
     assert re.fullmatch(expected, json.loads(found.out)["difference"], re.DOTALL)
     assert found.err.startswith("runs differ: ")
     assert found.err.splitlines()[-1] == "equal: no"
-
-
-def test_folder_without_a_run_is_refused_by_name(
-    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["diff", str(runs / "plain"), str(tmp_path)]) == 1
-    message = f"error: found no run in {tmp_path}; train first"
-    assert capsys.readouterr().err.strip() == message

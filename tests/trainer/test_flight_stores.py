@@ -28,7 +28,7 @@ from tests.trainer.stores import (
     whole,
 )
 from trainer.__main__ import main
-from trainer.stores.api import BehindError, Records, StoreUnavailableError, TableLayout
+from trainer.stores.api import Records, StoreUnavailableError, TableLayout
 from trainer.stores.local import memory_store
 from trainer.stores.remote import connection as connection_module
 from trainer.stores.remote.connection import Access, StoreConnection
@@ -84,17 +84,6 @@ def test_store_processes_hold_what_a_store_in_memory_does(
             (rows_found, found), (rows_wanted, expected) = whole(store), whole(wanted[name])
             assert rows_found.tolist() == rows_wanted.tolist()
             assert_same(found, expected)
-
-
-def test_store_refuses_a_write_of_an_earlier_step_than_its_newest(tmp_path: Path) -> None:
-    with running(start_store(tmp_path / "store")) as (process,):
-        store, rows = group_over(process.address)["items"], np.array([5, 9])
-        store.write(rows, one_record(LAYOUT, 1.0, 2), 7)
-        with pytest.raises(BehindError, match=r"^rows of step 6 come after those of step 7, "):
-            store.write(rows[:1], one_record(LAYOUT, 2.0), 6)
-        assert_same(store.fetch(rows), one_record(LAYOUT, 1.0, 2))
-        store.write(rows[:1], one_record(LAYOUT, 3.0), 7)  # a repeated call of the same step
-        assert store.fetch(rows).values[:, 0].tolist() == [3.0, 1.0]
 
 
 def test_rows_of_a_huge_table_cost_nothing_until_they_are_written(tmp_path: Path) -> None:

@@ -154,14 +154,6 @@ def test_train_refuses_to_resume_another_job(
     assert re.match(pattern, capsys.readouterr().err)
 
 
-def test_train_cached_without_an_index_says_how_to_build_it(
-    dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    other = write_job(tmp_path / "job", epochs="1")
-    assert main(train_arguments(other, dataset, tmp_path / "run", "--embedding", "cached")) == 1
-    assert "run python -m pipelines oracle" in capsys.readouterr().err
-
-
 @pytest.mark.slow
 def test_train_as_a_process_prints_one_object_and_no_trace(
     job: Path, dataset: Path, tmp_path: Path, repository: Path

@@ -1,6 +1,5 @@
 """DLRM against TorchRec's own, and what holds for every model."""
 
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -118,10 +117,3 @@ def test_build_leaves_the_precision_of_the_embedding_alone(name: str) -> None:
     model = build_either(name, replace(CONFIG, dtype="float32"))
     tables = [p for n, p in model.named_parameters() if ".tables." in n]
     assert {p.dtype for p in tables} == {torch.float64}
-
-
-def test_dlrm_without_top_layers_is_refused() -> None:
-    config = replace(DLRM_CONFIG, model=ModelConfig(top_layers=()))
-    message = "top_layers must not be empty for dlrm; add a width"
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        build_dlrm(config, NUM_DENSE, PlainTables())

@@ -1,5 +1,4 @@
 import re
-import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,11 +12,11 @@ from schemas.arrays import Jagged
 from schemas.config.job import TableConfig, load_job
 from schemas.dataset import open_dataset
 from schemas.errors import SchemaError
-from schemas.layout import MANIFEST, part_path
+from schemas.layout import part_path
 from schemas.rows import rows_of_ids
 from tests.shared import hard_links
 from tests.trainer.make_dataset import make_samples, write_job
-from tests.trainer.runs import SEGMENTS, reader_of, run_job
+from tests.trainer.runs import SEGMENTS, reader_of
 from trainer.data.collate import Batch
 from trainer.data.decode import SAMPLES, BlockCounts, decode, spec_of
 from trainer.data.reader import prefetch
@@ -178,49 +177,6 @@ def test_lookups_hold_the_distinct_rows_of_every_feature(job: Path, dataset: Pat
             bag_of_value = np.searchsorted(offsets, np.flatnonzero(values == row), "right") - 1
             start, end = readers.offsets[place : place + 2]
             assert readers.values[start:end].tolist() == places[bag_of_value].tolist()
-
-
-@pytest.mark.parametrize(
-    "path",
-    ["samples/00001.parquet", "groups/user/00000.parquet", "groups/request/00001.parquet"],
-)
-def test_train_refuses_a_changed_byte_by_name(
-    path: str, job: Path, dataset: Path, tmp_path: Path
-) -> None:
-    copy = tmp_path / "dataset"
-    shutil.copytree(dataset, copy)
-    file = copy / "segments" / "000000000000-5a11" / path
-    data = bytearray(file.read_bytes())
-    data[len(data) // 3] ^= 1
-    file.write_bytes(bytes(data))
-    pattern = rf"bytes \d+ to \d+ must have crc32 \d+, got \d+ in {re.escape(str(file))}; "
-    with pytest.raises(SchemaError, match=pattern):
-        run_job(job, copy, tmp_path / "run")
-
-
-def test_train_refuses_a_missing_dataset_by_name(job: Path, tmp_path: Path) -> None:
-    message = (
-        f"there is no dataset: no build was committed in {tmp_path / 'dataset'}; "
-        "build it, or correct the path"
-    )
-    with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
-        run_job(job, tmp_path / "dataset", tmp_path / "run")
-
-
-@pytest.mark.parametrize("pattern", ["segments/000000000001-5a11", "index-*/000000000001-5a11"])
-def test_train_refuses_a_missing_manifest_by_name(
-    pattern: str, job: Path, dataset: Path, tmp_path: Path
-) -> None:
-    copy = tmp_path / "dataset"
-    shutil.copytree(dataset, copy)
-    (folder,) = copy.glob(pattern)
-    (folder / MANIFEST).unlink()
-    message = (
-        f"manifest is missing in {folder / MANIFEST}; "
-        "the build did not finish, or this is not a dataset"
-    )
-    with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
-        run_job(job, copy, tmp_path / "run", embedding="cached")
 
 
 def test_decode_refuses_blocks_that_lie_elsewhere(dataset: Path) -> None:

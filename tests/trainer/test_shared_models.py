@@ -186,7 +186,7 @@ def test_first_layer_of_an_mlp_and_the_rest_are_the_whole() -> None:
     assert torch.equal(rest(first(x)), layers(x))
 
 
-@pytest.mark.parametrize("name", ["dcn", "deepfm"])
+@pytest.mark.parametrize("name", ["dlrm", "dcn", "deepfm"])
 def test_model_without_top_layers_is_refused(name: Any) -> None:
     config = replace(CONFIG, model=ModelConfig(name=name, top_layers=()))
     message = f"top_layers must not be empty for {name}; add a width"

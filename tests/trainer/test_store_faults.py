@@ -102,25 +102,6 @@ def test_store_killed_among_writes_has_every_acknowledged_one_after_a_restart(
 
 
 @pytest.mark.slow
-def test_writer_goes_on_when_its_store_is_killed_and_started_again(tmp_path: Path) -> None:
-    directory, last_step = tmp_path / "store", {}
-    process = start_store(directory)
-    port = process.port
-    with running(process):
-        store = group_over(process.address)["items"]
-        for step in range(300):
-            if step % 100 == 50:
-                process.process.kill()  # without waiting: the next write meets a dying process
-                waiting = threading.Thread(target=process.process.wait)
-                waiting.start()
-                waiting.join()
-                process.process = start_store(directory, "--port", port).process
-            rows = write_step(store, step)
-            last_step.update(dict.fromkeys(rows.tolist(), step))
-        assert_holds(store, last_step)
-
-
-@pytest.mark.slow
 def test_checkpoint_truncates_the_log_and_keeps_the_rows(tmp_path: Path) -> None:
     directory, last_step = tmp_path / "store", {}
     with running(start_store(directory)) as (process,):
@@ -165,18 +146,6 @@ def test_store_on_a_full_disk_refuses_by_name_and_loses_nothing(tmp_path: Path) 
         assert_holds(store, last_step)
         last_step.update(dict.fromkeys(write_step(store, 101).tolist(), 101))
         assert_holds(store, last_step)
-
-
-def test_checkpoint_on_a_full_disk_keeps_the_old_log(tmp_path: Path) -> None:
-    directory, rows = tmp_path / "store", np.arange(600)
-    with running(start_store(directory, file_bytes=24_000)) as (process,):
-        store = group_over(process.address)["items"]
-        store.write(rows, record_of(1, 600), 1)  # 36 bytes a row
-        with pytest.raises(SchemaError, match=r"^no room on disk for a record: File too"):
-            store.write(rows, record_of(2, 600), 2)
-        assert_holds(store, dict.fromkeys(range(600), 1))
-        store.all_tables.notify_checkpoint(2)
-        assert_holds(store, dict.fromkeys(range(600), 1))
 
 
 def test_directory_of_a_running_store_is_refused_to_another(tmp_path: Path) -> None:
