@@ -7,13 +7,11 @@ all interfaces, there as on any Flink.)
 
 from __future__ import annotations
 
-import ctypes
 import http.client
 import json
 import os
 import re
 import select
-import signal
 import subprocess
 import sys
 import time
@@ -94,7 +92,7 @@ class Starter:
         """Start a process; what it says on standard error is in `<name>.log`."""
         with self.log(name).open("w") as log:
             self.processes[name] = subprocess.Popen(
-                command,
+                ["setpriv", "--pdeathsig", "TERM", *command],  # ends with this process
                 cwd=HERE.parents[1],
                 env={**os.environ, "PYTHONPATH": str(HERE.parents[1])},
                 stdin=subprocess.DEVNULL,
@@ -102,7 +100,6 @@ class Starter:
                 stderr=log,
                 text=True,
                 start_new_session=True,
-                preexec_fn=_end_with_parent,
             )
         return self.processes[name]
 
@@ -170,10 +167,6 @@ class Starter:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-
-
-def _end_with_parent() -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGTERM)  # PR_SET_PDEATHSIG
 
 
 @contextmanager

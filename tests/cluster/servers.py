@@ -21,7 +21,6 @@ from urllib3.exceptions import HTTPError
 
 from tests.cluster import arguments
 from tests.cluster.arguments import API_SERVER, ETCD, Ports
-from tests.cluster.container import die_with_parent
 from tests.cluster.waiting import until
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -202,13 +201,12 @@ class Cluster:
         self._commands[name] = command
         with (self.folder / f"{name}.log").open("ab") as log:
             self._processes[name] = subprocess.Popen(
-                command,
+                ["setpriv", "--pdeathsig", "KILL", *command],  # ends with this process
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 cwd=REPOSITORY,
                 start_new_session=True,
-                preexec_fn=die_with_parent,
             )
 
     def _wait_for_api(self) -> None:
