@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.trainer.elsewhere import there
-from tests.trainer.runs import plain_run, small_dataset
+from tests.trainer.runs import reference_run, small_dataset
 
 
 @pytest.fixture(scope="session")
@@ -18,8 +18,8 @@ def dataset() -> Path:
 
 @pytest.fixture(scope="session")
 def reference() -> Path:
-    """A run of one process in float32 with all rows in memory, which no test changes."""
-    return plain_run(dtype="float32")
+    """The run of one process, which no test changes."""
+    return reference_run()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -90,6 +90,11 @@ def _plain_run(folder: Path, *changes: tuple[str, str]) -> None:
     run_job(write_job(folder / "job", **dict(changes)), small_dataset(), folder / "run")
 
 
+def reference_run() -> Path:
+    """Return the run of one process in float32 with all rows in memory; no test changes it."""
+    return plain_run(dtype="float32")
+
+
 def losses_of(run: Path) -> np.ndarray:
     """Return the loss of each step of a run."""
     return np.array([m.loss for m in read_metrics(run / METRICS)])

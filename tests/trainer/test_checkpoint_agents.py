@@ -22,7 +22,9 @@ from tests.trainer.runs import (
     checkpoint_at,
     losses_of,
     plain_run,
+    reference_run,
     run_job,
+    small_dataset,
     steps_of,
 )
 from trainer.__main__ import main
@@ -53,8 +55,9 @@ def no_process_is_left() -> Iterator[None]:
     STARTED.clear()
 
 
-def start_trainer(job: Path, dataset: Path, run: Path, *options: str) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "trainer", "train", str(job), "--dataset", str(dataset)]
+def start_trainer(job: Path, run: Path, *options: str) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "trainer", "train", str(job)]
+    command += ["--dataset", str(small_dataset())]
     STARTED.append(subprocess.Popen([*command, "--output", str(run), *options], cwd=ROOT))
     return STARTED[-1]
 
@@ -87,9 +90,9 @@ def has_copied(run: Path) -> bool:
     return (run / CHECKPOINT_LOG).is_file() and (run / CHECKPOINT_LOG).read_bytes().endswith(b"\n")
 
 
-def kill_after_the_copy(job: Path, dataset: Path, run: Path, *options: str) -> int:
+def kill_after_the_copy(job: Path, run: Path, *options: str) -> int:
     """Kill a trainer whose agent is stopped with the copy of step 5; return the agent's id."""
-    trainer = start_trainer(job, dataset, run, *options)
+    trainer = start_trainer(job, run, *options)
     wait_for(lambda: agents_of(trainer.pid) or trainer.poll() is not None)
     (agent,) = agents_of(trainer.pid)
     hold(agent)
@@ -105,63 +108,67 @@ def kill_after_the_copy(job: Path, dataset: Path, run: Path, *options: str) -> i
     "options", [(), pytest.param(CACHED, marks=pytest.mark.nightly), (*CACHED, "--stores", "2")]
 )
 def test_trainer_killed_after_the_copy_loses_nothing_that_its_agent_holds(
-    options: tuple[str, ...], dataset: Path, reference: Path, tmp_path: Path
+    options: tuple[str, ...], tmp_path: Path
 ) -> None:
     memory, run = tmp_path / "memory", tmp_path / "run"
     job = job_of(tmp_path, memory)
-    agent = kill_after_the_copy(job, dataset, run, *options)
+    agent = kill_after_the_copy(job, run, *options)
     assert len(list(memory.iterdir())) == 1
     os.kill(agent, signal.SIGCONT)
     wait_for(lambda: is_gone(agent))
     assert steps_of(run) == [5]
     assert list(memory.iterdir()) == []
-    arguments = ["train", str(job), "--dataset", str(dataset), "--output", str(run), "--resume"]
+    arguments = [
+        "train",
+        str(job),
+        "--dataset",
+        str(small_dataset()),
+        "--output",
+        str(run),
+        "--resume",
+    ]
     assert main([*arguments, *options]) == 0
-    assert_equal(run, reference)
+    assert_equal(run, reference_run())
     assert list(memory.iterdir()) == []
 
 
 @pytest.mark.slow
 def test_copy_of_a_trainer_and_an_agent_that_both_died_is_written_by_the_next_start(
-    dataset: Path, reference: Path, tmp_path: Path
+    tmp_path: Path,
 ) -> None:
     memory, run = tmp_path / "memory", tmp_path / "run"
     job = job_of(tmp_path, memory)
-    agent = kill_after_the_copy(job, dataset, run)
+    agent = kill_after_the_copy(job, run)
     os.kill(agent, signal.SIGKILL)
     wait_for(lambda: is_gone(agent))
     strangers = memory_path(memory, tmp_path / "other run")
     strangers.write_bytes(b"x" * 4096)
     assert len(list(memory.iterdir())) == 2
-    run_job(job, dataset, run, resume=True, steps=6)
+    run_job(job, small_dataset(), run, resume=True, steps=6)
     assert steps_of(run) == [5, 6]
     assert list(memory.iterdir()) == [strangers]
-    run_job(job, dataset, run, resume=True)
-    assert_equal(run, reference)
+    run_job(job, small_dataset(), run, resume=True)
+    assert_equal(run, reference_run())
 
 
 @pytest.mark.slow
-def test_leftovers_of_a_run_that_is_begun_again_are_cleared_and_not_used(
-    dataset: Path, tmp_path: Path
-) -> None:
+def test_leftovers_of_a_run_that_is_begun_again_are_cleared_and_not_used(tmp_path: Path) -> None:
     memory, run = tmp_path / "memory", tmp_path / "run"
     job = job_of(tmp_path, memory)
-    agent = kill_after_the_copy(job, dataset, run)
+    agent = kill_after_the_copy(job, run)
     os.kill(agent, signal.SIGKILL)
     wait_for(lambda: is_gone(agent))
     for path in sorted(run.rglob("*"), reverse=True):
         path.unlink() if path.is_file() else path.rmdir()
-    run_job(job, dataset, run, steps=3)
+    run_job(job, small_dataset(), run, steps=3)
     assert steps_of(run) == [3]
     assert list(memory.iterdir()) == []
 
 
 @pytest.mark.slow
-def test_agent_that_is_killed_is_replaced_and_its_copy_is_written(
-    dataset: Path, reference: Path, tmp_path: Path
-) -> None:
+def test_agent_that_is_killed_is_replaced_and_its_copy_is_written(tmp_path: Path) -> None:
     memory, run = tmp_path / "memory", tmp_path / "run"
-    trainer = start_trainer(job_of(tmp_path, memory), dataset, run)
+    trainer = start_trainer(job_of(tmp_path, memory), run)
     wait_for(lambda: agents_of(trainer.pid) or trainer.poll() is not None)
     (agent,) = agents_of(trainer.pid)
     hold(agent)
@@ -169,7 +176,7 @@ def test_agent_that_is_killed_is_replaced_and_its_copy_is_written(
     os.kill(agent, signal.SIGKILL)
     assert trainer.wait() == 0
     assert steps_of(run) == [5, 10, 15, 20, 25, 30, 32]
-    assert_equal(run, reference)
+    assert_equal(run, reference_run())
     assert list(memory.iterdir()) == []
 
 
@@ -180,7 +187,7 @@ class FailedError(Exception):
 @pytest.mark.slow
 @pytest.mark.parametrize("late", ["wait", "skip"])
 def test_run_that_ends_by_an_error_leaves_its_copies_written_and_no_memory(
-    late: str, dataset: Path, reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    late: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory, run = tmp_path / "memory", tmp_path / "run"
     job = job_of(tmp_path, memory)
@@ -198,20 +205,18 @@ def test_run_that_ends_by_an_error_leaves_its_copies_written_and_no_memory(
 
     monkeypatch.setattr(BackgroundSaver, "save", save_and_fail)
     with switch_of_agent() as switch, pytest.raises(FailedError):
-        run_job(job, dataset, run)
+        run_job(job, small_dataset(), run)
     monkeypatch.setattr(BackgroundSaver, "save", whole)
     assert steps_of(run) == ([5, 10] if late == "wait" else [5])
     assert list(memory.iterdir()) == []
-    run_job(job, dataset, run, resume=True)
-    assert_equal(run, reference)
+    run_job(job, small_dataset(), run, resume=True)
+    assert_equal(run, reference_run())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("embedding", ["lru", "uncached"])
 def test_skipped_checkpoints_are_in_the_next_one(
     embedding: str,
-    dataset: Path,
-    reference: Path,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
@@ -227,14 +232,14 @@ def test_skipped_checkpoints_are_in_the_next_one(
 
     with switch_of_agent() as switch, monkeypatch.context() as patch:
         patch.setattr(BackgroundSaver, "save", save)
-        run_job(job, dataset, run, embedding=embedding)
+        run_job(job, small_dataset(), run, embedding=embedding)
     lines = [json.loads(line) for line in (run / CHECKPOINT_LOG).read_text().splitlines()]
     assert [line["train_step"] for line in lines][:32] == list(range(1, 33))
     copied = [line["train_step"] for line in lines if line["num_bytes"]]
     assert copied[0] == 1
     assert not {2, 3} & set(copied), "the agent was stopped"
     assert "checkpoint is skipped, the one before is still being written; " in caplog.text
-    assert_equal(run, reference)
+    assert_equal(run, reference_run())
 
 
 def limit_files_of(agent: int, num_bytes: int) -> None:
@@ -245,8 +250,6 @@ def limit_files_of(agent: int, num_bytes: int) -> None:
 @pytest.mark.parametrize("embedding", ["plain", "cached"])
 def test_training_continues_while_the_disk_is_full_and_the_next_checkpoint_has_everything(
     embedding: str,
-    dataset: Path,
-    reference: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
@@ -262,18 +265,18 @@ def test_training_continues_while_the_disk_is_full_and_the_next_checkpoint_has_e
         whole(saver, train_step)
 
     monkeypatch.setattr(BackgroundSaver, "save", save)
-    run_job(job, dataset, run, embedding=embedding)
+    run_job(job, small_dataset(), run, embedding=embedding)
     assert steps_of(run) == [5, 20, 25, 30, 32]
     warning = "checkpoint is not written, the next one tries again: no room on disk for a "
     assert caplog.text.count(warning) == 2
-    assert_equal(run, reference)
+    assert_equal(run, reference_run())
     expected = checkpoint_at(plain_run(dtype="float32", every_steps="5"), 20)
     assert bits_of(checkpoint_at(run, 20)) == bits_of(expected)
 
 
 @pytest.mark.slow
 def test_last_checkpoint_on_a_full_disk_is_an_error(
-    dataset: Path, reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
     job = job_of(tmp_path, tmp_path / "memory")
@@ -291,20 +294,16 @@ def test_last_checkpoint_on_a_full_disk_is_an_error(
         "and continue with --resume, earlier checkpoints are complete"
     )
     with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
-        run_job(job, dataset, run)
+        run_job(job, small_dataset(), run)
     assert steps_of(run)[-1] == 30
     monkeypatch.setattr(BackgroundSaver, "save", whole)
-    run_job(job, dataset, run, resume=True)
-    assert_equal(run, reference)
+    run_job(job, small_dataset(), run, resume=True)
+    assert_equal(run, reference_run())
 
 
 @pytest.mark.slow
 def test_checkpoints_fail_while_every_agent_dies(
-    dataset: Path,
-    reference: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     run, job = tmp_path / "run", job_of(tmp_path, tmp_path / "memory")
     with monkeypatch.context() as patch:
@@ -312,11 +311,11 @@ def test_checkpoints_fail_while_every_agent_dies(
         with pytest.raises(
             SchemaError, match=r"^agent of checkpoints must write that of step 32, "
         ):
-            run_job(job, dataset, run)
+            run_job(job, small_dataset(), run)
     assert caplog.text.count("checkpoint is not written, the next one tries again: agent of ") >= 6
     assert steps_of(run) == []
-    run_job(job, dataset, run, resume=True)
-    assert_equal(run, reference)
+    run_job(job, small_dataset(), run, resume=True)
+    assert_equal(run, reference_run())
 
 
 def start_failing_child() -> subprocess.Popen[bytes]:
@@ -324,7 +323,7 @@ def start_failing_child() -> subprocess.Popen[bytes]:
 
 
 def test_memory_too_small_is_refused_before_the_first_step(
-    dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(memory: SnapshotMemory, num_bytes: int) -> None:
         raise OSError(28, "No space left on device")
@@ -333,18 +332,14 @@ def test_memory_too_small_is_refused_before_the_first_step(
     job = job_of(tmp_path, tmp_path / "memory")
     message = r"^snapshots of checkpoints need \d+ bytes in .*, where \d+ are free: No space "
     with pytest.raises(SchemaError, match=message):
-        run_job(job, dataset, tmp_path / "run")
+        run_job(job, small_dataset(), tmp_path / "run")
     assert losses_of(tmp_path / "run").tolist() == []
     assert list((tmp_path / "memory").iterdir()) == []
 
 
 @pytest.mark.slow
 def test_copy_that_outgrows_memory_goes_to_the_disk(
-    dataset: Path,
-    reference: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     memory, run = tmp_path / "memory", tmp_path / "run"
     whole = SnapshotMemory.reserve
@@ -355,10 +350,10 @@ def test_copy_that_outgrows_memory_goes_to_the_disk(
         whole(self, num_bytes)
 
     monkeypatch.setattr(SnapshotMemory, "reserve", reserve)
-    run_job(job_of(tmp_path, memory), dataset, run, embedding="cached")
+    run_job(job_of(tmp_path, memory), small_dataset(), run, embedding="cached")
     assert (
         "snapshot of a checkpoint is larger than its memory and moves to the disk; " in caplog.text
     )
-    assert_equal(run, reference)
+    assert_equal(run, reference_run())
     assert list(memory.iterdir()) == []
     assert not [path for path in run.iterdir() if path.name.startswith("presage-")]

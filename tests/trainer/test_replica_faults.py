@@ -16,7 +16,7 @@ from tests.trainer.faults import Faults
 from tests.trainer.make_dataset import write_job
 from tests.trainer.processes import PATIENCE
 from tests.trainer.replica_runs import run_replicas, steps_by_life
-from tests.trainer.runs import assert_equal
+from tests.trainer.runs import assert_equal, reference_run
 from trainer.elastic.launcher import LocalReplicas, start_replica
 from trainer.recovery import Drain, DrainInterrupt
 from trainer.run import read_ledger
@@ -29,12 +29,10 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_job(tmp_path_factory.mktemp("job"), dtype="float32")
 
 
-def test_four_replicas_have_the_bits_of_one_process(
-    job: Path, reference: Path, tmp_path: Path
-) -> None:
+def test_four_replicas_have_the_bits_of_one_process(job: Path, tmp_path: Path) -> None:
     summary = run_replicas(job, tmp_path / "run", launch={"count": 4})
     assert summary.num_steps == 32
-    assert_equal(tmp_path / "run", reference)
+    assert_equal(tmp_path / "run", reference_run())
     assert len(steps_by_life(tmp_path / "run")) >= 4
 
 
@@ -54,9 +52,9 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("what", with_long(FAULTS, "one is disconnected from all"))
-def test_faults_change_no_bit(what: str, job: Path, reference: Path, tmp_path: Path) -> None:
+def test_faults_change_no_bit(what: str, job: Path, tmp_path: Path) -> None:
     run_replicas(job, tmp_path / "run", FAULTS[what], launch={"count": 3})
-    assert_equal(tmp_path / "run", reference)
+    assert_equal(tmp_path / "run", reference_run())
 
 
 ABSENCES = {
@@ -70,7 +68,7 @@ PAUSE_SEC = 0.25
 
 @pytest.mark.parametrize("what", with_long(ABSENCES, "killed", "stopped"))
 def test_replica_that_was_absent_computes_microbatches_again(
-    what: str, job: Path, reference: Path, tmp_path: Path
+    what: str, job: Path, tmp_path: Path
 ) -> None:
     run, returned = tmp_path / "run", set[str]()
 
@@ -81,17 +79,15 @@ def test_replica_that_was_absent_computes_microbatches_again(
 
     faults = ABSENCES[what].pause(0, PAUSE_SEC, until=20)
     run_replicas(job, run, faults, on_step=read_new_entries, launch={"heartbeat_sec": 1.0})
-    assert_equal(run, reference)
+    assert_equal(run, reference_run())
     assert returned
 
 
-def test_run_that_was_killed_as_a_whole_continues(
-    job: Path, reference: Path, tmp_path: Path
-) -> None:
+def test_run_that_was_killed_as_a_whole_continues(job: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     run_replicas(job, run, steps=13)
     run_replicas(job, run, launch={"count": 3}, resume=True)
-    assert_equal(run, reference)
+    assert_equal(run, reference_run())
 
 
 def test_replicas_that_are_killed_too_often_are_not_restarted(job: Path, tmp_path: Path) -> None:
@@ -102,9 +98,7 @@ def test_replicas_that_are_killed_too_often_are_not_restarted(job: Path, tmp_pat
         run_replicas(job, tmp_path / "run", on_start=kill, launch={"restarts": 0})
 
 
-def test_replicas_that_are_started_by_hand_find_each_other(
-    job: Path, reference: Path, tmp_path: Path
-) -> None:
+def test_replicas_that_are_started_by_hand_find_each_other(job: Path, tmp_path: Path) -> None:
     run, replicas = tmp_path / "run", list[subprocess.Popen[bytes]]()
 
     def start(_: LocalReplicas) -> None:
@@ -114,20 +108,18 @@ def test_replicas_that_are_started_by_hand_find_each_other(
 
     run_replicas(job, run, on_start=start, launch={"count": 0})
     assert [replica.wait(PATIENCE) for replica in replicas] == [0, 0]
-    assert_equal(run, reference)
+    assert_equal(run, reference_run())
     assert len(steps_by_life(run)) == 2
 
 
-def test_run_that_is_asked_to_end_ends_and_continues(
-    job: Path, reference: Path, tmp_path: Path
-) -> None:
+def test_run_that_is_asked_to_end_ends_and_continues(job: Path, tmp_path: Path) -> None:
     run, drain = tmp_path / "run", Drain()
     slow = Faults().pause(0, 0.1).pause(1, 0.1)  # so that the last step is not reached before
     with pytest.raises(DrainInterrupt) as interrupt:
         run_replicas(job, run, slow, drain=drain, at_step={9: lambda: drain.ask("SIGTERM")})
     assert "--resume" in interrupt.value.message
     run_replicas(job, run, resume=True)
-    assert_equal(run, reference)
+    assert_equal(run, reference_run())
 
 
 def test_options_that_replicas_do_not_support_are_refused(job: Path, tmp_path: Path) -> None:

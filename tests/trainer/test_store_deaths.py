@@ -15,7 +15,7 @@ from schemas.errors import SchemaError
 from schemas.run_log import read_summary
 from tests.trainer.make_dataset import write_job
 from tests.trainer.processes import hold, with_keys
-from tests.trainer.runs import assert_equal, run_job
+from tests.trainer.runs import assert_equal, reference_run, run_job, small_dataset
 from tests.trainer.stores import kill_stores, log_bytes, log_files, stores_of
 from trainer.run_log import LogWriter
 from trainer.stores.factory import STORE
@@ -52,11 +52,7 @@ def at_step(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, Callable[[Pat
 
 
 def test_stores_killed_at_any_moment_cost_no_committed_step(
-    job: Path,
-    dataset: Path,
-    reference: Path,
-    tmp_path: Path,
-    at_step: dict[int, Callable[[Path], None]],
+    job: Path, tmp_path: Path, at_step: dict[int, Callable[[Path], None]]
 ) -> None:
     def kill_twice(run: Path) -> None:
         kill_stores(run, 0)
@@ -70,42 +66,33 @@ def test_stores_killed_at_any_moment_cost_no_committed_step(
         12: kill_twice,
     }
     at_step[13] = lambda run: threading.Timer(0.01, kill_stores, (run, 1)).start()
-    summary = run_job(job, dataset, run, embedding="cached", stores=2)
+    summary = run_job(job, small_dataset(), run, embedding="cached", stores=2)
     assert (summary.num_rollbacks, summary.recomputed_steps) == (0, 0)
     assert stores_of(run) == {}, "they end with the run"
-    assert_equal(run, reference)
+    assert_equal(run, reference_run())
 
 
 @pytest.mark.parametrize(
     "embedding", ["cached", pytest.param("uncached", marks=pytest.mark.nightly)]
 )
 def test_store_that_dies_with_its_directory_takes_the_run_back_to_its_checkpoint(
-    embedding: str,
-    job: Path,
-    dataset: Path,
-    reference: Path,
-    tmp_path: Path,
-    at_step: dict[int, Callable[[Path], None]],
+    embedding: str, job: Path, tmp_path: Path, at_step: dict[int, Callable[[Path], None]]
 ) -> None:
     run = tmp_path / "run"
     at_step |= {
         2: lambda run: kill_stores(run, 0, forget=True),
         10: lambda run: kill_stores(run, 1, forget=True),
     }
-    summary = run_job(job, dataset, run, embedding=embedding, stores=2)
+    summary = run_job(job, small_dataset(), run, embedding=embedding, stores=2)
     assert summary.num_rollbacks == 2
     # from the kill to the next call of that store, which a whole cached step may go without
     assert 3 <= summary.recomputed_steps <= 2 * EVERY + 4
     assert read_summary(run / "summary.json").recomputed_steps == summary.recomputed_steps
-    assert_equal(run, reference)
+    assert_equal(run, reference_run())
 
 
 def test_store_that_returns_in_an_older_state_takes_the_run_back_to_its_checkpoint(
-    job: Path,
-    dataset: Path,
-    reference: Path,
-    tmp_path: Path,
-    at_step: dict[int, Callable[[Path], None]],
+    job: Path, tmp_path: Path, at_step: dict[int, Callable[[Path], None]]
 ) -> None:
     run = tmp_path / "run"
 
@@ -123,19 +110,14 @@ def test_store_that_returns_in_an_older_state_takes_the_run_back_to_its_checkpoi
         kill_stores(run, 0)
 
     at_step |= {7: keep_copy, 10: put_back}
-    summary = run_job(job, dataset, run, embedding="uncached", stores=2)
+    summary = run_job(job, small_dataset(), run, embedding="uncached", stores=2)
     assert summary.num_rollbacks == 1
-    assert_equal(run, reference)
+    assert_equal(run, reference_run())
 
 
 @pytest.mark.parametrize("killed", [pytest.param(None, marks=pytest.mark.nightly), 0, 1])
 def test_slots_that_move_cost_no_committed_step_whoever_is_killed(
-    killed: int | None,
-    job: Path,
-    dataset: Path,
-    reference: Path,
-    tmp_path: Path,
-    at_step: dict[int, Callable[[Path], None]],
+    killed: int | None, job: Path, tmp_path: Path, at_step: dict[int, Callable[[Path], None]]
 ) -> None:
     run, moved = tmp_path / "run", list[dict[str, Any]]()
 
@@ -158,7 +140,7 @@ def test_slots_that_move_cost_no_committed_step_whoever_is_killed(
             threading.Timer(0.2, kill_stores, (run, killed)).start()
 
     at_step[4] = move
-    summary = run_job(job, dataset, run, embedding="cached", stores=2)
+    summary = run_job(job, small_dataset(), run, embedding="cached", stores=2)
     assert (summary.num_rollbacks, summary.recomputed_steps) == (0, 0)
     assert killed is not None or moved[0]["num_slots"] == 1024
-    assert_equal(run, reference)
+    assert_equal(run, reference_run())
