@@ -19,11 +19,7 @@ from schemas.manifest import find_root, read_dataset
 from schemas.storage import Location
 from tests.conftest import REPOSITORY
 from tests.pipelines.appending import changed
-from tests.pipelines.logs import (
-    IN_PROCESS,
-    age,
-    write_log,
-)
+from tests.pipelines.logs import IN_PROCESS, age, write_log
 from tests.trainer.held import held_by
 from tests.trainer.make_dataset import change_root
 from tests.trainer.processes import ended, num_steps, started, trained, until

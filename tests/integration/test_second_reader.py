@@ -350,7 +350,7 @@ def test_part_of_the_index_equals_a_walk_over_each_shuffled_epoch(log: Path, tab
         assert uses["last_step"].to_list() == [users[n][-1] for n in range(len(users))]
     body = manifest(directory, index["parts"][segment["id"]]["manifest_sha256"])
     assert [body[key] for key in ("batch_samples", "epochs", "shuffle", "seed")] == [
-        *(128, 2, "blocks", 5),
+        *(128, 2, "blocks", 5)
     ]
     assert body["num_accesses"][table] == [sum(map(len, each)) for each in (first, second)]
     assert body["num_steps"] == len(first)

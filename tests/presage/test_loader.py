@@ -257,9 +257,7 @@ def logged_keys() -> list[list[float]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("num_points", NUM_POINTS)
-def test_resumed_at_random_points_gives_the_same_batches_at_any_world_size(
-    num_points: int,
-) -> None:
+def test_resumed_at_random_points_gives_the_same_batches_at_any_world_size(num_points: int) -> None:
     steps, rng = logged_keys(), np.random.default_rng(3)
     for point in rng.integers(0, len(steps) + 1, num_points).tolist():
         before, other = rng.integers(1, 6, 2).tolist()
@@ -393,10 +391,7 @@ def test_arguments_of_wrong_types_are_refused_at_once(
 
 NO_STATES = {
     "number": (5, "must be that of a DataLoader, got 5; pass what its state_dict"),
-    "step beyond the epoch": (
-        {"step": 16},
-        "after step 16 of epoch 0, but an epoch has",
-    ),
+    "step beyond the epoch": ({"step": 16}, "after step 16 of epoch 0, but an epoch has"),
     "negative epoch": ({"epoch": -1}, "after step -1 of epoch -1, but an epoch has"),
     "text": ({"step": "3"}, "step must be an integer, got '3'"),
 }

@@ -12,14 +12,7 @@ MOST = 4
 """Faults of a schedule, beside deaths of replicas that are to join."""
 LONGEST_SEC = 3.0
 """Of those that end by themselves."""
-CHANCES = {
-    "kill": 0.4,
-    "stop": 0.15,
-    "fail": 0.1,
-    "slow": 0.1,
-    "partition": 0.15,
-    "fill_disk": 0.1,
-}
+CHANCES = {"kill": 0.4, "stop": 0.15, "fail": 0.1, "slow": 0.1, "partition": 0.15, "fill_disk": 0.1}
 
 
 def draw(seed: int, num_replicas: int, num_steps: int) -> Faults:

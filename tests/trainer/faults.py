@@ -26,11 +26,7 @@ FAULTY = ("tests.trainer.faulty",)
 """Module that is run instead of `trainer`."""
 DONE = "faults"
 """Folder of the run with a file for each fault that happened."""
-_IMPORTS = {
-    "OMP_WAIT_POLICY": "PASSIVE",
-    "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-    "RUST_LOG": "warn",
-}
+_IMPORTS = {"OMP_WAIT_POLICY": "PASSIVE", "PYTORCH_NVML_BASED_CUDA_CHECK": "1", "RUST_LOG": "warn"}
 """What `trainer.__main__` sets before it imports what `faulty.py` imports first."""
 _BYTES = 1 << 16
 

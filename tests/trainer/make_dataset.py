@@ -237,12 +237,7 @@ def change_root(dataset: Path, change: Callable[[DatasetManifest], DatasetManife
 
 
 def _write_segment(
-    folder: Path,
-    job: Job,
-    index: int,
-    files: list[tuple[int, int]],
-    seed: int,
-    day: str | None,
+    folder: Path, job: Job, index: int, files: list[tuple[int, int]], seed: int, day: str | None
 ) -> Reference:
     root = folder / SEGMENTS / f"{index:012x}-5a11"
     rows: list[dict[str, object]] = []

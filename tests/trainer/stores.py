@@ -182,11 +182,7 @@ def group_over(
     """Open stores of one table, or of `layouts`."""
     tables = layouts or {LAYOUT.table: LAYOUT}
     store = open_remote_store(
-        addresses,
-        access,
-        tables,
-        owner=None if joins else owner,
-        session=session,
+        addresses, access, tables, owner=None if joins else owner, session=session
     )
     _opened.append(store)
     return {table: TableOf(store, layout) for table, layout in tables.items()}
@@ -216,11 +212,7 @@ def member_of(
     access = Access(token=token, timeout_sec=wait_sec)
     return Membership(
         ReplicaOptions(
-            number=0,
-            name=name,
-            lighthouse=lighthouse,
-            access=access,
-            heartbeat_sec=heartbeat_sec,
+            number=0, name=name, lighthouse=lighthouse, access=access, heartbeat_sec=heartbeat_sec
         )
     )
 

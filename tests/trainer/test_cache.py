@@ -82,11 +82,7 @@ def run_source(
 )
 @settings(max_examples=150)
 def test_cache_hands_out_what_a_store_without_a_cache_does(
-    steps: list[set[int]],
-    policy: str,
-    lookahead: int,
-    flush_every: int | None,
-    data: st.DataObject,
+    steps: list[set[int]], policy: str, lookahead: int, flush_every: int | None, data: st.DataObject
 ) -> None:
     prefetch_steps = data.draw(st.integers(1, lookahead))
     rows = [np.array(sorted(step), np.int64) * 1_000_003 for step in steps]

@@ -57,12 +57,7 @@ def test_drawn_faults_change_no_bit(seed: int, tmp_path: Path) -> None:
     ],
 )
 def test_drawn_faults_of_replicas_that_follow_change_no_bit(
-    seed: int,
-    options: dict[str, Any],
-    job: Path,
-    versions: list[Path],
-    whole: Path,
-    tmp_path: Path,
+    seed: int, options: dict[str, Any], job: Path, versions: list[Path], whole: Path, tmp_path: Path
 ) -> None:
     drawn = draw(seed, count := 2 + seed % 2, NUM_FOLLOWED).schedule
     faults = Faults(tuple(fault for fault in drawn if fault.kind != "fill_disk"))

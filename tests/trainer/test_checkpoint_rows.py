@@ -57,9 +57,7 @@ def records_of(values: np.ndarray) -> Records:
     )
 )
 @settings(max_examples=300)
-def test_used_places_are_those_of_a_dictionary(
-    events: list[tuple[str, list[int], int]],
-) -> None:
+def test_used_places_are_those_of_a_dictionary(events: list[tuple[str, list[int], int]]) -> None:
     used, last = UsedPositions(), dict[int, int]()
     for step, (kind, places, back) in enumerate(events):
         array = np.array(places, np.int64)

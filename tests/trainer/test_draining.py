@@ -100,9 +100,7 @@ def test_run_that_is_asked_to_end_at_its_start_leaves_one_that_goes_on(
 
 
 @pytest.mark.slow
-def test_run_that_is_asked_to_end_while_it_evaluates_has_all_its_steps(
-    tmp_path: Path,
-) -> None:
+def test_run_that_is_asked_to_end_while_it_evaluates_has_all_its_steps(tmp_path: Path) -> None:
     job = write_job(tmp_path / "job", epochs="1")
     dataset = make_dataset(tmp_path / "dataset", job, [[(128, 0), (0, 600)]])
     path = next((dataset / SEGMENTS).glob("*/samples/00001.parquet"))

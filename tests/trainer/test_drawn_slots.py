@@ -60,11 +60,7 @@ class Training:
         addresses = [store.address for store in self.stores[:-1]]  # the last one is moved to
         tables = {LAYOUT.table: LAYOUT}
         store = open_remote_store(
-            addresses,
-            PATIENT,
-            tables,
-            owner=None if joins else "run",
-            session=self.session,
+            addresses, PATIENT, tables, owner=None if joins else "run", session=self.session
         )
         return TableOf(store)
 

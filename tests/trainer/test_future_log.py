@@ -184,10 +184,7 @@ def test_log_on_a_full_disk_refuses_by_name_and_goes_on_when_there_is_room(tmp_p
         f"no room on disk for rows evicted from the cache: File too large in {path}; "
         "free some and continue with --resume"
     )
-    with (
-        largest_file(size),
-        pytest.raises(SchemaError, match=f"^{re.escape(message)}$"),
-    ):
+    with largest_file(size), pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
         log.write(1, back_of(list(range(10, 20)), [7] * 10))
     assert path.stat().st_size == size
     log.write(2, {})

@@ -53,12 +53,7 @@ def output_gradient(case: Case, train_step: int, dtype: torch.dtype) -> torch.Te
 
 
 def run_step(
-    batch: Batch,
-    tables: Tables,
-    gradient: torch.Tensor,
-    rule: RowRule,
-    *,
-    mean: bool,
+    batch: Batch, tables: Tables, gradient: torch.Tensor, rule: RowRule, *, mean: bool
 ) -> torch.Tensor:
     """Pool, go back and update whole tables in place; return pooled vectors as in `FEATURES`."""
     rows = {

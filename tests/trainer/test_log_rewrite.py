@@ -61,10 +61,7 @@ def begin_session(shard: Shard, session: str) -> None:
 
 def request_of(shard: Shard, train_step: int = -1) -> Request:
     return Request(
-        op="write",
-        session=shard.control.session,
-        epoch=shard.control.epoch,
-        train_step=train_step,
+        op="write", session=shard.control.session, epoch=shard.control.epoch, train_step=train_step
     )
 
 

@@ -116,10 +116,7 @@ def test_weighted_bags_and_their_gradients_are_torchs(
     pooling: str, expanded: bool, weighted: Path, tmp_path: Path
 ) -> None:
     job = write_job(tmp_path / "job", weights=WEIGHTS, pooling=pooling)
-    parts, batch = (
-        parts_of(job, weighted),
-        reader_of(job, weighted, expanded=expanded).read(3),
-    )
+    parts, batch = (parts_of(job, weighted), reader_of(job, weighted, expanded=expanded).read(3))
     parts.embedding.open(single_microbatch(batch))
     pooled = parts.embedding(batch.sparse).to_dict()
     every = parts.store.fetch(0, {"items": np.arange(300)})["items"].values

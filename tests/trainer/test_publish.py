@@ -129,10 +129,7 @@ def test_dropped_rows_are_published_and_dropped(
 
 @pytest.mark.slow
 def test_commands_print_what_they_published_and_applied(
-    run: Path,
-    exported: Callable[[int], Path],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    run: Path, exported: Callable[[int], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     old, changes, new = (
         str(path) for path in (exported(8), tmp_path / "changes", tmp_path / "new")

@@ -24,10 +24,7 @@ from tests.trainer.test_replicas import agreed, status
 from trainer.agreement import LeaveOutcome, leave_outcome
 from trainer.elastic.exchange import SplitPlanner
 from trainer.elastic.launcher import LocalReplicas
-from trainer.elastic.membership import (
-    Lighthouse,
-    Member,
-)
+from trainer.elastic.membership import Lighthouse, Member
 from trainer.recovery import Drain, DrainInterrupt
 from trainer.run import read_ledger
 

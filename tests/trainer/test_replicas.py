@@ -17,13 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.errors import SchemaError
-from schemas.run_log import (
-    LEDGER,
-    METRICS,
-    LedgerEntry,
-    StepMetric,
-    read_metrics,
-)
+from schemas.run_log import LEDGER, METRICS, LedgerEntry, StepMetric, read_metrics
 from tests.trainer.faults import FaultInjector, Faults
 from tests.trainer.processes import hold
 from tests.trainer.stores import member_of

@@ -21,23 +21,9 @@ from schemas.storage import Location
 from tests.shared import with_long
 from tests.trainer.faults import Faults
 from tests.trainer.following_replicas import WAITS, FollowingReplicas
-from tests.trainer.growing import (
-    GROWING,
-    ONCE,
-    commit,
-    job,
-    make_versions,
-    versions,
-    whole,
-)
+from tests.trainer.growing import GROWING, ONCE, commit, job, make_versions, versions, whole
 from tests.trainer.make_dataset import change_root, write_job
-from tests.trainer.processes import (
-    ended,
-    num_steps,
-    started,
-    trained,
-    until,
-)
+from tests.trainer.processes import ended, num_steps, started, trained, until
 from tests.trainer.runs import assert_equal, checkpoint_at, run_job
 from tests.trainer.stores import kill_stores
 from trainer.elastic.context import read_rendezvous, write_rendezvous
@@ -88,10 +74,7 @@ FAULTS = {
     "the writer, in the first step of an extension": (Faults().kill(0, 12, "start"), CACHED),
     "the writer, before the first lines of an extension": (Faults().kill(0, 12, "committed"), {}),
     "one, before the last step that is known": (Faults().kill(1, 11, "exchanged"), CACHED),
-    "both, one after the other": (
-        Faults().kill(1, 12, "start").kill(0, 16, "computed"),
-        CACHED,
-    ),
+    "both, one after the other": (Faults().kill(1, 12, "start").kill(0, 16, "computed"), CACHED),
     "one is stopped, and then behind an extension": (Faults().stop(1, 11, 5.0), {}),
 }
 

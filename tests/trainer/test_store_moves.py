@@ -148,10 +148,7 @@ def test_move_without_a_process_that_trains_is_refused(
 
 @pytest.mark.slow
 def test_slots_move_while_rows_are_written_and_clients_follow(tmp_path: Path) -> None:
-    one, two = (
-        start_store(tmp_path / "one", *SMALL),
-        start_store(tmp_path / "two", *SMALL),
-    )
+    one, two = (start_store(tmp_path / "one", *SMALL), start_store(tmp_path / "two", *SMALL))
     with running(one, two):
         writer = Writer(group_over(one.address)["items"])
         for _ in range(20):

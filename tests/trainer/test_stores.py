@@ -32,9 +32,7 @@ SIZES = {
 
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES.keys())
-def test_row_map_is_a_dict(
-    sizes: Callable[[int], list[int]],
-) -> None:
+def test_row_map_is_a_dict(sizes: Callable[[int], list[int]]) -> None:
     rng = np.random.default_rng(0)
     found, reference = RowMap(), {}
     for step in range(60):

@@ -25,11 +25,7 @@ from tests.trainer.test_draining import SEGMENT
 from tests.trainer.test_replica_leaving import NEVER_SEC
 from tests.trainer.test_replicas import status
 from trainer.diff import compare_runs
-from trainer.elastic.membership import (
-    MAX_DEPARTED,
-    Lighthouse,
-    connect_lighthouse,
-)
+from trainer.elastic.membership import MAX_DEPARTED, Lighthouse, connect_lighthouse
 from trainer.elastic.peer_state import PeerClient, PeerError, PeerServer
 from trainer.stores.remote.connection import Access
 

@@ -260,10 +260,7 @@ def test_store_that_loses_its_machine_takes_the_run_back_to_its_checkpoint(
 
 
 def test_replicas_find_stores_at_urls_and_go_back_when_one_loses_its_machine(
-    start: Callable[[int, str], StoreProcess],
-    undisturbed: Path,
-    url: str,
-    tmp_path: Path,
+    start: Callable[[int, str], StoreProcess], undisturbed: Path, url: str, tmp_path: Path
 ) -> None:
     first, second = (start(number, f"host-{number}") for number in range(2))
     job = job_at(url, tmp_path / "job", tmp_path / "host-0.token")

@@ -8,13 +8,7 @@ import numpy as np
 import pytest
 
 from schemas.errors import SchemaError
-from tests.trainer.stores import (
-    StoreProcess,
-    group_over,
-    record_of,
-    running,
-    start_store,
-)
+from tests.trainer.stores import StoreProcess, group_over, record_of, running, start_store
 from trainer.elastic.shared_rows import WriteBuffer
 from trainer.stores.api import BehindError, WriteBack
 
