@@ -28,7 +28,7 @@ from tests.documents import blocks, commands
 from tests.scheduler.small_job import paths_of
 from tests.trainer.faults import Faults
 from tests.trainer.make_dataset import make_dataset, write_job
-from tests.trainer.processes import children_of, ended, num_steps, started, until
+from tests.trainer.processes import children_of, num_steps, run_until, start_training, wait_for_end
 from tests.trainer.runs import SEGMENTS
 from tests.trainer.stores import running, start_store
 from trainer.stores.remote.wire import write_token
@@ -283,19 +283,19 @@ def test_run_with_stores_and_replicas_leaves_tokens_in_their_files_alone(tmp_pat
     dataset = make_dataset(tmp_path / "dataset", job, SEGMENTS)
     run, slowly = tmp_path / "run", Faults().pause(0, 0.1).pause(1, 0.1)
     more = ("--embedding", "cached", "--stores", "1")
-    process = started(job, dataset, run, "--replicas", "2", *more, faults=slowly)
-    until(process, lambda: num_steps(run) >= 3)
+    process = start_training(job, dataset, run, "--replicas", "2", *more, faults=slowly)
+    run_until(process, lambda: num_steps(run) >= 3)
     secrets = {path: (run / path).read_text().strip() for path in ("token", "store/token")}
     family = family_of(process.pid)
     assert len(family) >= 3
-    visible = [" ".join(command).encode() + environment_of(pid) for pid, command in family.items()]
+    texts = [" ".join(command).encode() + environment_of(pid) for pid, command in family.items()]
     hosts = {host for host, _ in sockets_of([process.pid, *family]).listening}
-    status, output = ended(process)
-    assert status == 0, output
+    status, stderr = wait_for_end(process)
+    assert status == 0, stderr
     assert hosts
     assert hosts <= LOOPBACK
     for path, secret in secrets.items():
         assert (run / path).stat().st_mode & 0o777 == 0o600
-        assert not any(secret.encode() in text for text in visible)
-        assert secret not in output
+        assert not any(secret.encode() in text for text in texts)
+        assert secret not in stderr
         assert files_with(secret, run) == [path]

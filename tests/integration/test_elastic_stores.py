@@ -17,15 +17,8 @@ from scheduler.controller.state import JobState
 from scheduler.drivers.children import ThisMachine
 from scheduler.drivers.driver import Driver, DriverOptions
 from scheduler.drivers.submit import submit
-from tests.integration.test_scheduled import (
-    check_bits,
-    command,
-    num_steps,
-    pid_of,
-    send,
-    write_jobs,
-)
-from tests.trainer.processes import hold
+from tests.integration.scheduled_jobs import check_run, num_steps, pid_of, send, write_jobs
+from tests.trainer.processes import suspend
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 
@@ -33,7 +26,7 @@ ONE_STORE = "store: {memory: 600MiB}\n    max_stores: 3"
 
 
 class Run:
-    """A driver whose job is told how many stores it wants."""
+    """A driver whose job gets a number of stores."""
 
     def __init__(self, driver: Driver, log: Log) -> None:
         self.driver, self.log = driver, log
@@ -65,7 +58,7 @@ def slowed(output: Path, name: str) -> Iterator[None]:
     def stop_often() -> None:
         with suppress(ProcessLookupError, FileNotFoundError):  # the trainer has ended
             while not ended.wait(0.05):
-                hold(pid)
+                suspend(pid)
                 ended.wait(0.5)
                 os.kill(pid, signal.SIGCONT)
 
@@ -99,10 +92,10 @@ def test_stores_of_a_job_become_more_and_fewer_and_its_bits_stay(
     demo.write_text(text.replace("num_samples: 12000", "num_samples: 100000"))
     output = tmp_path / "out"
     output.mkdir()
-    said: list[str] = []
+    messages: list[str] = []
     submitted, place = submit(demo, {}, output, time.time())
     with Log(output / LOG) as log, ended_at_last(place.processes):
-        options = DriverOptions(output=output, tick_sec=1.0, progress=said.append)
+        options = DriverOptions(output=output, tick_sec=1.0, progress=messages.append)
         driver = Driver(options, ThisMachine(), log, {"demo": place})
         driver.begin([submitted], 8.0, 16 << 30)
         run = Run(driver, log)
@@ -125,7 +118,5 @@ def test_stores_of_a_job_become_more_and_fewer_and_its_bits_stay(
             assert place.stores.children()[0] == ["0"]
         assert not driver.is_done
         run.until(lambda: driver.is_done)
-    assert driver.state.jobs["demo"].phase == "finished", said[-5:]
-    verified = command(repository, "trainer", "verify", str(place.run))
-    assert verified.returncode == 0, verified.stderr
-    check_bits(repository, demo, place.folder, tmp_path / "undisturbed")
+    assert driver.state.jobs["demo"].phase == "finished", messages[-5:]
+    check_run(repository, demo, place.folder, tmp_path / "undisturbed")

@@ -20,9 +20,9 @@ from schemas.storage import Location
 from tests.conftest import REPOSITORY
 from tests.pipelines.appending import changed
 from tests.pipelines.logs import IN_PROCESS, age, write_log
-from tests.trainer.held import held_by
 from tests.trainer.make_dataset import change_root
-from tests.trainer.processes import ended, num_steps, started, trained, until
+from tests.trainer.paused import paused_at
+from tests.trainer.processes import num_steps, run_until, start_training, train_to_end, wait_for_end
 from trainer.diff import compare_runs
 from trainer.follow import FollowedDataset
 from trainer.options import TrainOptions
@@ -72,20 +72,20 @@ def test_follower_of_a_real_pipeline_killed_and_resumed_has_the_bits_of_one_on_t
 ) -> None:
     dataset, run, killed = (tmp_path / name for name in ("dataset", "run", "killed"))
     cached = ("--embedding", "cached", "--follow")
-    follower = started(job, dataset, run, *cached)  # before there is a dataset
+    follower = start_training(job, dataset, run, *cached)  # before there is a dataset
     builder = pipeline(job, logs, dataset)
-    until(builder, lambda: find_root(dataset) is not None)
-    victim = started(job, dataset, killed, *cached, module=held_by(tmp_path / "pipe", 7))
-    until(victim, lambda: num_steps(killed) == 8)
+    run_until(builder, lambda: find_root(dataset) is not None)
+    victim = start_training(job, dataset, killed, *cached, module=paused_at(tmp_path / "pipe", 7))
+    run_until(victim, lambda: num_steps(killed) == 8)
     victim.send_signal(signal.SIGKILL)
-    assert ended(victim)[0] == -signal.SIGKILL
-    resumed = started(job, dataset, killed, *cached, "--resume")
+    assert wait_for_end(victim)[0] == -signal.SIGKILL
+    resumed = start_training(job, dataset, killed, *cached, "--resume")
     assert builder.wait() == 0
     for process in (follower, resumed):
-        status, said = ended(process)
-        assert status == 0, said
+        status, stderr = wait_for_end(process)
+        assert status == 0, stderr
     assert read_dataset(dataset).sealed
-    trained(job, dataset, tmp_path / "whole")
+    train_to_end(job, dataset, tmp_path / "whole")
     for one in (run, killed):
         assert compare_runs(one, tmp_path / "whole").difference is None
         assert verify_run(one).problems == ()

@@ -14,19 +14,18 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 
-from scheduler.controller.events import Ended
-from scheduler.controller.log import LOG, read_log, replay
 from schemas.storage import Location
 from tests.cluster.fixtures import cluster, namespace
 from tests.cluster.servers import Cluster
 from tests.cluster.sockets import pids_with, sockets_of
-from tests.integration.test_scheduled import (
+from tests.integration.scheduled_jobs import (
     CACHE,
     SMALL,
     Scheduler,
-    check_bits,
-    command,
+    check_run,
+    ends_of,
     num_steps,
+    words_for,
     write_jobs,
 )
 from tests.object_store import Store
@@ -52,10 +51,15 @@ PATIENT = "\n  stores: {timeout: 3m}"
 """A store is away until its Pod is replaced, on a machine that has much else to do."""
 
 
-def write_cluster(
-    repository: Path, cluster: Cluster, namespace: str, folder: Path, store: Store
-) -> Path:
-    """Write the file of a cluster whose Pods are processes of this machine without a volume."""
+def cluster_options(
+    repository: Path,
+    cluster: Cluster,
+    namespace: str,
+    folder: Path,
+    store: Store,
+    storage: Location,
+) -> list[str]:
+    """Write the file of a cluster whose Pods are processes without a volume; return options."""
     credentials = {"metadata": {"name": "store"}, "stringData": store.environment}
     cluster.core().create_namespaced_secret(namespace, credentials)
     variables = {"PYTHONPATH": str(repository), "OMP_NUM_THREADS": "1"}
@@ -77,7 +81,8 @@ def write_cluster(
     }
     path = folder / "cluster.yaml"
     path.write_text(yaml.safe_dump(body))
-    return path
+    driver = ["--driver", "kubernetes", "--cluster", str(path)]
+    return [*driver, "--storage", str(storage), "--status", "off"]
 
 
 @pytest.fixture
@@ -105,18 +110,15 @@ def test_a_job_of_pods_that_are_lost_finishes_with_the_bits_of_an_undisturbed_on
     tmp_path: Path,
 ) -> None:
     (demo, _), output = write_jobs(repository, tmp_path), tmp_path / "out"
-    (tmp_path / "budget.yaml").write_text("cpus: 4\nmemory: 8GiB\n")
-    words = [str(demo), "--output", str(output), "--storage", str(storage)]
-    words += ["--driver", "kubernetes", "--budget", str(tmp_path / "budget.yaml")]
-    words += ["--status", "off", "--json", "--cluster"]
-    words.append(str(write_cluster(repository, cluster, namespace, tmp_path, s3_store)))
+    options = cluster_options(repository, cluster, namespace, tmp_path, s3_store, storage)
+    words = words_for(tmp_path, [demo], *options)
     api, run = cluster.core(), storage / "demo" / "run"
 
-    scheduler = Scheduler(repository, words, tmp_path / "said")
+    scheduler = Scheduler(repository, words, tmp_path / "first")
     scheduler.until(lambda: pod_of(cluster, namespace, "segment-0.1"))
     pod = pod_of(cluster, namespace, "segment-0.1")
     api.delete_namespaced_pod(pod.metadata.name, namespace, grace_period_seconds=1)
-    with held(str(storage), "--position\0003\0"):  # without it the run cannot end
+    with paused(str(storage), "--position\0003\0"):  # without it the run cannot end
         scheduler.until(lambda: num_steps(run) >= 2)
         coordinator = pod_of(cluster, namespace, "coordinator-0.1")
         body = {"metadata": {"name": coordinator.metadata.name}}
@@ -129,24 +131,20 @@ def test_a_job_of_pods_that_are_lost_finishes_with_the_bits_of_an_undisturbed_on
         scheduler.process.wait()
     cluster.add_node(store.spec.node_name)
 
-    scheduler = Scheduler(repository, words, tmp_path / "said-again")
+    scheduler = Scheduler(repository, words, tmp_path / "second")
     jobs = scheduler.result()
     assert jobs["demo"]["phase"] == "finished"
     assert not api.list_namespaced_pod(namespace).items
-    ends = [entry.event for entry in read_log(output / LOG) if isinstance(entry.event, Ended)]
-    told = {end.process: end for end in ends}
-    assert len(told) == len(ends), "each process ends once"
-    assert told["segment-0.1"].outcome == "lost"
-    assert told["segment-0.1"].detail == "deleted"
-    assert told["coordinator-0.1"].outcome == "left", "it was told before it was taken away"
-    assert told["store-0.1"].outcome == "lost", "and its rows with it"
-    assert not replay(output / LOG).differences
+    ends = {process: end for (_, process), end in ends_of(output).items()}
+    assert (ends["segment-0.1"].outcome, ends["segment-0.1"].detail) == ("lost", "deleted")
+    assert ends["coordinator-0.1"].outcome == "left", "it got a notice before the eviction"
+    assert ends["store-0.1"].outcome == "lost", "and its rows with it"
     check_run(repository, demo, storage / "demo", tmp_path / "undisturbed")
     assert not [path for path in output.rglob("*") if path.name in ("dataset", "run", "work")]
 
 
 @contextmanager
-def held(*texts: str) -> Iterator[None]:
+def paused(*texts: str) -> Iterator[None]:
     """Stop each process with these texts in its command as soon as it begins, until the end."""
     over, stopped = threading.Event(), set[int]()
 
@@ -158,12 +156,12 @@ def held(*texts: str) -> Iterator[None]:
                     stopped.add(pid)
 
     with ThreadPoolExecutor(1) as pool:
-        holding = pool.submit(stop)
+        stopping = pool.submit(stop)
         try:
             yield
         finally:
             over.set()
-            holding.result()
+            stopping.result()
             for pid in stopped:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGCONT)
@@ -178,13 +176,6 @@ def pids_of_command(*texts: str) -> list[int]:
             if all(text in words for text in texts):
                 found.append(int(folder.name))
     return found
-
-
-def check_run(repository: Path, job: Path, storage: Location, again: Path) -> None:
-    """Check that a job's run is whole and has the bits of one that nobody disturbs."""
-    verified = command(repository, "trainer", "verify", str(storage / "run"))
-    assert verified.returncode == 0, verified.stderr
-    check_bits(repository, job, storage, again)
 
 
 def write_job(repository: Path, folder: Path) -> Path:
@@ -250,17 +241,14 @@ def test_a_job_of_pods_with_addresses_of_their_own_loses_some_and_has_the_same_b
     tmp_path: Path,
 ) -> None:
     demo, output = write_job(repository, tmp_path), tmp_path / "out"
-    (tmp_path / "budget.yaml").write_text("cpus: 3.5\nmemory: 8GiB\n")
-    words = [str(demo), "--output", str(output), "--storage", str(storage)]
-    words += ["--driver", "kubernetes", "--budget", str(tmp_path / "budget.yaml")]
-    words += ["--status", "off", "--json", "--cluster"]
-    words.append(str(write_cluster(repository, cluster, namespace, tmp_path, s3_store)))
+    options = cluster_options(repository, cluster, namespace, tmp_path, s3_store, storage)
+    words = words_for(tmp_path, [demo], *options, cpus=3.5)
     api, run = cluster.core(), storage / "demo" / "run"
     watched = Watched(cluster, namespace, s3_store)
     address = storage / "demo" / "stores" / "0" / "address"
 
-    scheduler = Scheduler(repository, words, tmp_path / "said")
-    with held(str(storage), "--position\0003\0"):  # without it the run cannot end
+    scheduler = Scheduler(repository, words, tmp_path / "first")
+    with paused(str(storage), "--position\0003\0"):  # without it the run cannot end
         scheduler.until(lambda: num_steps(run) >= 2)
         (secret,) = api.list_namespaced_secret(namespace, label_selector="presage/job").items
         begun = [name for name in REACHED if watched.pids(name)]
@@ -280,10 +268,9 @@ def test_a_job_of_pods_with_addresses_of_their_own_loses_some_and_has_the_same_b
     token = base64.b64decode(secret.data["token"])
     for files in (Location.parse(output), storage):
         kept = [e.path for e in files.entries() if token in (files / e.path).read_bytes()]
-        assert not kept, "what only Pods of the job may know is in no file"
-    ends = [entry.event for entry in read_log(output / LOG) if isinstance(entry.event, Ended)]
-    told = {end.process: end.outcome for end in ends}
-    assert (told["store-0.1"], told["replica-1.1"]) == ("lost", "lost")
+        assert not kept, "the token is in no file"
+    ends = ends_of(output)
+    assert {ends["demo", process].outcome for process in ("store-0.1", "replica-1.1")} == {"lost"}
     check_run(repository, demo, storage / "demo", tmp_path / "undisturbed")
 
 

@@ -7,8 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -19,6 +17,7 @@ from schemas.dataset import open_dataset
 from schemas.storage import Location
 from tests.integration.days import DAYS, Site, make_site
 from tests.shared import make_once
+from tests.trainer.processes import run_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 ONE, TWO, THREE, FOUR = DAYS
@@ -38,12 +37,12 @@ def make_first(folder: Path, repository: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def calm(repository: Path) -> Site:
-    """Three days, the last two backfilled by one command that nobody disturbed."""
-    return Site(repository, make_once(make_calm, str(repository)))
+def undisturbed(repository: Path) -> Site:
+    """Three days, the last two backfilled by one undisturbed command."""
+    return Site(repository, make_once(make_undisturbed, str(repository)))
 
 
-def make_calm(folder: Path, repository: str) -> None:
+def make_undisturbed(folder: Path, repository: str) -> None:
     """Retrain three days, of which the first is done."""
     site = Site(Path(repository), make_once(make_first, repository)).copy(folder)
     done = site.retrain("--date", f"{ONE}..{THREE}", "--json")
@@ -51,45 +50,49 @@ def make_calm(folder: Path, repository: str) -> None:
     assert [found["status"] for found in json.loads(done.stdout)["days"].values()] == [0, 0, 0]
 
 
-def test_retrain_of_days_in_order_goes_on_from_each_day_and_promotes_the_last(calm: Site) -> None:
-    attempts, promoted = calm.state.attempts, calm.promoted
+def test_retrain_of_days_in_order_starts_from_each_day_and_promotes_the_last(
+    undisturbed: Site,
+) -> None:
+    attempts, promoted = undisturbed.state.attempts, undisturbed.promoted
     assert [a.base for a in attempts] == [None, f"{ONE}.1", f"{TWO}.1"]
-    assert [s.day for s in open_dataset(calm.root / "dataset").segments] == DAYS[:3]
+    assert [s.day for s in open_dataset(undisturbed.root / "dataset").segments] == DAYS[:3]
     assert (promoted["run"], promoted["date"]) == (f"{THREE}.1", THREE)
     for attempt in attempts:
-        verified = calm.run("trainer", "verify", str(calm.root / "runs" / attempt.run))
+        verified = undisturbed.run(
+            "trainer", "verify", str(undisturbed.root / "runs" / attempt.run)
+        )
         assert verified.returncode == 0, verified.stderr
-    again = calm.run(
-        *("trainer", "evaluate", str(calm.job), "--dataset", str(calm.root / "dataset"), "--json"),
-        *("--run", str(calm.root / "runs" / f"{THREE}.1"), "--segments", THREE),
+    again = undisturbed.run(
+        *(
+            "trainer",
+            "evaluate",
+            str(undisturbed.job),
+            "--dataset",
+            str(undisturbed.root / "dataset"),
+            "--json",
+        ),
+        *("--run", str(undisturbed.root / "runs" / f"{THREE}.1"), "--segments", THREE),
     )
     assert json.loads(again.stdout) == promoted["metrics"], again.stderr
     assert promoted["before"]["run"] == f"{TWO}.1"
     assert promoted["before"]["metrics"]["num_samples"] == promoted["metrics"]["num_samples"]
 
 
-def test_retrain_of_a_day_that_is_done_changes_nothing_and_says_so(calm: Site) -> None:
-    before = read_state(Location.parse(calm.root))
-    done = calm.retrain("--date", TWO)
+def test_retrain_of_a_day_that_is_done_changes_nothing_and_prints_so(undisturbed: Site) -> None:
+    before = read_state(Location.parse(undisturbed.root))
+    done = undisturbed.retrain("--date", TWO)
     assert (done.returncode, done.stdout) == (0, f"{TWO} is done: {TWO}.1 is promoted\n")
-    assert read_state(Location.parse(calm.root)) == before
+    assert read_state(Location.parse(undisturbed.root)) == before
 
 
-def test_retrain_list_shows_each_day(calm: Site) -> None:
-    table = calm.retrain("--list").stdout
+def test_retrain_list_shows_each_day(undisturbed: Site) -> None:
+    table = undisturbed.retrain("--list").stdout
     assert [line.split()[0] for line in table.splitlines()[1:]] == DAYS[:3]
-    listed = json.loads(calm.retrain("--list", "--json").stdout)
+    listed = json.loads(undisturbed.retrain("--list", "--json").stdout)
     assert listed["last_good"] == f"{THREE}.1"
     assert [run["ne"] for run in listed["runs"]] == [
-        a.results["evaluate"]["ne"] for a in calm.state.attempts
+        a.results["evaluate"]["ne"] for a in undisturbed.state.attempts
     ]
-
-
-def until(process: subprocess.Popen[bytes], condition: Callable[[], object]) -> None:
-    """Wait for a condition; the process must not end before."""
-    while not condition():
-        assert process.poll() is None, "the command ended too early"
-        time.sleep(0.01)
 
 
 def pids_of(site: Site, stage: str) -> set[int]:
@@ -110,16 +113,18 @@ KILLS: list[Kill] = [
 """The stage in which the command gets a signal, and whether its process is killed, too."""
 
 
-def disturb(site: Site, day: str, stage: str, sent: signal.Signals, *, child_too: bool) -> None:
-    """Begin a day, or go on with it, and send the command a signal in a stage."""
+def signal_in_stage(
+    site: Site, day: str, stage: str, sent: signal.Signals, *, child_too: bool
+) -> None:
+    """Begin a day, or continue it, and send the command a signal in a stage."""
     before = pids_of(site, f"{day}.1.{stage}")
-    with (site.folder / f"said-{day}-{stage}").open("wb") as said:
+    with (site.folder / f"log-{day}-{stage}").open("wb") as log:
         process = subprocess.Popen(
             site.command("scheduler", "retrain", str(site.job), "--date", day),
             env=site.environment,
-            stderr=said,
+            stderr=log,
         )
-    until(process, lambda: pids_of(site, f"{day}.1.{stage}") - before)
+    run_until(process, lambda: pids_of(site, f"{day}.1.{stage}") - before)
     (child,) = pids_of(site, f"{day}.1.{stage}") - before
     process.send_signal(sent)
     assert process.wait() == (143 if sent == signal.SIGTERM else -sent)
@@ -130,26 +135,26 @@ def disturb(site: Site, day: str, stage: str, sent: signal.Signals, *, child_too
 @pytest.mark.parametrize(
     "kills", [KILLS[1:3], pytest.param(KILLS, marks=pytest.mark.chaos)], ids=["two", "all"]
 )
-def test_retrain_that_is_killed_goes_on_with_the_same_bits(
-    kills: list[Kill], first: Site, calm: Site, tmp_path: Path
+def test_killed_retraining_continues_with_the_same_bits(
+    kills: list[Kill], first: Site, undisturbed: Site, tmp_path: Path
 ) -> None:
     site = first.copy(tmp_path)
     for stage, sent, child_too in kills:
-        disturb(site, TWO, stage, sent, child_too=child_too)
+        signal_in_stage(site, TWO, stage, sent, child_too=child_too)
     done = site.retrain("--date", TWO)
     assert done.returncode == 0, done.stderr
     run = f"runs/{TWO}.1"
-    same = site.run("trainer", "diff", str(site.root / run), str(calm.root / run))
+    same = site.run("trainer", "diff", str(site.root / run), str(undisturbed.root / run))
     assert same.returncode == 0, same.stdout + same.stderr
     assert [a.run for a in site.state.attempts] == [f"{ONE}.1", f"{TWO}.1"]
     metrics = [a.results["evaluate"] for a in site.state.attempts]
-    assert metrics == [a.results["evaluate"] for a in calm.state.attempts[:2]]
+    assert metrics == [a.results["evaluate"] for a in undisturbed.state.attempts[:2]]
 
 
 def test_retrain_of_a_corrected_day_begins_before_it_and_promotes_its_new_version(
-    calm: Site, tmp_path: Path
+    undisturbed: Site, tmp_path: Path
 ) -> None:
-    site = calm.copy(tmp_path)
+    site = undisturbed.copy(tmp_path)
     part = site.folder / "logs" / TWO / "part.parquet"
     pq.write_table(pq.read_table(part).slice(0, 1500), part)
     # Correct paths of the copy; the job names them relative to itself.
@@ -160,7 +165,7 @@ def test_retrain_of_a_corrected_day_begins_before_it_and_promotes_its_new_versio
     last = site.state.attempts[-1]
     assert (last.run, last.base) == (f"{TWO}.2", f"{ONE}.1")
     assert last.segments == tuple(s.id for s in segments[1:])
-    assert last.segment != calm.state.attempts[1].segment
+    assert last.segment != undisturbed.state.attempts[1].segment
     assert site.promoted["run"] == f"{TWO}.2"
     assert site.promoted["date"] == THREE
     again = site.retrain("--date", TWO, "--corrected")
@@ -168,9 +173,9 @@ def test_retrain_of_a_corrected_day_begins_before_it_and_promotes_its_new_versio
 
 
 def test_retrain_of_a_day_beyond_a_limit_leaves_the_pointer_and_ends_with_3(
-    calm: Site, tmp_path: Path
+    undisturbed: Site, tmp_path: Path
 ) -> None:
-    site = calm.copy(tmp_path)
+    site = undisturbed.copy(tmp_path)
     site.job.write_text(site.job.read_text().replace("max_ne: 3", "max_ne: 0.01"))
     before = (site.root / "PROMOTED").read_bytes()
     done = site.retrain("--date", FOUR)
@@ -184,10 +189,10 @@ def test_retrain_of_a_day_beyond_a_limit_leaves_the_pointer_and_ends_with_3(
     assert site.retrain("--date", FOUR).stderr == f"{line}\n"
 
 
-def test_retrain_of_a_day_without_logs_is_refused(calm: Site) -> None:
-    done = calm.retrain("--date", "2026-01-09")
+def test_retrain_of_a_day_without_logs_is_refused(undisturbed: Site) -> None:
+    done = undisturbed.retrain("--date", "2026-01-09")
     assert done.returncode == 1
     assert done.stderr == (
         "error: input of 2026-01-09 is no folder: "
-        f"{calm.folder / 'logs' / '2026-01-09'}; wait for the logs, or set --input\n"
+        f"{undisturbed.folder / 'logs' / '2026-01-09'}; wait for the logs, or set --input\n"
     )

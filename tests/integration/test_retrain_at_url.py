@@ -15,18 +15,19 @@ from scheduler.retrain.log import read_state
 from scheduler.retrain.records import State
 from schemas.storage import Location
 from tests.integration.days import DAYS, Site
-from tests.integration.test_retrain import make_calm, make_first, until
+from tests.integration.test_retrain import make_first, make_undisturbed
 from tests.object_store import Store
 from tests.shared import make_once
+from tests.trainer.processes import run_until
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 ONE, TWO, THREE, _ = DAYS
 
 
 @pytest.fixture(scope="module")
-def calm(repository: Path) -> Site:
-    """Three days on disk that nobody disturbed."""
-    return Site(repository, make_once(make_calm, str(repository)))
+def undisturbed(repository: Path) -> Site:
+    """Three undisturbed days on disk."""
+    return Site(repository, make_once(make_undisturbed, str(repository)))
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +71,9 @@ def start(site: Site, root: Location, host: Path, *words: str) -> subprocess.Pop
     host.mkdir(exist_ok=True)
     environment = site.environment | {"TMPDIR": str(host), "XDG_CACHE_HOME": str(host)}
     command = site.command("scheduler", "retrain", str(site.job), "--output", str(root), *words)
-    with (host / "said").open("ab") as said:
+    with (host / "log").open("ab") as log:
         return subprocess.Popen(
-            command, env=environment, stdout=said, stderr=said, start_new_session=True
+            command, env=environment, stdout=log, stderr=log, start_new_session=True
         )
 
 
@@ -101,38 +102,40 @@ def started_stages(root: Location, run: str) -> set[str]:
 
 
 def test_two_schedulers_of_one_root_come_to_what_one_comes_to(
-    calm: Site, root: Location, tmp_path: Path
+    undisturbed: Site, root: Location, tmp_path: Path
 ) -> None:
     hosts = [tmp_path / "a", tmp_path / "b"]
     days = [f"{ONE}..{TWO}", f"{ONE}..{THREE}"]
     while True:
-        both = [start(calm, root, h, "--date", d) for h, d in zip(hosts, days, strict=True)]
+        both = [start(undisturbed, root, h, "--date", d) for h, d in zip(hosts, days, strict=True)]
         statuses = [process.wait() for process in both]
-        said = [(host / "said").read_text() for host in hosts]
-        assert set(statuses) <= {0, 1}, said
-        for status, text in zip(statuses, said, strict=True):
+        logs = [(host / "log").read_text() for host in hosts]
+        assert set(statuses) <= {0, 1}, logs
+        for status, text in zip(statuses, logs, strict=True):
             assert status == 0 or "another retraining uses this root" in text, text
         if statuses == [0, 0]:
             break
     state = read_state(root)
-    assert results_of(state) == results_of(calm.state)
+    assert results_of(state) == results_of(undisturbed.state)
     assert state.last_good == f"{THREE}.1"
-    assert_same_promoted_run(calm, root)
+    assert_same_promoted_run(undisturbed, root)
 
 
 def test_scheduler_that_dies_is_continued_on_another_host(
-    calm: Site, root: Location, tmp_path: Path
+    undisturbed: Site, root: Location, tmp_path: Path
 ) -> None:
     for number, pause_sec in enumerate((2.0, 6.0, 10.0)):
-        process = start(calm, root, tmp_path / f"host-{number}", "--date", f"{ONE}..{TWO}")
+        process = start(undisturbed, root, tmp_path / f"host-{number}", "--date", f"{ONE}..{TWO}")
         time.sleep(pause_sec)
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         end_stages(tmp_path / f"host-{number}")
     last = tmp_path / "last"
-    process = start(calm, root, last, "--date", f"{ONE}..{TWO}")
-    assert process.wait() == 0, (last / "said").read_text()
-    expected = {day: result for day, result in results_of(calm.state).items() if day != THREE}
+    process = start(undisturbed, root, last, "--date", f"{ONE}..{TWO}")
+    assert process.wait() == 0, (last / "log").read_text()
+    expected = {
+        day: result for day, result in results_of(undisturbed.state).items() if day != THREE
+    }
     assert results_of(read_state(root)) == expected
 
 
@@ -151,13 +154,13 @@ def test_day_that_comes_late_waits_for_the_host_that_trains_a_later_one(
     late: Site, root: Location, tmp_path: Path
 ) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
-    assert start(late, root, a, "--date", ONE).wait() == 0, (a / "said").read_text()
+    assert start(late, root, a, "--date", ONE).wait() == 0, (a / "log").read_text()
     first = start(late, root, a, "--date", THREE)
-    until(first, lambda: "train" in started_stages(root, f"{THREE}.1"))
+    run_until(first, lambda: "train" in started_stages(root, f"{THREE}.1"))
     assert start(late, root, b, "--date", TWO).wait() == 1
-    assert "another retraining uses this root" in (b / "said").read_text()
-    assert first.wait() == 0, (a / "said").read_text()
-    assert start(late, root, b, "--date", TWO).wait() == 0, (b / "said").read_text()
+    assert "another retraining uses this root" in (b / "log").read_text()
+    assert first.wait() == 0, (a / "log").read_text()
+    assert start(late, root, b, "--date", TWO).wait() == 0, (b / "log").read_text()
     state = read_state(root)
     assert state.promoted == late.state.promoted == (f"{ONE}.1", f"{THREE}.1", f"{TWO}.1")
     assert results_of(state) == results_of(late.state)
@@ -171,11 +174,11 @@ def test_rollback_while_a_day_trains_on_another_host_is_one_before_that_day(
     a, b = tmp_path / "a", tmp_path / "b"
     assert start(rolled_back, root, a, "--date", f"{ONE}..{TWO}").wait() == 0
     trains = start(rolled_back, root, a, "--date", THREE)
-    until(trains, lambda: stage in started_stages(root, f"{THREE}.1"))
+    run_until(trains, lambda: stage in started_stages(root, f"{THREE}.1"))
     withdraws = start(rolled_back, root, b, "--rollback", f"{TWO}.1")
-    assert withdraws.wait() == 0, (b / "said").read_text()
+    assert withdraws.wait() == 0, (b / "log").read_text()
     assert json.loads((root / "PROMOTED").read_bytes())["run"] == f"{ONE}.1"
-    assert trains.wait() == 0, (a / "said").read_text()
+    assert trains.wait() == 0, (a / "log").read_text()
     state = read_state(root)
     assert state.promoted == (f"{ONE}.1", f"{THREE}.2")
     closed, last = state.of_day(THREE)

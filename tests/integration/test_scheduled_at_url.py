@@ -4,17 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.controller.events import Ended
-from scheduler.controller.log import LOG, read_log, replay
 from schemas.storage import Location
-from tests.integration.test_scheduled import (
+from tests.integration.scheduled_jobs import (
     Scheduler,
-    check_bits,
-    command,
-    held,
+    check_run,
+    ends_of,
     num_steps,
+    paused,
     pid_of,
     send,
+    words_for,
     write_jobs,
 )
 from tests.object_store import Store
@@ -30,13 +29,11 @@ def test_jobs_at_a_url_whose_processes_are_killed_finish_with_the_bits_of_undist
     storage = Location.parse(f"{s3_store.new_url()}/scheduled")
     demo, urgent = write_jobs(repository, tmp_path)
     output = tmp_path / "out"
-    (tmp_path / "budget.yaml").write_text("cpus: 4\nmemory: 8GiB\n")
-    words = [str(demo), str(urgent), "--output", str(output), "--storage", str(storage)]
-    words += ["--budget", str(tmp_path / "budget.yaml"), "--json", "--status", "off"]
+    words = words_for(tmp_path, [demo, urgent], "--storage", str(storage), "--status", "off")
 
-    scheduler = Scheduler(repository, words, tmp_path / "said")
-    with held(output, "demo", "segment-3.1"):  # without it the run cannot end
-        with held(output, "urgent", "segment-3.1"):
+    scheduler = Scheduler(repository, words, tmp_path / "first")
+    with paused(output, "demo", "segment-3.1"):  # without it the run cannot end
+        with paused(output, "urgent", "segment-3.1"):
             scheduler.until(lambda: num_steps(storage / "urgent" / "run") >= 2)
             send(output, "urgent", "replica-1.1")
             scheduler.until(lambda: pid_of(output, "urgent", "replica-1.2"))
@@ -47,20 +44,14 @@ def test_jobs_at_a_url_whose_processes_are_killed_finish_with_the_bits_of_undist
         scheduler.process.kill()
         scheduler.process.wait()
 
-    jobs = Scheduler(repository, words, tmp_path / "said-again").result()
+    jobs = Scheduler(repository, words, tmp_path / "second").result()
     assert {name: job["phase"] for name, job in jobs.items()} == {
         "demo": "finished",
         "urgent": "finished",
     }
-    ends = [entry.event for entry in read_log(output / LOG) if isinstance(entry.event, Ended)]
-    told = {(end.job, end.process): end.outcome for end in ends}
-    assert len(told) == len(ends), "each process ends once"
+    ends = ends_of(output)
     killed = {("urgent", "replica-1.1"), ("demo", "coordinator-0.1"), ("demo", "store-1.1")}
-    assert {told[process] for process in killed} == {"lost"}
-    assert not replay(output / LOG).differences
+    assert {ends[process].outcome for process in killed} == {"lost"}
     assert not list(output.glob("*/work")), "copies are removed"
     for job in (demo, urgent):
-        folder = storage / job.stem
-        verified = command(repository, "trainer", "verify", str(folder / "run"))
-        assert verified.returncode == 0, verified.stderr
-        check_bits(repository, job, folder, tmp_path / f"undisturbed-{job.stem}")
+        check_run(repository, job, storage / job.stem, tmp_path / f"undisturbed-{job.stem}")

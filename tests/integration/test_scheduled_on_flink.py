@@ -13,8 +13,8 @@ import pytest
 from pipelines.cli import main as pipelines
 from scheduler.controller.log import LOG, replay
 from tests.flink import ask, flink, needs_flink, runner_file
+from tests.integration.scheduled_jobs import Scheduler, send, words_for
 from tests.integration.small_demo import write_small_demo
-from tests.integration.test_scheduled import Scheduler, send
 from tests.pipelines.logs import bytes_of
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
@@ -63,8 +63,8 @@ def held_slot(about: dict[str, Any], folder: Path) -> Iterator[Path]:
     release = folder / "release"
     options = [o for o in about["options"] if not o.startswith("--parallelism")]
     words = [str(release), *options, "--parallelism=1", "--job_name=somebody-else"]
-    with (folder / "holder").open("wb") as said:
-        holder = subprocess.Popen([sys.executable, "-c", HOLDER, *words], stdout=said, stderr=said)
+    with (folder / "holder").open("wb") as log:
+        holder = subprocess.Popen([sys.executable, "-c", HOLDER, *words], stdout=log, stderr=log)
         try:
             while ask(about["rest"], "/overview")["slots-available"] == SLOTS:
                 assert holder.poll() is None, (folder / "holder").read_text()
@@ -103,16 +103,14 @@ def test_job_on_a_cluster_that_is_shared_waits_in_its_queue_and_builds_the_same_
 ) -> None:
     job, log = write_job(repository, tmp_path)
     output = tmp_path / "out"
-    (tmp_path / "budget.yaml").write_text("cpus: 8\nmemory: 16GiB\n")
-    words = [str(job), "--input", str(log), "--output", str(output), "--status", "off", "--json"]
-    words += ["--budget", str(tmp_path / "budget.yaml")]
+    words = words_for(tmp_path, [job], "--input", str(log), "--status", "off", cpus=8)
     with (
         flink("session", repository, tmp_path / "flink", SLOTS) as about,
         held_slot(about, tmp_path) as release,
     ):
         rest = about["rest"]
         words += ["--runner", str(runner_file(about, tmp_path / "runner.yaml", 2))]
-        scheduler = Scheduler(repository, words, tmp_path / "said")
+        scheduler = Scheduler(repository, words, tmp_path / "scheduler")
         # The first attempt is killed while its job runs: the job outlives it, and is cancelled.
         scheduler.until(lambda: any(j["tasks"]["running"] for j in jobs_of(rest, "segment-0-1-")))
         send(output, "demo", "segment-0.1")

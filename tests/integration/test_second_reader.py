@@ -259,7 +259,7 @@ def test_join_of_the_star_gives_back_the_log(log: Path, segment: Path) -> None:
     assert joined.select(original.columns).sort(key).equals(original.sort(key))
 
 
-def test_blocks_are_in_training_order_and_cut_as_said(segment: Path) -> None:
+def test_blocks_are_in_training_order_and_cut_as_specified(segment: Path) -> None:
     blocks = blocks_of(segment)
     keys = [(b["split"] == "evaluation", b["window"], b["block"]) for b in blocks]
     assert keys == sorted(keys)

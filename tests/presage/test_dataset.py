@@ -257,7 +257,7 @@ def test_loader_takes_selected_days(path: Path) -> None:
     assert sorted(found) == sorted(times)
 
 
-def test_head_without_torch_says_what_to_install(
+def test_head_without_torch_names_what_to_install(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "presage.loader", None)

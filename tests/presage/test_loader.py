@@ -274,7 +274,7 @@ def test_resumed_at_random_points_gives_the_same_batches_at_any_world_size(num_p
             assert rest == steps[point:], (point, before, world_size)
 
 
-def test_a_state_names_the_last_batch_and_the_next_iteration_begins_anew() -> None:
+def test_state_names_the_last_batch_and_the_next_iteration_starts_from_the_beginning() -> None:
     running = loader(epochs=1)
     assert running.state_dict()["step"] == -1
     batch = None

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.trainer.elsewhere import there
+from tests.trainer.fake_device import to_fake_device
 from tests.trainer.runs import reference_run, small_dataset
 
 
@@ -37,7 +37,7 @@ def uploads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
     def upload(block: torch.Tensor, device: torch.device) -> torch.Tensor:
         shapes.append(tuple(block.shape))
-        return there(block)
+        return to_fake_device(block)
 
     for where in ("trainer.device.upload", "trainer.embedding.device.upload"):
         monkeypatch.setattr(where, upload)

@@ -1,4 +1,4 @@
-"""Trainings in processes of their own, to be signalled."""
+"""Trainers as processes, which tests start, stop and signal."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from schemas.run_log import METRICS
 from schemas.storage import Location
@@ -26,7 +27,7 @@ def with_keys(job: Path, keys: str) -> Path:
     return job
 
 
-def started(
+def start_training(
     job: Path | Location,
     dataset: Path,
     run: Path | str,
@@ -50,29 +51,29 @@ def started(
     )
 
 
-def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """Wait for the end; return the status and what was said on stderr."""
+def wait_for_end(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """Wait for the end of a process; return its status and stderr."""
     try:
-        _, said = process.communicate(timeout=PATIENCE)
+        _, stderr = process.communicate(timeout=PATIENCE)
     except subprocess.TimeoutExpired:
         process.kill()
         raise
-    return process.returncode, said
+    return process.returncode, stderr
 
 
-def trained(job: Path | Location, dataset: Path, run: Path | str, *arguments: str) -> None:
+def train_to_end(job: Path | Location, dataset: Path, run: Path | str, *arguments: str) -> None:
     """Train to the end."""
-    status, said = ended(started(job, dataset, run, *arguments))
-    assert status == 0, said
+    status, stderr = wait_for_end(start_training(job, dataset, run, *arguments))
+    assert status == 0, stderr
 
 
-def until(process: subprocess.Popen[str], happened: Callable[[], bool]) -> None:
-    """Wait until something has happened while a process runs."""
+def run_until(process: subprocess.Popen[Any], condition: Callable[[], object]) -> None:
+    """Wait for a condition while a process runs."""
     deadline = time.monotonic() + PATIENCE
-    while not happened():
+    while not condition():
         if process.poll() is not None or time.monotonic() > deadline:
             process.kill()
-            raise AssertionError(f"never happened: {process.communicate()}")
+            raise AssertionError(f"condition was not met: {process.communicate()}")
         time.sleep(0.01)
 
 
@@ -83,7 +84,7 @@ def num_steps(run: Path) -> int:
 
 
 def wait_for(condition: Callable[[], object]) -> None:
-    """Wait until something is so."""
+    """Wait for a condition."""
     deadline = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
@@ -91,18 +92,18 @@ def wait_for(condition: Callable[[], object]) -> None:
 
 
 def is_gone(pid: int) -> bool:
-    """Tell whether a process has ended; one of this test's own children may be unwaited."""
+    """Return whether a process has ended; a child of this test may be unwaited."""
     return _state_of(pid) in ("Z", None)
 
 
-def hold(pid: int) -> None:
+def suspend(pid: int) -> None:
     """Stop a process: when this returns, none of its threads runs any more."""
     os.kill(pid, signal.SIGSTOP)
     wait_for(lambda: is_stopped(pid))
 
 
 def is_stopped(pid: int) -> bool:
-    """Tell whether all threads of a process are held by a signal."""
+    """Return whether all threads of a process are stopped by a signal."""
     tasks = Path(f"/proc/{pid}/task").iterdir()
     return all(_state_in(task / "stat") == "T" for task in tasks)
 
@@ -120,8 +121,8 @@ def children_of(pid: int) -> dict[int, list[str]]:
     """Return the ids of the children of a process, and their command lines."""
     tasks = Path(f"/proc/{pid}/task").glob("[0-9]*")
     children = [int(child) for task in tasks for child in _read(task / "children").split()]
-    found = [*children, *forked_children(pid)]
-    return {child: _read(Path(f"/proc/{child}/cmdline")).split("\0") for child in found}
+    pids = [*children, *forked_children(pid)]
+    return {child: _read(Path(f"/proc/{child}/cmdline")).split("\0") for child in pids}
 
 
 def forked(pid: int, name: str) -> list[int]:
@@ -137,7 +138,7 @@ def forked(pid: int, name: str) -> list[int]:
 
 
 def _read(path: Path) -> str:
-    """Return what the kernel tells; nothing where its thread or process has just ended."""
+    """Read a file of the kernel; nothing where its thread or process has just ended."""
     try:
         return path.read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):

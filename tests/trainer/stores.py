@@ -19,7 +19,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.trainer.processes import children_of, hold
+from tests.trainer.processes import children_of, suspend
 from trainer.elastic.membership import Membership, ReplicaOptions
 from trainer.stores.api import Records, Store, TableLayout, WriteBack
 from trainer.stores.remote.client import RemoteStore, open_remote_store
@@ -133,7 +133,7 @@ def kill_stores(run: Path, *numbers: int, forget: bool = False) -> None:
 def kill_store(pid: int, directory: Path | None = None) -> None:
     """Kill a store, with its directory: that is gone before another store is started in it."""
     if directory is not None:
-        hold(pid)
+        suspend(pid)
         shutil.rmtree(directory, ignore_errors=True)
     os.kill(pid, signal.SIGKILL)
 

@@ -1,4 +1,4 @@
-"""What is wrong with values, runs and folders is said in one line, never by a loss of nothing."""
+"""Wrong values, runs and folders are refused in one line."""
 
 import os
 import re
@@ -140,7 +140,7 @@ def test_train_into_a_file_is_one_line(
     assert capsys.readouterr().err.strip() == error
 
 
-def test_batch_that_differs_from_the_index_is_said_or_refused_with_both_numbers(
+def test_batch_size_other_than_that_of_the_index_is_logged_or_refused(
     job: Path, dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = job.read_text().partition("train:")

@@ -96,7 +96,7 @@ def copied_of(run: Path) -> list[int]:
 
 
 @pytest.mark.slow
-def test_everything_is_saved_while_another_holds_the_place_and_beside_again_then(
+def test_everything_is_saved_while_another_process_holds_the_memory_and_beside_training_later(
     folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     replica = OneReplica(folder, tmp_path / "run")
@@ -118,7 +118,7 @@ def test_everything_is_saved_while_another_holds_the_place_and_beside_again_then
     assert not replica.memory.exists()
 
 
-def test_who_writes_no_longer_gives_the_place_to_who_does(folder: Path, tmp_path: Path) -> None:
+def test_former_writer_releases_the_memory_to_the_next_one(folder: Path, tmp_path: Path) -> None:
     first, second = OneReplica(folder, tmp_path / "run"), OneReplica(folder, tmp_path / "run")
     first.train(range(0, 9), writes=True)
     second.train(range(0, 9), writes=False)
@@ -135,7 +135,7 @@ def test_who_writes_no_longer_gives_the_place_to_who_does(folder: Path, tmp_path
     assert not first.memory.exists()
 
 
-def test_who_joined_after_the_newest_checkpoint_saves_everything_once(
+def test_replica_that_joined_after_the_newest_checkpoint_saves_everything_once(
     folder: Path, tmp_path: Path
 ) -> None:
     first, second = OneReplica(folder, tmp_path / "run"), OneReplica(folder, tmp_path / "run")

@@ -15,7 +15,7 @@ import pytest
 
 from schemas.errors import SchemaError
 from tests.trainer.make_dataset import write_job
-from tests.trainer.processes import children_of, hold, is_gone, wait_for
+from tests.trainer.processes import children_of, is_gone, suspend, wait_for
 from tests.trainer.runs import (
     assert_equal,
     bits_of,
@@ -75,7 +75,7 @@ def switch_of_agent() -> Iterator[Callable[[], None]]:
     def switch() -> None:
         if not stopped:
             stopped.extend(agents_of(os.getpid()))
-            hold(stopped[0])
+            suspend(stopped[0])
         else:
             os.kill(stopped.pop(), signal.SIGCONT)
 
@@ -95,7 +95,7 @@ def kill_after_the_copy(job: Path, run: Path, *options: str) -> int:
     trainer = start_trainer(job, run, *options)
     wait_for(lambda: agents_of(trainer.pid) or trainer.poll() is not None)
     (agent,) = agents_of(trainer.pid)
-    hold(agent)
+    suspend(agent)
     wait_for(lambda: has_copied(run) or trainer.poll() is not None)
     assert steps_of(run) == []
     trainer.kill()
@@ -171,7 +171,7 @@ def test_agent_that_is_killed_is_replaced_and_its_copy_is_written(tmp_path: Path
     trainer = start_trainer(job_of(tmp_path, memory), run)
     wait_for(lambda: agents_of(trainer.pid) or trainer.poll() is not None)
     (agent,) = agents_of(trainer.pid)
-    hold(agent)
+    suspend(agent)
     wait_for(lambda: has_copied(run) or trainer.poll() is not None)
     os.kill(agent, signal.SIGKILL)
     assert trainer.wait() == 0

@@ -329,7 +329,7 @@ def test_checkpoint_that_a_delta_adds_to_must_be_there(tmp_path: Path) -> None:
         write_snapshot(tmp_path / "checkpoints", snapshot, keep=1)
 
 
-def test_memory_of_a_run_is_claimed_when_nobody_holds_it(tmp_path: Path) -> None:
+def test_memory_of_a_run_is_claimed_when_no_process_holds_it(tmp_path: Path) -> None:
     path = memory_path(tmp_path, tmp_path / "run")
     assert path != memory_path(tmp_path, tmp_path / "other")
     assert claim_memory(path) is None
@@ -379,7 +379,7 @@ def test_what_a_newer_checkpoint_supersedes_is_dropped(tmp_path: Path) -> None:
     assert RowPart(checkpoints / "00000009" / "items").records.state.tolist() == [[2]]
 
 
-def test_who_holds_the_checkpoints_is_not_waited_for_for_ever(
+def test_holder_of_the_checkpoints_lock_is_not_waited_for_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(manifests, "LOCK_SEC", 0.1)

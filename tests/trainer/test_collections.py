@@ -213,7 +213,7 @@ def test_keyed_tensor_in_another_order_regroups_like_torchrecs() -> None:
     assert torch.equal(ours(sparse)["item"], ours(sparse).to_dict()["item"])
 
 
-def test_two_looks_before_one_way_back_lose_no_update() -> None:
+def test_two_look_ups_before_one_backward_pass_lose_no_update() -> None:
     tables = bag_tables("sum")
     both = EmbeddingBagCollection(tables, optimizer=config_of("sgd"))
     one = EmbeddingBagCollection(tables, optimizer=config_of("sgd"))
@@ -244,7 +244,7 @@ def test_rows_that_move_after_a_look_up_lose_no_update() -> None:
     assert torch.equal(rows_of(both, "items", rows), rows_of(one, "items", rows))
 
 
-def test_looking_without_gradients_makes_and_changes_no_row() -> None:
+def test_look_up_without_gradients_creates_and_changes_no_row() -> None:
     collection = EmbeddingBagCollection(bag_tables("mean"))
     with torch.no_grad():
         assert not collection(keyed(lists_of(0), unique=True)).values().requires_grad
@@ -253,7 +253,7 @@ def test_looking_without_gradients_makes_and_changes_no_row() -> None:
 
 
 @pytest.mark.parametrize("kind", [EmbeddingBagCollection, EmbeddingCollection])
-def test_state_dict_goes_on_where_training_was(kind: Any, tmp_path: Path) -> None:
+def test_state_dict_continues_training(kind: Any, tmp_path: Path) -> None:
     tables: Any = bag_tables("mixed") if kind is EmbeddingBagCollection else list_tables()
 
     def train(collection: Any, steps: range) -> None:

@@ -36,12 +36,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 def test_cached_and_plain_run_are_equal(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["diff", str(runs / "plain"), str(runs / "cached"), "--json"]) == 0
-    said = capsys.readouterr()
-    found = json.loads(said.out)
+    output = capsys.readouterr()
+    found = json.loads(output.out)
     assert found["difference"] is None
-    assert said.err == f"equal: yes, 4 steps, {found['num_rows']} rows\n"
+    assert output.err == f"equal: yes, 4 steps, {found['num_rows']} rows\n"
     assert main(["diff", str(runs / "plain"), str(runs / "cached")]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == said.err.strip()
+    assert capsys.readouterr().out.splitlines()[-1] == output.err.strip()
     assert found["num_steps"] == 4
     assert found["num_tensors"] > 8
     assert found["num_rows"] > 100

@@ -20,7 +20,13 @@ from schemas.errors import SchemaError
 from schemas.run_log import SUMMARY, read_summary
 from schemas.storage import Location
 from tests.trainer.device_jobs import MODELS, with_device
-from tests.trainer.elsewhere import DEVICE, Elsewhere, MixedDevicesError, OnElsewhere, there
+from tests.trainer.fake_device import (
+    DEVICE,
+    DeviceMode,
+    DeviceTensor,
+    MixedDevicesError,
+    to_fake_device,
+)
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import assert_same_bits, losses_of, parts_of, reader_of, run_job
 from trainer.components import build_components, order_of, uses_shared_features
@@ -73,7 +79,7 @@ def test_every_tensor_of_a_batch_is_moved(expanded: bool, dataset: Path, tmp_pat
     assert to_device(parts, torch.device("cpu")) is parts
 
 
-def test_device_that_is_not_there_is_refused_before_anything_starts(
+def test_missing_device_is_refused_before_anything_starts(
     dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
@@ -90,7 +96,7 @@ def test_device_that_is_not_there_is_refused_before_anything_starts(
 
 
 @pytest.fixture
-def elsewhere(monkeypatch: pytest.MonkeyPatch, uploads: list[tuple[int, ...]]) -> None:
+def fake_device(monkeypatch: pytest.MonkeyPatch, uploads: list[tuple[int, ...]]) -> None:
     """Let `train.device: cuda` mean that device."""
 
     def named(name: str) -> torch.device:
@@ -102,7 +108,7 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch, uploads: list[tuple[int, ...]]) -
     save = torch.save
 
     def from_here(state: Any, file: Any) -> None:  # a GPU's tensors are saved as they are
-        save(tree_map(lambda t: t.cpu() if isinstance(t, Elsewhere) else t, state), file)
+        save(tree_map(lambda t: t.cpu() if isinstance(t, DeviceTensor) else t, state), file)
 
     monkeypatch.setattr("torch.save", from_here)
     for where in (
@@ -116,20 +122,20 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch, uploads: list[tuple[int, ...]]) -
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.usefixtures("fake_device")
 @pytest.mark.parametrize(
     ("model", "embedding"),
     [*((model, "plain") for model in MODELS.values()), (MODELS["dlrm"], "cached")],
     ids=[*MODELS, "dlrm, cached"],
 )
-def test_run_elsewhere_meets_no_tensor_of_the_processor(
+def test_run_on_a_device_mixes_in_no_tensor_of_the_processor(
     model: str, embedding: str, few: Path, tmp_path: Path
 ) -> None:
     cpu = write_job(tmp_path / "cpu", model=model)
     run_job(cpu, few, tmp_path / "run-cpu", embedding=embedding)
     cuda = with_device(write_job(tmp_path / "cuda", model=model), "cuda")
     run = tmp_path / "run-cuda"
-    with OnElsewhere() as mode:
+    with DeviceMode() as mode:
         run_job(cuda, few, run, embedding=embedding, steps=2)
         summary = run_job(cuda, few, run, embedding=embedding, resume=True)
         found = evaluate_run(cuda, Location.parse(few), run)
@@ -140,7 +146,7 @@ def test_run_elsewhere_meets_no_tensor_of_the_processor(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.usefixtures("fake_device")
 @pytest.mark.parametrize(
     ("policy", "rows", "files"),
     [
@@ -149,12 +155,12 @@ def test_run_elsewhere_meets_no_tensor_of_the_processor(
         ("belady", "310", "mmap"),
     ],
 )
-def test_rows_cached_there_have_the_bits_of_rows_copied_in_each_step(
+def test_rows_cached_on_the_device_have_the_bits_of_rows_copied_in_each_step(
     policy: str, rows: str, files: str, few: Path, tmp_path: Path
 ) -> None:
     changes = {"policy": policy, "rows": rows, "files": files, "lookahead": "2"}
     job = with_device(write_job(tmp_path / "job", every_steps="2", **changes), "cuda")
-    with OnElsewhere():
+    with DeviceMode():
         run_job(job, few, tmp_path / "plain", embedding="plain")
         run_job(job, few, tmp_path / "cached", embedding="cached", steps=3)
         summary = run_job(job, few, tmp_path / "cached", embedding="cached", resume=True)
@@ -164,14 +170,14 @@ def test_rows_cached_there_have_the_bits_of_rows_copied_in_each_step(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.usefixtures("fake_device")
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
 def test_step_waits_for_the_loss_and_for_its_rows_alone(
     model: str, few: Path, tmp_path: Path, uploads: list[tuple[int, ...]]
 ) -> None:
     job_path = with_device(write_job(tmp_path / "job", model=model), "cuda")
     job = load_job(job_path)
-    with OnElsewhere() as mode:
+    with DeviceMode() as mode:
         components = parts_of(job_path, few)
         reader = reader_of(job_path, few, find_shared=uses_shared_features(job.train))
         batch = None
@@ -189,7 +195,7 @@ def test_step_waits_for_the_loss_and_for_its_rows_alone(
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.usefixtures("fake_device")
 @pytest.mark.parametrize("model", MODELS.values(), ids=MODELS.keys())
 def test_microbatches_of_a_replica_have_the_sums_of_the_processors(
     model: str, few: Path, tmp_path: Path, uploads: list[tuple[int, ...]]
@@ -198,14 +204,14 @@ def test_microbatches_of_a_replica_have_the_sums_of_the_processors(
     config, components = load_job(job_path).train, parts_of(job_path, few)
     spec = spec_of(open_dataset(few), config.dtype)
     reader = reader_of(job_path, few, find_shared=uses_shared_features(config))
-    with OnElsewhere() as mode:
+    with DeviceMode() as mode:
         device_worker = DeviceMicrobatchWorker(components, spec, config, DEVICE)
     with MicrobatchWorker(components.model, components.embedding) as worker:
         for train_step in range(3):
             opened = reader.read_microbatches(train_step)
             components.embedding.open(opened)
             total = worker.compute(opened).total()
-            with OnElsewhere() as mode:
+            with DeviceMode() as mode:
                 uploads.clear()
                 device_tree = device_worker.compute(opened)
             found = device_tree.total()
@@ -233,7 +239,7 @@ def span_of(job: Job, dataset: Dataset) -> Span:
 
 
 @pytest.mark.slow
-@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.usefixtures("fake_device")
 def test_replica_that_joins_computes_a_step_with_initial_rows(few: Path, tmp_path: Path) -> None:
     job_path = with_device(write_job(tmp_path / "job"), "cuda")
     job, dataset = load_job(job_path), open_dataset(few)
@@ -247,7 +253,7 @@ def test_replica_that_joins_computes_a_step_with_initial_rows(few: Path, tmp_pat
         perf_counter,
         is_replica=True,
     )
-    with OnElsewhere(), StepCompute(context, PhaseTimer(perf_counter)) as compute:
+    with DeviceMode(), StepCompute(context, PhaseTimer(perf_counter)) as compute:
         compute.warm_up(0)
         first = compute.compute(0, range(context.num_microbatches(0))).total()
     with MicrobatchWorker(components.model, components.embedding) as worker:
@@ -265,9 +271,9 @@ def test_launcher_without_a_device_sizes_copies_for_replicas_that_have_one(
     assert copy_bytes_of(on_device, span, 0) == copy_bytes_of(job, span, 0) > 0
 
 
-def test_elsewhere_refuses_what_a_gpu_would() -> None:
-    x = there(torch.ones(3))
-    with OnElsewhere(), pytest.raises(MixedDevicesError):
+def test_fake_device_refuses_what_a_gpu_would() -> None:
+    x = to_fake_device(torch.ones(3))
+    with DeviceMode(), pytest.raises(MixedDevicesError):
         torch.add(x, torch.ones(3))
     with pytest.raises((RuntimeError, TypeError)):
         x.numpy()
@@ -323,14 +329,14 @@ def test_all_tables_at_once_equal_one_after_the_other(
     rows = draw_rows(batch, seed)
     arenas = {table: ArenaRows(values, values[:, :0]) for table, values in rows.items()}
     one = MicrobatchLookups(batch, arenas, None, mean=mean)
-    with OnElsewhere():
+    with DeviceMode():
         moved = move_batch(batch, ModelConfig(), DEVICE)
-        both = DeviceLookups(moved, there(torch.cat(list(rows.values()))), mean=mean)
+        both = DeviceLookups(moved, to_fake_device(torch.cat(list(rows.values()))), mean=mean)
         assert both.keys == one.keys
         expected, found = one.pool(), both.pool()
         factor = torch.rand_like(expected)
         torch.testing.assert_close(found.cpu(), expected, rtol=1e-12, atol=1e-12)
-        loss, there_loss = (expected * factor).sum(), (found * there(factor)).sum()
+        loss, there_loss = (expected * factor).sum(), (found * to_fake_device(factor)).sum()
         if not weighted:
             entries, offsets = one.unpooled("both", "f1")
             there_entries, there_offsets = both.unpooled("both", "f1")
@@ -350,9 +356,9 @@ def test_unique_tuples_have_the_vectors_of_one_table_after_the_other(seed: int) 
     rows = draw_rows(batch, seed)
     arenas = {table: ArenaRows(values, values[:, :0]) for table, values in rows.items()}
     one = MicrobatchLookups(batch, arenas, None, mean=True)
-    with OnElsewhere():
+    with DeviceMode():
         moved = move_batch(batch, ModelConfig(), DEVICE)
-        both = DeviceLookups(moved, there(torch.cat(list(rows.values()))), mean=True)
+        both = DeviceLookups(moved, to_fake_device(torch.cat(list(rows.values()))), mean=True)
         expected, found = one.unique(), both.unique()
         assert expected.keys() == found.keys()
         for feature, vectors in expected.items():
@@ -369,10 +375,10 @@ def test_number_of_operators_does_not_grow_with_tables_and_features() -> None:
     for num_features in (4, 40):
         batch = draw_batch(num_features, 1, grouped=False, weighted=False)
         values = torch.cat(list(draw_rows(batch, 1).values()))
-        with OnElsewhere() as mode:
+        with DeviceMode() as mode:
             moved = move_batch(batch, ModelConfig(), DEVICE)
             mode.calls.clear()
-            lookups = DeviceLookups(moved, there(values), mean=True)
+            lookups = DeviceLookups(moved, to_fake_device(values), mean=True)
             lookups.pool().sum().backward()
             lookups.sum_gradients()
         views = {"view", "slice", "detach", "alias", "expand", "unsqueeze", "squeeze", "select"}

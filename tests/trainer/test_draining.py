@@ -15,9 +15,16 @@ import pytest
 from schemas.layout import SEGMENTS
 from schemas.run_log import CHECKPOINTS, RUN_FILE, SUMMARY
 from tests.trainer.growing import commit
-from tests.trainer.held import held_by, let_go
 from tests.trainer.make_dataset import make_dataset, write_job
-from tests.trainer.processes import ended, num_steps, started, trained, until, with_keys
+from tests.trainer.paused import paused_at, resumed
+from tests.trainer.processes import (
+    num_steps,
+    run_until,
+    start_training,
+    train_to_end,
+    wait_for_end,
+    with_keys,
+)
 from tests.trainer.runs import assert_equal
 from trainer.checkpoint.load import newest_checkpoint
 from trainer.diff import compare_runs
@@ -43,7 +50,7 @@ def dataset(job: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def whole(job: Path, dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A plain run that was left alone."""
     run = tmp_path_factory.mktemp("whole") / "run"
-    trained(job, dataset, run)
+    train_to_end(job, dataset, run)
     return run
 
 
@@ -56,7 +63,7 @@ MODES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("arguments", "number"), MODES.values(), ids=MODES.keys())
-def test_run_that_is_asked_to_end_saves_its_last_step_and_goes_on_with_the_same_bits(
+def test_run_that_is_asked_to_end_saves_its_last_step_and_continues_with_the_same_bits(
     arguments: tuple[str, ...],
     number: signal.Signals,
     job: Path,
@@ -65,37 +72,37 @@ def test_run_that_is_asked_to_end_saves_its_last_step_and_goes_on_with_the_same_
     tmp_path: Path,
 ) -> None:
     run, pipe = tmp_path / "run", tmp_path / "pipe"
-    held = held_by(pipe, 2)
-    process = started(job, dataset, run, *arguments, own_group=True, module=held)
-    until(process, lambda: num_steps(run) == 3)
+    held = paused_at(pipe, 2)
+    process = start_training(job, dataset, run, *arguments, own_group=True, module=held)
+    run_until(process, lambda: num_steps(run) == 3)
     os.killpg(process.pid, number)  # as a terminal does: to all of the group
-    with let_go(pipe):
-        status, said = ended(process)
+    with resumed(pipe):
+        status, stderr = wait_for_end(process)
     step = num_steps(run)
-    assert status == 0, said
+    assert status == 0, stderr
     message = f"{number.name}: stopped at step {step}; continue {run} with --resume"
-    assert said.splitlines()[-1] == message
+    assert stderr.splitlines()[-1] == message
     newest = newest_checkpoint(run)
     assert newest is not None
     assert int(newest.name) == step < num_steps(whole)
     assert not (run / SUMMARY).exists()
-    trained(job, dataset, run, *arguments, "--resume")
+    train_to_end(job, dataset, run, *arguments, "--resume")
     assert_equal(run, whole)
 
 
 @pytest.mark.slow
-def test_run_that_is_asked_to_end_at_its_start_leaves_one_that_goes_on(
+def test_run_that_is_asked_to_end_at_its_start_can_be_continued(
     job: Path, dataset: Path, whole: Path, tmp_path: Path
 ) -> None:
     run, pipe = tmp_path / "run", tmp_path / "pipe"
-    process = started(job, dataset, run, module=held_by(pipe, 40))  # at the latest
-    until(process, (run / RUN_FILE).exists)
+    process = start_training(job, dataset, run, module=paused_at(pipe, 40))  # at the latest
+    run_until(process, (run / RUN_FILE).exists)
     process.send_signal(signal.SIGTERM)
-    with let_go(pipe):
-        status, said = ended(process)
-    assert status == 0, said
-    assert "SIGTERM: stopped " in said
-    trained(job, dataset, run, "--resume")
+    with resumed(pipe):
+        status, stderr = wait_for_end(process)
+    assert status == 0, stderr
+    assert "SIGTERM: stopped " in stderr
+    train_to_end(job, dataset, run, "--resume")
     assert compare_runs(run, whole).difference is None
 
 
@@ -107,45 +114,47 @@ def test_run_that_is_asked_to_end_while_it_evaluates_has_all_its_steps(tmp_path:
     content = path.read_bytes()
     fifo_for(path)  # of evaluation alone: there the run waits
     run = tmp_path / "run"
-    process = started(job, dataset, run)
-    until(process, lambda: waits_for_a_pipe(process.pid))
+    process = start_training(job, dataset, run)
+    run_until(process, lambda: waits_for_a_pipe(process.pid))
     process.send_signal(signal.SIGTERM)
     os.close(os.open(path, os.O_WRONLY))  # a file that is being opened is waited for
-    status, said = ended(process)
-    assert status == 0, said
-    assert said.splitlines()[-1] == f"SIGTERM: all steps are trained; evaluate {run} with --resume"
+    status, stderr = wait_for_end(process)
+    assert status == 0, stderr
+    assert (
+        stderr.splitlines()[-1] == f"SIGTERM: all steps are trained; evaluate {run} with --resume"
+    )
     assert newest_checkpoint(run) == run / CHECKPOINTS / "00000002"
     assert not (run / SUMMARY).exists()
     path.unlink()
     path.write_bytes(content)
-    trained(job, dataset, run, "--resume")
+    train_to_end(job, dataset, run, "--resume")
     assert (run / SUMMARY).exists()
 
 
 @pytest.mark.slow
-def test_run_that_waits_for_the_pipeline_ends_when_asked_and_goes_on_later(tmp_path: Path) -> None:
+def test_run_that_waits_for_segments_ends_when_asked_and_continues_later(tmp_path: Path) -> None:
     job = write_job(tmp_path / "job", epochs="1")
     version = make_dataset(tmp_path / "first", job, SEGMENT)
     run, dataset = tmp_path / "run", tmp_path / "dataset"
     arguments = ("--embedding", "cached", "--follow")
-    process = started(job, dataset, run, *arguments, "--json")
+    process = start_training(job, dataset, run, *arguments, "--json")
     assert process.stderr is not None
     assert process.stderr.readline() == f"waiting at step 0: {dataset} does not exist yet\n"
     process.send_signal(signal.SIGTERM)
-    output, said = process.communicate()
-    assert (process.returncode, said) == (0, "SIGTERM: nothing was started\n")
+    output, stderr = process.communicate()
+    assert (process.returncode, stderr) == (0, "SIGTERM: nothing was started\n")
     assert output == '{"stopped": "SIGTERM", "message": "nothing was started"}\n'
     assert not run.exists()
     commit(version, dataset)
-    process = started(job, dataset, run, *arguments, "--resume")
-    until(process, lambda: num_steps(run) == 32)
+    process = start_training(job, dataset, run, *arguments, "--resume")
+    run_until(process, lambda: num_steps(run) == 32)
     assert process.stderr is not None
     assert process.stderr.readline().startswith("waiting at step 32: 1 segments are committed")
     process.send_signal(signal.SIGTERM)
-    assert ended(process)[0] == 0
+    assert wait_for_end(process)[0] == 0
     commit(make_dataset(tmp_path / "last", job, [*SEGMENT, [(300, 0)]], sealed=True), dataset)
-    trained(job, dataset, run, *arguments, "--resume")
-    trained(job, dataset, tmp_path / "whole")
+    train_to_end(job, dataset, run, *arguments, "--resume")
+    train_to_end(job, dataset, tmp_path / "whole")
     assert compare_runs(run, tmp_path / "whole").difference is None
 
 
@@ -162,18 +171,18 @@ def with_a_fifo(dataset: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_second_signal_ends_the_process_as_it_stands(job: Path, tmp_path: Path) -> None:
+def test_second_signal_ends_the_process_at_once(job: Path, tmp_path: Path) -> None:
     dataset = with_a_fifo(make_dataset(tmp_path / "dataset", job, SEGMENT))
     run = tmp_path / "run"
-    process = started(job, dataset, run)
-    until(process, lambda: waits_for_a_pipe(process.pid))
+    process = start_training(job, dataset, run)
+    run_until(process, lambda: waits_for_a_pipe(process.pid))
     process.send_signal(signal.SIGTERM)
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(1)  # the batch in hand never comes
     while process.poll() is None:  # two that are not taken yet are one
         process.send_signal(signal.SIGTERM)
         time.sleep(0.1)
-    assert ended(process)[0] == 128 + signal.SIGTERM
+    assert wait_for_end(process)[0] == 128 + signal.SIGTERM
 
 
 OPENING = ("wait_for_partner", "fifo_open")
@@ -190,20 +199,20 @@ def waits_for_a_pipe(pid: int) -> bool:
 
 
 @pytest.mark.slow
-def test_run_that_cannot_end_in_time_says_where_it_hangs(tmp_path: Path) -> None:
+def test_run_that_cannot_end_in_time_prints_where_it_hangs(tmp_path: Path) -> None:
     job = with_keys(write_job(tmp_path / "job", **EPOCHS), "limits: {drain: 2s}")
     dataset = with_a_fifo(make_dataset(tmp_path / "dataset", job, SEGMENT))
     run = tmp_path / "run"
-    process = started(job, dataset, run)
-    until(process, lambda: waits_for_a_pipe(process.pid))
+    process = start_training(job, dataset, run)
+    run_until(process, lambda: waits_for_a_pipe(process.pid))
     process.send_signal(signal.SIGTERM)
-    status, said = ended(process)
-    assert status == 4, said
+    status, stderr = wait_for_end(process)
+    assert status == 4, stderr
     assert re.fullmatch(
         r"error: phase must end within 2 s, got phase='drain', step=0, rank='0' after \d+\.\d s, "
         r"in phase='read'; see what each thread waits for in .*/stacks-0.txt, raise "
         r"train.limits.drain if it is only slow, and continue with --resume",
-        said.splitlines()[-1],
+        stderr.splitlines()[-1],
     )
 
 
@@ -225,7 +234,7 @@ def test_signal_interrupts_only_where_nothing_can_be_lost() -> None:
     assert asked == ["once"]
 
 
-def test_handlers_are_given_back() -> None:
+def test_handlers_are_restored() -> None:
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     drain = Drain()
     with drain.handle_signals():

@@ -193,7 +193,7 @@ def suppressed(function: Any, *arguments: Any) -> None:
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("seed", SEEDS)
-def test_drawn_faults_of_stores_do_not_show(
+def test_drawn_faults_of_stores_change_no_row(
     seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(members_module, "_DESCRIBE_SEC", 0.3)

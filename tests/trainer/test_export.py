@@ -151,7 +151,7 @@ def refused(exported: Path, capsys: pytest.CaptureFixture[str], *words: str) -> 
     return line
 
 
-def test_export_of_no_run_or_checkpoint_says_what_to_do(
+def test_export_without_a_run_or_checkpoint_is_refused_with_advice(
     exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = exported / "run"

@@ -204,7 +204,7 @@ class FakeClient:
             raise pa.ArrowInvalid("FlightClient is closed")
         return [fl.Result(pa.py_buffer(b"{}"))]
 
-    def go_on(self) -> None:
+    def let_fail(self) -> None:
         self._failed.set()
 
     def close(self) -> None:
@@ -219,7 +219,7 @@ def test_call_that_fails_leaves_another_one_alone(monkeypatch: pytest.MonkeyPatc
         second = pool.submit(peer.action_once, "second", {}, PATIENCE)
         with pytest.raises(StoreUnavailableError, match="the store is gone"):
             peer.action_once("first", {}, PATIENCE)
-        client.go_on()
+        client.let_fail()
         assert second.result() == {}
 
 
@@ -240,7 +240,7 @@ def test_write_to_a_store_slower_than_the_time_out_fails_in_one_line_and_can_be_
 
 
 @pytest.mark.slow
-def test_store_over_tls_answers_who_trusts_its_certificate(tmp_path: Path) -> None:
+def test_store_over_tls_answers_clients_with_its_certificate(tmp_path: Path) -> None:
     chain, key = make_certificate(tmp_path)
     files = ("--tls-cert", str(chain), "--tls-key", str(key))
     with running(start_store(tmp_path / "store", *files)) as (process,):

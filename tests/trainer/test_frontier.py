@@ -88,7 +88,7 @@ class Member:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(12))
-def test_members_take_segments_in_at_the_same_step_whoever_sees_them_first(
+def test_members_are_extended_at_the_same_step_whoever_reads_a_segment_first(
     seed: int, versions: list[Path], tmp_path: Path
 ) -> None:
     chance = np.random.default_rng(seed)
@@ -135,7 +135,7 @@ def waiting(versions: list[Path], tmp_path: Path) -> Member:
     return found
 
 
-def test_who_has_begun_a_step_that_others_do_not_know_is_started_again(waiting: Member) -> None:
+def test_member_with_a_step_that_others_do_not_know_is_restarted(waiting: Member) -> None:
     frontier, state = waiting.frontier, waiting.frontier.state
     until = frontier.span.horizon.end_step
     assert frontier.advance(frontier.visible, until, waiting.extend)
@@ -146,7 +146,7 @@ def test_who_has_begun_a_step_that_others_do_not_know_is_started_again(waiting: 
         frontier.on_commit(FIRST, until + 1, waiting.settle, waiting.extend)
 
 
-def test_who_knows_other_than_the_writer_is_started_again(waiting: Member) -> None:
+def test_member_that_differs_from_the_writer_is_restarted(waiting: Member) -> None:
     before = waiting.frontier.state
     waiting.frontier.on_commit(waiting.frontier.visible, 12, waiting.settle, waiting.extend)
     waiting.frontier.check(FIRST, waiting.frontier.state)
@@ -210,7 +210,7 @@ def test_run_over_growing_segments_trains_each_step_once_and_ends(
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=1, max_size=5))
-def test_what_is_agreed_is_known_to_all_whatever_their_order(
+def test_agreed_extent_is_known_to_all_in_any_order(
     states: list[tuple[int, bool]],
 ) -> None:
     known = [DatasetExtent(num_segments=n, sealed=f) for n, f in states]

@@ -175,7 +175,9 @@ def test_log_refuses_a_plan_that_leaves_written_rows_out(tmp_path: Path) -> None
         log.fetch(6, {"items": np.array([5, 9])})
 
 
-def test_log_on_a_full_disk_refuses_by_name_and_goes_on_when_there_is_room(tmp_path: Path) -> None:
+def test_log_on_a_full_disk_refuses_by_name_and_continues_when_there_is_room(
+    tmp_path: Path,
+) -> None:
     log = log_in(tmp_path, 4, 0)
     log.write(0, back_of(list(range(10)), [6] * 10))
     path = tmp_path / "bucket-0-00000001.bin"

@@ -12,7 +12,7 @@ from schemas.storage import Location
 from tests.fork_server import without_forking
 from tests.trainer.device_jobs import MODELS, with_device
 from tests.trainer.make_dataset import write_job
-from tests.trainer.processes import trained
+from tests.trainer.processes import train_to_end
 from tests.trainer.runs import assert_same_bits, losses_of, parts_of, reader_of, run_job
 from trainer.components import uses_shared_features
 from trainer.data.collate import move_batch
@@ -61,7 +61,7 @@ def test_forked_processes_have_the_losses_of_one_process(
     run_job(both["cpu"], dataset, tmp_path / "one")
     run = tmp_path / "forked"
     with without_forking():  # beside CUDA's thread the fork server of the tests refuses to fork
-        trained(both["cuda"], dataset, run, *arguments)
+        train_to_end(both["cuda"], dataset, run, *arguments)
     np.testing.assert_allclose(losses_of(run), losses_of(tmp_path / "one"), rtol=1e-10)
     found, expected = read_summary(run / SUMMARY).ne, read_summary(tmp_path / "one" / SUMMARY).ne
     assert found == pytest.approx(expected, rel=1e-9)

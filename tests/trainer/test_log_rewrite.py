@@ -232,7 +232,7 @@ def test_rewrite_on_a_full_disk_leaves_the_old_log(tmp_path: Path) -> None:
     shard.close()
 
 
-def test_rewrite_is_given_up_when_the_shard_is_closed(
+def test_rewrite_is_cancelled_when_the_shard_is_closed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shard, closed = opened(tmp_path / "store"), list[Iterator[None]]()
@@ -284,7 +284,7 @@ def write_log(path: Path, payloads: list[bytes]) -> list[int]:
 
 
 @given(payloads=st.lists(st.binary(max_size=60), max_size=6), data=st.data())
-def test_log_cut_anywhere_replays_its_whole_records_and_goes_on(
+def test_log_cut_anywhere_replays_its_whole_records_and_continues(
     payloads: list[bytes], data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = tmp_path_factory.mktemp("log") / "log.bin"

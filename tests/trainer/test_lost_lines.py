@@ -145,7 +145,7 @@ def test_lines_that_reach_no_checkpoint_are_refused_and_the_advice_works(
     assert_equal(stopped, reference)
 
 
-def test_resume_without_a_checkpoint_says_what_is_trained_again(
+def test_resume_without_a_checkpoint_logs_what_is_trained_again(
     job: Path, dataset: Path, stopped: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     shutil.rmtree(stopped / CHECKPOINTS)

@@ -94,13 +94,13 @@ def test_verify_counts_every_sample_of_every_epoch(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["verify", str(run), "--json"]) == 0
-    said = capsys.readouterr()
-    found = json.loads(said.out)
-    assert said.err == "verify: ok, 5898 samples, 96 steps\n"
+    output = capsys.readouterr()
+    found = json.loads(output.out)
+    assert output.err == "verify: ok, 5898 samples, 96 steps\n"
     assert found["num_samples"] == found["num_expected_samples"] == 6 * 983
     assert found["problems"] == []
     assert main(["verify", str(run)]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == said.err.strip()
+    assert capsys.readouterr().out.splitlines()[-1] == output.err.strip()
 
 
 LEDGERS = {
@@ -131,9 +131,9 @@ def test_verify_refuses_a_ledger_in_which(
     lines = (tmp_path / LEDGER).read_text().splitlines()
     (tmp_path / LEDGER).write_text("".join(f"{line}\n" for line in change(lines)))
     assert main(["verify", str(tmp_path), "--json"]) == 1
-    said = capsys.readouterr()
-    problems = [f"{each}; {advice}" for each in json.loads(said.out)["problems"]]
-    assert said.err.splitlines() == [*problems, f"verify: {pluralize(len(problems), 'problem')}"]
+    output = capsys.readouterr()
+    problems = [f"{each}; {advice}" for each in json.loads(output.out)["problems"]]
+    assert output.err.splitlines() == [*problems, f"verify: {pluralize(len(problems), 'problem')}"]
     assert problems[0] == f"{message}; {advice}"
 
 

@@ -146,7 +146,9 @@ def written(left: str, right: str) -> str:
 
 
 @given(st.integers(1, 40), st.lists(st.integers(1, 39), max_size=5), st.randoms())
-def test_who_adds_what_does_not_show(num_leaves: int, cuts: list[int], chance: random.Random):
+def test_sum_does_not_depend_on_who_adds_what(
+    num_leaves: int, cuts: list[int], chance: random.Random
+):
     edges = sorted({0, num_leaves, *(c for c in cuts if c < num_leaves)})
     total: Tree[str] = Tree(num_leaves, written)
     received: list[tuple[Node, str]] = []
@@ -185,7 +187,7 @@ def test_threads_add_at_once():
     assert len(totals) == 1
 
 
-def test_what_is_missing_or_twice_is_said():
+def test_missing_and_repeated_leaves_are_refused():
     tree: Tree[int] = Tree(3, lambda a, b: a + b)
     tree.add(Node(0, 0), 1)
     with pytest.raises(ValueError, match="leaves are missing: the tree has 3"):

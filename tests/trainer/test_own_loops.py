@@ -38,7 +38,7 @@ def job_tables() -> list[EmbeddingBagConfig]:
     ]
 
 
-def test_batches_of_the_reader_train_alike_with_and_without_what_it_found(
+def test_batches_train_alike_with_and_without_the_look_ups_of_the_reader(
     dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = write_job(tmp_path / "job", dtype="float32")
@@ -157,7 +157,7 @@ def test_weighted_run_deduplicated_has_the_losses_of_expanded(
     np.testing.assert_allclose(unique, expanded, rtol=1e-10)
 
 
-def test_weighted_collection_takes_what_the_reader_found(
+def test_weighted_collection_uses_the_look_ups_of_the_reader(
     weighted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = write_job(tmp_path / "job", weights=WEIGHTS, dtype="float32")

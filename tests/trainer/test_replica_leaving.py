@@ -15,7 +15,7 @@ import pytest
 from schemas.run_log import LEDGER, SUMMARY
 from tests.trainer.faults import Faults
 from tests.trainer.make_dataset import make_dataset, write_job
-from tests.trainer.processes import ended, num_steps, started, trained, until
+from tests.trainer.processes import num_steps, run_until, start_training, train_to_end, wait_for_end
 from tests.trainer.replica_runs import run_replicas
 from tests.trainer.runs import assert_equal, steps_of
 from tests.trainer.stores import member_of
@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("leaving")
     job = write_job(folder, **EPOCHS)
     make_dataset(folder / "dataset", job, SEGMENT)
-    trained(job, folder / "dataset", folder / "alone")
+    train_to_end(job, folder / "dataset", folder / "alone")
     return folder
 
 
@@ -91,7 +91,7 @@ def test_run_whose_replicas_all_leave_one_by_one_continues(folder: Path, tmp_pat
     assert interrupt.value.message == (
         f"stopped at step {num_steps(run)}; continue {run} with --resume"
     )
-    trained(folder / "job.yaml", folder / "dataset", run, "--resume", "--replicas", "2")
+    train_to_end(folder / "job.yaml", folder / "dataset", run, "--resume", "--replicas", "2")
     assert_equal(run, folder / "alone")
 
 
@@ -102,10 +102,10 @@ def test_replicas_that_are_asked_to_end_agree_on_their_last_step_and_save_it(
     run, job = tmp_path / "run", folder / "job.yaml"
     slow = Faults().pause(0, 0.02).pause(1, 0.02).pause(2, 0.02)  # 256 steps take seconds
     more = ("--replicas", "3")
-    process = started(job, folder / "dataset", run, *more, own_group=True, faults=slow)
-    until(process, lambda: num_steps(run) >= 3)
+    process = start_training(job, folder / "dataset", run, *more, own_group=True, faults=slow)
+    run_until(process, lambda: num_steps(run) >= 3)
     os.killpg(process.pid, number)
-    status, messages = ended(process)
+    status, messages = wait_for_end(process)
     step = num_steps(run)
     assert status == 0, messages
     message = f"{number.name}: stopped at step {step}; continue {run} with --resume"
@@ -113,7 +113,7 @@ def test_replicas_that_are_asked_to_end_agree_on_their_last_step_and_save_it(
     assert all(f"replica {n} stopped at step" in messages for n in range(3))
     assert steps_of(run)[-1] == step < num_steps(folder / "alone")
     assert not (run / SUMMARY).exists()
-    trained(job, folder / "dataset", run, "--resume")
+    train_to_end(job, folder / "dataset", run, "--resume")
     assert_equal(run, folder / "alone")
 
 
@@ -127,7 +127,7 @@ def test_replicas_that_are_asked_to_end_before_their_first_step_leave_a_run_that
             job, run, dataset=dataset, drain=drain, on_start=lambda _: drain.ask("SIGTERM")
         )
     assert interrupt.value.message.startswith("stopped at step 0; ")
-    trained(job, folder / "dataset", run, "--resume", "--replicas", "2")
+    train_to_end(job, folder / "dataset", run, "--resume", "--replicas", "2")
     assert_equal(run, folder / "alone")
 
 

@@ -56,7 +56,7 @@ def serving(certificate: Certificate | None) -> Iterator[PeerServer]:
         server.shutdown()
 
 
-def test_sums_go_over_tls_to_who_trusts_the_certificate_and_has_the_token(tmp_path: Path) -> None:
+def test_sums_are_sent_over_tls_to_peers_with_the_certificate_and_the_token(tmp_path: Path) -> None:
     certificate = make_certificate(tmp_path)
     trusting = replace(ACCESS, certificates=certificate[0].read_bytes())
     with serving(certificate) as server:

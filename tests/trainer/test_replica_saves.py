@@ -17,7 +17,7 @@ from schemas.run_log import CHECKPOINTS
 from tests.shared import with_long
 from tests.trainer.faults import Faults
 from tests.trainer.make_dataset import write_job
-from tests.trainer.processes import agents_of_run, hold, is_gone, is_stopped, wait_for
+from tests.trainer.processes import agents_of_run, is_gone, is_stopped, suspend, wait_for
 from tests.trainer.replica_runs import run_replicas
 from tests.trainer.runs import assert_equal, checkpoint_at, run_job, small_dataset, steps_of
 from trainer import run_checkpoints
@@ -104,12 +104,12 @@ class StoppedAgent:
         """Stop the agent of a run while it has a copy to write."""
         wait_for(lambda: agents_of_run(run))
         [self.agent] = agents_of_run(run)
-        hold(self.agent)
+        suspend(self.agent)
         while not (waiting := unwritten_of(run)):
             # Stopped between the end of a checkpoint and its answer, there is no next copy.
             os.kill(self.agent, signal.SIGCONT)
             time.sleep(0.002)
-            hold(self.agent)
+            suspend(self.agent)
         [self.step] = waiting
         arguments = Path(f"/proc/{self.agent}/cmdline").read_text().split("\0")
         self.writer = int(arguments[arguments.index("--parent") + 1])

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from schemas.errors import SchemaError
 from schemas.run_log import LEDGER, METRICS, LedgerEntry, StepMetric, read_metrics
 from tests.trainer.faults import FaultInjector, Faults
-from tests.trainer.processes import hold
+from tests.trainer.processes import suspend
 from tests.trainer.stores import member_of
 from trainer.agreement import Agreement, Member, ReplicaStatus
 from trainer.compute import smooth_speed
@@ -75,7 +75,7 @@ def agreed(step: int, number: int = 1, **members: ReplicaStatus) -> Agreement:
     )
 
 
-def test_all_replicas_split_alike_and_anew_without_one_that_is_lost() -> None:
+def test_all_replicas_split_alike_and_again_without_a_lost_one() -> None:
     shares = {name: SplitPlanner(name) for name in "abc"}
     first = agreed(0, a=status(speed=1.0), b=status(speed=1.0), c=status(speed=2.0))
     split = {"a": range(2), "b": range(2, 4), "c": range(4, 8)}
@@ -91,7 +91,7 @@ def test_all_replicas_split_alike_and_anew_without_one_that_is_lost() -> None:
     assert shares["b"].own_range(3) == range(4, 8)
 
 
-def test_a_replica_slowed_by_half_has_half_within_ten_steps() -> None:
+def test_replica_slowed_by_half_has_half_within_ten_steps() -> None:
     shares = {name: SplitPlanner(name) for name in "ab"}
     speeds: dict[str, float | None] = {"a": None, "b": None}
     done: list[dict[str, range]] = []
@@ -114,7 +114,7 @@ def test_microbatches_that_two_replicas_computed_are_split_anew() -> None:
         }
 
 
-def test_who_is_there_longest_writes_and_who_is_behind_does_not() -> None:
+def test_oldest_member_writes_unless_it_is_behind() -> None:
     members = {
         "a": Member(name="a", step=4, status=status(since=3)),
         "b": Member(name="b", step=4, status=status(since=1)),
@@ -212,7 +212,7 @@ def test_a_replica_that_joins_remembers_the_lines_that_are_not_durable(tmp_path:
     assert [m.step for m in read_metrics(tmp_path / METRICS)] == list(range(5))
 
 
-def test_a_writer_that_does_not_know_the_next_step_says_so(tmp_path: Path) -> None:
+def test_writer_that_does_not_know_the_next_step_is_refused(tmp_path: Path) -> None:
     for name in (METRICS, LEDGER):
         (tmp_path / name).touch()
     writer = LogWriter(tmp_path)
@@ -237,7 +237,7 @@ def test_microbatches_take_longer_by_a_factor_and_by_seconds_until_a_step(tmp_pa
     assert FaultInjector(faults, 2, tmp_path).delay_sec(0, 4, 0.5) == 0.0
 
 
-def test_one_member_agrees_with_itself_and_leaves_nobody_to_wait_for() -> None:
+def test_one_member_agrees_with_itself_and_is_not_waited_for_later() -> None:
     with (
         Lighthouse("127.0.0.1", 0, 0.5) as lighthouse,
         member_of(lighthouse.address, "a", "token", 0.5, 10.0) as member,
@@ -248,7 +248,7 @@ def test_one_member_agrees_with_itself_and_leaves_nobody_to_wait_for() -> None:
 
 
 @pytest.mark.slow
-def test_nobody_to_meet_is_said_within_the_time() -> None:
+def test_missing_peer_is_reported_within_the_time() -> None:
     meeting = MeetingStore("127.0.0.1", 1.0)
     group = GlooGroup("127.0.0.1", 1.0, 1.0)
     with pytest.raises(LostPeerError, match="members must meet"):
@@ -276,7 +276,7 @@ def two_groups(timeout_sec: float) -> tuple[GlooGroup, GlooGroup]:
     return groups
 
 
-def test_a_member_that_lives_is_waited_for_and_one_that_does_not_say_so_is_not() -> None:
+def test_member_that_answers_pings_is_waited_for_and_another_is_not() -> None:
     late, waiting = two_groups(timeout_sec=20.0)
     asked, mine = list[None](), torch.arange(3, dtype=torch.uint8)
     with ThreadPoolExecutor(2) as pool:
@@ -297,7 +297,7 @@ def test_a_member_that_lives_is_waited_for_and_one_that_does_not_say_so_is_not()
 
 
 @pytest.mark.slow
-def test_a_process_that_is_held_does_not_say_that_it_lives() -> None:
+def test_stopped_process_does_not_answer_pings() -> None:
     code = (
         "import sys; from trainer.elastic.peer_state import PeerServer; "
         "from trainer.stores.remote.connection import Access; "
@@ -311,7 +311,7 @@ def test_a_process_that_is_held_does_not_say_that_it_lives() -> None:
         address = held.stdout.readline().strip()
         with PeerClient(address, Access(token="t", timeout_sec=60.0)) as peer:
             peer.ping()
-        hold(held.pid)
+        suspend(held.pid)
         try:
             with (
                 PeerClient(address, Access(token="t", timeout_sec=1.0)) as peer,

@@ -23,7 +23,7 @@ from tests.trainer.faults import Faults
 from tests.trainer.following_replicas import WAITS, FollowingReplicas
 from tests.trainer.growing import GROWING, ONCE, commit, job, make_versions, versions, whole
 from tests.trainer.make_dataset import change_root, write_job
-from tests.trainer.processes import ended, num_steps, started, trained, until
+from tests.trainer.processes import num_steps, run_until, start_training, train_to_end, wait_for_end
 from tests.trainer.runs import assert_equal, checkpoint_at, run_job
 from tests.trainer.stores import kill_stores
 from trainer.elastic.context import read_rendezvous, write_rendezvous
@@ -268,12 +268,12 @@ def test_command_prints_once_what_it_waits_for_and_ends_when_asked(
     replicas: FollowingReplicas, versions: list[Path], whole: Path
 ) -> None:
     run, arguments = replicas.run, ("--replicas", "2", "--follow")
-    process = started(replicas.job, replicas.dataset, run, *arguments, own_group=True)
-    until(process, lambda: replicas.waits_at(12))
+    process = start_training(replicas.job, replicas.dataset, run, *arguments, own_group=True)
+    run_until(process, lambda: replicas.waits_at(12))
     replicas.versions.commit_next()
-    until(process, lambda: replicas.waits_at(16))
+    run_until(process, lambda: replicas.waits_at(16))
     os.killpg(process.pid, signal.SIGTERM)
-    status, messages = ended(process)
+    status, messages = wait_for_end(process)
     assert status == 0, messages
     lines = [
         line for line in messages.splitlines() if line.startswith("waiting at step 12: 1 segment")
@@ -283,5 +283,5 @@ def test_command_prints_once_what_it_waits_for_and_ends_when_asked(
         f"SIGTERM: stopped at step 16; continue {run} with --resume"
     )
     commit(versions[-1], replicas.dataset)
-    trained(replicas.job, replicas.dataset, run, *arguments, "--resume")
+    train_to_end(replicas.job, replicas.dataset, run, *arguments, "--resume")
     assert_equal(run, whole)

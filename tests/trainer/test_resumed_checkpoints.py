@@ -178,7 +178,7 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_damaged_file_is_refused_before_the_first_step_and_says_what_can_be_used(
+def test_damaged_file_is_refused_before_the_first_step_with_the_checkpoint_to_use(
     fault: str, dataset: Path, run: Path, tmp_path: Path
 ) -> None:
     damage, message = FAULTS[fault]

@@ -84,7 +84,7 @@ def test_replicas_of_an_earlier_attempt_commit_nothing(
     check_objects(str(url))
 
 
-def test_replica_is_told_that_rows_of_its_attempt_are_lost(
+def test_replica_reads_that_rows_of_its_attempt_are_lost(
     replica: Callable[[str], RunOutput], url: Location
 ) -> None:
     outputs = replica("a"), replica("b")

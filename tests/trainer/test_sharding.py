@@ -56,7 +56,7 @@ def test_planner_of_torchrec_plans_with_the_constraints() -> None:
     assert set(plan.get_plan_for_module("0") or {}) == set(HINTS)  # type: ignore[arg-type]
 
 
-def test_constraints_say_what_the_hints_do() -> None:
+def test_constraints_are_those_of_the_hints() -> None:
     found = planner_constraints(HINTS)["products"]
     assert found.pooling_factors == [1.0, 12.5]
     assert found.num_poolings == [0.8, 0.1]

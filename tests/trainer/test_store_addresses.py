@@ -69,7 +69,7 @@ def secured(folder: Path) -> tuple[Access, Sequence[str]]:
 
 
 @pytest.mark.slow
-def test_store_that_comes_back_at_another_host_is_found_by_its_file(
+def test_store_that_returns_at_another_host_is_found_by_its_file(
     published: Callable[[str], tuple[str, list[str]]], tmp_path: Path
 ) -> None:
     access, options = secured(tmp_path)
@@ -112,7 +112,7 @@ def test_slots_move_between_stores_that_are_known_by_files(
             assert whole(store)[0].tolist() == list(range(100))
 
 
-def test_replicas_are_told_the_name_of_the_token_not_where_it_leads_to(tmp_path: Path) -> None:
+def test_replicas_get_the_name_of_the_token_file_not_the_target_of_its_link(tmp_path: Path) -> None:
     token = tmp_path / "token"
     with running(start_store(tmp_path / "store")) as (store,):
         token.symlink_to(tmp_path / "store.token")  # as in a volume that a node fills
@@ -141,7 +141,7 @@ def test_store_whose_certificate_bears_another_name_is_not_talked_to(tmp_path: P
                 group_over(file_of(directory), access=stranger)
 
 
-def test_store_that_would_show_no_certificate_gets_no_token(tmp_path: Path) -> None:
+def test_store_without_a_certificate_gets_no_token(tmp_path: Path) -> None:
     publish_address(tmp_path / STORE_ADDRESS, "grpc://127.0.0.1:1")
     access = replace(ACCESS, certificate_name="stores", timeout_sec=0.3)
     with StoreConnection(file_of(tmp_path), access) as peer, pytest.raises(SchemaError) as caught:

@@ -14,7 +14,7 @@ import pytest
 from schemas.errors import SchemaError
 from schemas.run_log import read_summary
 from tests.trainer.make_dataset import write_job
-from tests.trainer.processes import hold, with_keys
+from tests.trainer.processes import suspend, with_keys
 from tests.trainer.runs import assert_equal, reference_run, run_job, small_dataset
 from tests.trainer.stores import kill_stores, log_bytes, log_files, stores_of
 from trainer.run_log import LogWriter
@@ -101,7 +101,7 @@ def test_store_that_returns_in_an_older_state_takes_the_run_back_to_its_checkpoi
 
     def put_back(run: Path) -> None:
         folder = run / "store" / "store-000"
-        hold(stores_of(run)[0])
+        suspend(stores_of(run)[0])
         assert log_bytes(folder) > log_bytes(tmp_path / "older")
         for path in log_files(folder):
             path.unlink()

@@ -55,9 +55,9 @@ def assert_holds(store: TableOf[RemoteStore], last_step: dict[int, int], maybe: 
     rows, records = whole(store)
     assert (records.values == records.state).all()
     found = dict(zip(rows.tolist(), records.state[:, 0].astype(int).tolist(), strict=True))
-    untold = {row for row, step in found.items() if step == maybe}
-    assert {r: s for r, s in found.items() if r not in untold} == {
-        r: s for r, s in last_step.items() if r not in untold
+    unsure = {row for row, step in found.items() if step == maybe}
+    assert {r: s for r, s in found.items() if r not in unsure} == {
+        r: s for r, s in last_step.items() if r not in unsure
     }
 
 

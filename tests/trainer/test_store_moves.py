@@ -185,7 +185,9 @@ def test_slots_move_while_rows_are_written_and_clients_follow(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_slots_move_from_whoever_has_them_and_a_store_without_any_may_go(tmp_path: Path) -> None:
+def test_slots_move_from_all_their_stores_and_a_store_without_slots_may_leave(
+    tmp_path: Path,
+) -> None:
     one = start_store(tmp_path / "one")
     two = start_store(tmp_path / "two")
     three = start_store(tmp_path / "three")

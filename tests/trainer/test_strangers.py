@@ -18,7 +18,7 @@ import pytest
 
 from schemas.run_log import RENDEZVOUS
 from tests.trainer.make_dataset import make_dataset, write_job
-from tests.trainer.processes import trained, wait_for
+from tests.trainer.processes import train_to_end, wait_for
 from tests.trainer.replica_runs import run_replicas
 from tests.trainer.stores import member_of
 from tests.trainer.test_draining import SEGMENT
@@ -116,7 +116,7 @@ def listener() -> Iterator[tuple[str, list[object]]]:
 def test_run_continues_beside_a_stranger_and_sends_it_nothing(claim: str, tmp_path: Path) -> None:
     job, run = write_job(tmp_path, epochs="2"), tmp_path / "run"
     dataset = make_dataset(tmp_path / "dataset", job, SEGMENT)
-    trained(job, dataset, tmp_path / "alone")
+    train_to_end(job, dataset, tmp_path / "alone")
     ended = threading.Event()
     with listener() as (address, connections), ThreadPoolExecutor(1) as pool:
 

@@ -15,7 +15,7 @@ from schemas.storage import Location
 from tests.fault_proxy import Faults
 from tests.object_store import Store
 from tests.shared import make_once
-from tests.trainer.processes import PATIENCE, ended, started, trained, wait_for
+from tests.trainer.processes import PATIENCE, start_training, train_to_end, wait_for, wait_for_end
 from tests.trainer.url_hosts import Hosts
 from tests.trainer.url_runs import check_equal, check_objects, newest_of, train_at, write_saved_run
 from trainer.checkpoint import upload
@@ -95,7 +95,7 @@ def test_run_is_whole_under_faults_drawn_for_any_request(
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.chaos) for seed in range(1, 24))]
 )
-def test_killed_trainers_and_empty_machines_do_not_show(
+def test_killed_trainers_and_empty_machines_change_no_bit(
     seed: int, folder: Path, job: Path, dataset: Path, url: str, faults: Faults, tmp_path: Path
 ) -> None:
     draws = random.Random(seed)
@@ -105,29 +105,29 @@ def test_killed_trainers_and_empty_machines_do_not_show(
         has_run = read_newest_state(Location.parse(url)) is not None
         work = ["--work", str(tmp_path / f"work{attempt}")]
         more = [*work, *(["--resume"] if has_run else [])]
-        process = started(job, dataset, url, *more)
+        process = start_training(job, dataset, url, *more)
         requests = faults.requests["PUT"] + draws.randrange(1, 60)
         while process.poll() is None and faults.requests["PUT"] < requests:
             time.sleep(0.001)
         if process.poll() is not None:
-            assert process.returncode == 0, ended(process)
+            assert process.returncode == 0, wait_for_end(process)
             break
         process.kill()
         process.communicate()
         if draws.random() < 0.5:
             shutil.rmtree(work[1], ignore_errors=True)
     else:
-        trained(job, dataset, url, "--resume", *work)
+        train_to_end(job, dataset, url, "--resume", *work)
     check_equal(url, folder / "run", tmp_path / "copy")
 
 
-def test_of_two_trainers_one_goes_on(
+def test_one_of_two_trainers_continues(
     folder: Path, job: Path, dataset: Path, url: str, faults: Faults, tmp_path: Path
 ) -> None:
     faults.latency_sec = 0.005
     works = [["--work", str(tmp_path / name)] for name in ("a", "b")]
-    processes = [started(job, dataset, url, *work) for work in works]
-    results = [ended(process) for process in processes]
+    processes = [start_training(job, dataset, url, *work) for work in works]
+    results = [wait_for_end(process) for process in processes]
     assert sorted(status for status, _ in results) == [0, 1], results
     [error] = [text for status, text in results if status]
     line = error.splitlines()[-1]
@@ -143,16 +143,16 @@ def test_replicas_of_one_machine_train_at_a_url(
 ) -> None:
     (job_url := Location.parse(f"{url}-job/job.yaml")).upload(job)
     words = ["--replicas", "2", "--work", str(tmp_path / "work"), *more]
-    trained(job_url, dataset, url, *words, "--steps", "10")
+    train_to_end(job_url, dataset, url, *words, "--steps", "10")
     words = ["--replicas", "2", "--work", str(tmp_path / "elsewhere"), *more]
-    trained(job_url, dataset, url, *words, "--resume")
+    train_to_end(job_url, dataset, url, *words, "--resume")
     check_equal(url, folder / "run", tmp_path / "copy")
 
 
 @pytest.mark.parametrize(
     "seed", [0, *(pytest.param(seed, marks=pytest.mark.chaos) for seed in range(1, 12))]
 )
-def test_killed_replicas_and_lost_disks_do_not_show_under_faults_of_the_store(
+def test_killed_replicas_lost_disks_and_faults_of_the_store_change_no_bit(
     seed: int, folder: Path, job: Path, dataset: Path, url: str, faults: Faults, tmp_path: Path
 ) -> None:
     draws = random.Random(seed)

@@ -19,7 +19,15 @@ from tests.trainer.faults import Faults
 from tests.trainer.following_replicas import WAITS
 from tests.trainer.growing import commit, grown_versions
 from tests.trainer.make_dataset import write_job
-from tests.trainer.processes import PATIENCE, ended, num_steps, started, until, wait_for, with_keys
+from tests.trainer.processes import (
+    PATIENCE,
+    num_steps,
+    run_until,
+    start_training,
+    wait_for,
+    wait_for_end,
+    with_keys,
+)
 from tests.trainer.runs import run_job, small_dataset
 from tests.trainer.stores import StoreProcess, running, start_store
 from tests.trainer.url_hosts import Hosts, statuses
@@ -81,7 +89,7 @@ def test_replicas_that_share_a_url_alone_have_the_bits_of_one_process(
         assert [path.suffix for path in hosts.folder_of(name).iterdir()] == [".lock"]
 
 
-def test_writer_that_is_killed_and_whose_disk_is_lost_does_not_show(
+def test_loss_of_the_writer_and_its_disk_changes_no_bit(
     hosts: Hosts, folder: Path, tmp_path: Path
 ) -> None:
     running = hosts.launch()
@@ -142,7 +150,7 @@ def test_launcher_that_takes_over_fences_the_first_one_and_its_replicas(
     check_equal(url, folder / "run", tmp_path / "copy")
 
 
-def test_writer_that_is_lost_while_all_wait_for_segments_does_not_show(
+def test_loss_of_the_writer_while_all_wait_for_segments_changes_no_bit(
     url: str, tmp_path: Path
 ) -> None:
     versions, dataset = grown_versions(), tmp_path / "dataset"
@@ -236,23 +244,23 @@ def test_store_that_loses_its_machine_takes_the_run_back_to_its_checkpoint(
     assert load_job(job).train.stores.addresses == (address_of(url, 0), address_of(url, 1))
     output, work = f"{url}/run", tmp_path / "work"
     options = ["--work", str(work), "--embedding", embedding]
-    trainer = started(job, small_dataset(), output, *options)
+    trainer = start_training(job, small_dataset(), output, *options)
 
     def steps() -> int:
         return max([0, *(num_steps(folder) for folder in work.glob("run-*"))])
 
-    until(trainer, lambda: steps() >= 2)
+    run_until(trainer, lambda: steps() >= 2)
     first.kill()
     again = start(0, "host-0")  # its machine is back: with its directory, at another port
     assert again.port != first.port
-    until(trainer, lambda: steps() >= EVERY + 3)
+    run_until(trainer, lambda: steps() >= EVERY + 3)
     second.kill()
     shutil.rmtree(tmp_path / "host-1")
     empty = start(1, "host-2")
     assert resolve_address(address_of(url, 1)) == empty.address
-    status, said = ended(trainer)
-    assert status == 0, said
-    assert said.count("rows were lost: back to step") == 1
+    status, stderr = wait_for_end(trainer)
+    assert status == 0, stderr
+    assert stderr.count("rows were lost: back to step") == 1
     summary = summary_of(output, tmp_path / "fetched")
     assert summary.num_rollbacks == 1
     assert summary.recomputed_steps <= EVERY + 3

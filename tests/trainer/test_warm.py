@@ -61,7 +61,7 @@ def test_days_one_by_one_have_the_bits_of_all_at_once(kind: str, tmp_path: Path)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [[], ["--embedding", "cached", "--stores", "2"]])
-def test_replicas_begin_with_the_same_bits(
+def test_replicas_start_with_the_same_bits(
     more: list[str], small: tuple[Path, Path, Path], tmp_path: Path
 ) -> None:
     job, dataset, folder = small
@@ -233,7 +233,7 @@ def test_damaged_checkpoint_begins_nothing(small: tuple[Path, Path, Path], tmp_p
 
 
 @pytest.mark.slow
-def test_larger_identity_table_is_told(small: tuple[Path, Path, Path], tmp_path: Path) -> None:
+def test_larger_identity_table_is_reported(small: tuple[Path, Path, Path], tmp_path: Path) -> None:
     job, _, folder = small
     grown = tmp_path / "job" / JOB
     shutil.copytree(job.parent, grown.parent)

@@ -18,17 +18,17 @@ from schemas.config.train import LimitsConfig
 from schemas.errors import SchemaError
 from schemas.run_log import EXIT_HUNG
 from schemas.storage import Location
-from tests.trainer.held import held_by, let_go
 from tests.trainer.make_dataset import make_dataset, write_job
+from tests.trainer.paused import paused_at, resumed
 from tests.trainer.processes import (
     PATIENCE,
     children_of,
-    ended,
-    hold,
     num_steps,
-    started,
-    trained,
-    until,
+    run_until,
+    start_training,
+    suspend,
+    train_to_end,
+    wait_for_end,
     with_keys,
 )
 from tests.trainer.replica_runs import run_replicas
@@ -49,17 +49,17 @@ LINE = (
 )
 
 
-def assert_named(run: Path, said: str, phases: set[str]) -> int:
+def assert_named(run: Path, stderr: str, phases: set[str]) -> int:
     """Assert that the last line names phase and place, and return its step."""
-    line = said.splitlines()[-1]
+    line = stderr.splitlines()[-1]
     found = re.fullmatch(LINE, line)
-    assert found is not None, said
+    assert found is not None, stderr
     assert found[1] == found[4]
     assert found[1] in phases
     assert found[3] == str(run)
     stacks = (run / "stacks-0.txt").read_text()
     assert stacks.splitlines()[-1] == line
-    for text in (stacks, said):
+    for text in (stacks, stderr):
         assert text.count("Thread 0x") + text.count("thread 0x") >= 3
         assert "trainer/train.py" in text
     return int(found[2])
@@ -69,33 +69,33 @@ def test_read_that_hangs_ends_the_run_with_the_stacks_of_all_threads(tmp_path: P
     job = with_keys(write_job(tmp_path / "job"), "limits: {read: 6s}")
     dataset = make_dataset(tmp_path / "dataset", job, SEGMENT)
     with_a_fifo(dataset)
-    status, said = ended(started(job, dataset, tmp_path / "run"))
-    assert status == EXIT_HUNG, said
-    assert assert_named(tmp_path / "run", said, {"read"}) == 0
-    assert "_row_group" in said  # the thread that opens the file
+    status, stderr = wait_for_end(start_training(job, dataset, tmp_path / "run"))
+    assert status == EXIT_HUNG, stderr
+    assert assert_named(tmp_path / "run", stderr, {"read"}) == 0
+    assert "_row_group" in stderr  # the thread that opens the file
 
 
-def test_store_that_stands_still_ends_the_run_which_goes_on_later(tmp_path: Path) -> None:
+def test_stopped_store_ends_the_run_which_continues_later(tmp_path: Path) -> None:
     job = write_job(tmp_path / "job", epochs="2", every_steps="2")
     keys = "limits: {fetch: 6s, update: 6s, save: 6s}\n  stores: {timeout: 300s}"
     limited = with_keys(write_job(tmp_path / "limited", epochs="2", every_steps="2"), keys)
     dataset, run = make_dataset(tmp_path / "dataset", job, SEGMENT), tmp_path / "run"
     arguments = ("--embedding", "uncached", "--stores", "1")
     pipe = tmp_path / "pipe"
-    process = started(limited, dataset, run, *arguments, module=held_by(pipe, 4))
-    until(process, lambda: num_steps(run) == 5)
+    process = start_training(limited, dataset, run, *arguments, module=paused_at(pipe, 4))
+    run_until(process, lambda: num_steps(run) == 5)
     (store,) = [p for p, command in children_of(process.pid).items() if "store" in command]
-    hold(store)
+    suspend(store)
     try:
-        with let_go(pipe):
+        with resumed(pipe):
             process.wait(PATIENCE)
     finally:
         os.kill(store, signal.SIGCONT)  # it ends with the pipe that its owner held
-    status, said = ended(process)
-    assert status == EXIT_HUNG, said
-    assert assert_named(run, said, {"fetch", "update", "save"}) >= 4
-    trained(job, dataset, run, *arguments, "--resume")
-    trained(job, dataset, tmp_path / "whole")
+    status, stderr = wait_for_end(process)
+    assert status == EXIT_HUNG, stderr
+    assert assert_named(run, stderr, {"fetch", "update", "save"}) >= 4
+    train_to_end(job, dataset, run, *arguments, "--resume")
+    train_to_end(job, dataset, tmp_path / "whole")
     assert compare_runs(run, tmp_path / "whole").difference is None
 
 
@@ -148,7 +148,7 @@ def test_items_are_limited_one_by_one_and_counted() -> None:
     assert steps == [0, 1, 2]
 
 
-def test_watchdog_of_a_body_that_ends_in_time_calls_nobody() -> None:
+def test_watchdog_of_a_body_that_ends_in_time_does_nothing() -> None:
     found: list[ActivePhase] = []
     with Watchdog({"read": 60, "drain": 60}, expire=found.append) as watchdog, watchdog("read"):
         pass
@@ -224,7 +224,7 @@ def train(folder: Path, run: Path, stuck: Sequence[str]) -> None:
 def test_others_continue_without_a_replica_that_hangs(folder: Path, tmp_path: Path) -> None:
     run, alone = tmp_path / "run", tmp_path / "alone"
     train(folder, run, ["1"])
-    trained(folder / "job.yaml", folder / "dataset", alone)
+    train_to_end(folder / "job.yaml", folder / "dataset", alone)
     assert_equal(run, alone)
     [line] = (tmp_path / "run-1" / "stacks-1.txt").read_text().splitlines()[-1:]
     found = re.fullmatch(LINE_OF_REPLICA, line)

@@ -95,7 +95,7 @@ def test_a_replica_that_was_held_reads_no_row_of_a_later_step(process: StoreProc
     pair.close()
 
 
-def test_rows_that_the_stores_refuse_are_not_said_to_be_written(
+def test_rows_that_the_stores_refuse_do_not_count_as_written(
     process: StoreProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = TwoReplicas(process, most_bytes=0)

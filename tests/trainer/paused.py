@@ -1,6 +1,6 @@
-"""`python -m tests.trainer.held PIPE STEP ...`: `python -m trainer`, held when it commits a step.
+"""`python -m tests.trainer.paused PIPE STEP ...`: `python -m trainer`, paused at a step.
 
-It waits until the pipe is written to, so what a test does meanwhile meets it at that step.
+It waits behind the commit of the step until the pipe is written to.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from trainer.__main__ import main as train
 from trainer.run_log import LogWriter
 
 
-def held_by(pipe: Path, step: int) -> tuple[str, str, str]:
-    """Make a pipe that holds at a step, and return the module to be started."""
+def paused_at(pipe: Path, step: int) -> tuple[str, str, str]:
+    """Create a pipe, and return the module and arguments of a trainer that pauses at a step."""
     os.mkfifo(pipe)
-    return "tests.trainer.held", str(pipe), str(step)
+    return "tests.trainer.paused", str(pipe), str(step)
 
 
 @contextmanager
-def let_go(pipe: Path) -> Iterator[None]:
-    """Hold no longer, now or when the step comes, until the context ends."""
+def resumed(pipe: Path) -> Iterator[None]:
+    """Let the trainer continue, now or when it comes to the step, until the context ends."""
     number = os.open(pipe, os.O_RDWR)
-    os.write(number, b"on")
+    os.write(number, b"x")
     try:
         yield
     finally:
@@ -34,12 +34,12 @@ def let_go(pipe: Path) -> Iterator[None]:
 
 def main(arguments: Sequence[str]) -> int:
     """Train."""
-    pipe, held_step, *given = arguments
+    pipe, paused_step, *given = arguments
     write = LogWriter.write
 
     def write_and_wait(self: LogWriter) -> None:
         write(self)
-        if self.written == int(held_step):
+        if self.written == int(paused_step):
             with Path(pipe).open("rb", 0) as file:
                 file.read(1)
 

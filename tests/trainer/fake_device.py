@@ -1,6 +1,6 @@
 """A device that computes as the processor does and refuses what a GPU would refuse or wait for.
 
-Stands in for a GPU where there is none: its tensors say that they lie on `meta`, hold numbers all
+Stands in for a GPU where there is none: its tensors claim to be on `meta`, hold numbers all
 the same, and an operator that is given one of them beside a tensor of the processor raises, as
 CUDA's would. An operator whose result has a size that only the device knows raises as well: CUDA
 would wait for all work so far. Copies to and from the device, and numbers read from it, are
@@ -27,14 +27,14 @@ class SynchronizationError(RuntimeError):
     """An operator would wait until the device has done all its work."""
 
 
-class Elsewhere(torch.Tensor):
-    """A tensor that lies there."""
+class DeviceTensor(torch.Tensor):
+    """A tensor on the device."""
 
-    held: torch.Tensor
+    wrapped: torch.Tensor
 
     @staticmethod
-    def __new__(cls, inner: torch.Tensor) -> Elsewhere:
-        made = torch.Tensor._make_wrapper_subclass(
+    def __new__(cls, inner: torch.Tensor) -> DeviceTensor:
+        tensor = torch.Tensor._make_wrapper_subclass(
             cls,
             inner.shape,
             strides=inner.stride(),
@@ -42,8 +42,8 @@ class Elsewhere(torch.Tensor):
             dtype=inner.dtype,
             device=DEVICE,
         )
-        made.held = inner
-        return made
+        tensor.wrapped = inner
+        return tensor
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -52,33 +52,33 @@ class Elsewhere(torch.Tensor):
         return _run(func, args, kwargs or {})
 
 
-class OnElsewhere(TorchDispatchMode):
-    """Lets `device=` make tensors there; counts the operators that it was given, by name."""
+class DeviceMode(TorchDispatchMode):
+    """Lets `device=` create tensors on the device; counts its operators by name."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: Counter[str] = Counter()
-        """Operators of tensors there; `upload` and `download` are copies of blocks, `read` waits
-        for a number."""
+        """Operators of tensors of the device; `upload` and `download` are copies of blocks, `read`
+        waits for a number."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tensors = [t for t in tree_flatten((args, kwargs or {}))[0] if isinstance(t, torch.Tensor)]
-        found = _run(func, args, kwargs or {})
-        was_there = any(isinstance(t, Elsewhere) for t in tensors)
-        if was_there or isinstance(found, Elsewhere):
-            self.calls[_name_of(func, was_there, isinstance(found, Elsewhere))] += 1
-        return found
+        result = _run(func, args, kwargs or {})
+        was_on_device = any(isinstance(t, DeviceTensor) for t in tensors)
+        if was_on_device or isinstance(result, DeviceTensor):
+            self.calls[_name_of(func, was_on_device, isinstance(result, DeviceTensor))] += 1
+        return result
 
 
-def _name_of(func: Any, was_there: bool, is_there: bool) -> str:
-    if func is torch.ops.aten._to_copy.default and was_there != is_there:
-        return "download" if was_there else "upload"
+def _name_of(func: Any, was_on_device: bool, is_on_device: bool) -> str:
+    if func is torch.ops.aten._to_copy.default and was_on_device != is_on_device:
+        return "download" if was_on_device else "upload"
     return "read" if func is torch.ops.aten._local_scalar_dense.default else func._opname
 
 
-def there(value: torch.Tensor) -> torch.Tensor:
-    """Return a copy that lies there."""
-    return value if isinstance(value, Elsewhere) else Elsewhere(value.detach().clone())
+def to_fake_device(value: torch.Tensor) -> torch.Tensor:
+    """Return a copy on the device."""
+    return value if isinstance(value, DeviceTensor) else DeviceTensor(value.detach().clone())
 
 
 _WAITS = {
@@ -96,22 +96,24 @@ _COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default}
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     tensors = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
-    mine = [t for t in tensors if isinstance(t, Elsewhere)]
-    others = [t for t in tensors if not isinstance(t, Elsewhere) and t.dim() > 0]
+    mine = [t for t in tensors if isinstance(t, DeviceTensor)]
+    others = [t for t in tensors if not isinstance(t, DeviceTensor) and t.dim() > 0]
     if mine and others and func not in _COPIES:
         raise MixedDevicesError(f"{func} of both devices, got {[tuple(t.shape) for t in others]}")
     if mine:
         _check_that_nothing_waits(func, args, kwargs)
-    wanted = kwargs.get("device")
-    stays = bool(mine) if wanted is None else torch.device(wanted) == DEVICE
-    kwargs = {**kwargs, "device": torch.device("cpu")} if wanted is not None else kwargs
-    inner = tree_map(lambda t: t.held if isinstance(t, Elsewhere) else t, (args, kwargs))
-    found = func(*inner[0], **inner[1])
-    if func._schema.is_mutable and isinstance(found, torch.Tensor):
+    device = kwargs.get("device")
+    stays = bool(mine) if device is None else torch.device(device) == DEVICE
+    kwargs = {**kwargs, "device": torch.device("cpu")} if device is not None else kwargs
+    inner = tree_map(lambda t: t.wrapped if isinstance(t, DeviceTensor) else t, (args, kwargs))
+    result = func(*inner[0], **inner[1])
+    if func._schema.is_mutable and isinstance(result, torch.Tensor):
         return args[0] if "out" not in kwargs else kwargs["out"]
-    if func is torch.ops.aten._to_copy.default and found is inner[0][0]:
-        found = found.clone()
-    return tree_map(lambda t: Elsewhere(t) if isinstance(t, torch.Tensor) and stays else t, found)
+    if func is torch.ops.aten._to_copy.default and result is inner[0][0]:
+        result = result.clone()
+    return tree_map(
+        lambda t: DeviceTensor(t) if isinstance(t, torch.Tensor) and stays else t, result
+    )
 
 
 def _check_that_nothing_waits(func: Any, args: Any, kwargs: dict[str, Any]) -> None:
