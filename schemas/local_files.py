@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import uuid
@@ -78,14 +79,33 @@ def sync_directory(directory: Path) -> None:
         os.close(handle)
 
 
-def remove_incomplete(directory: Path, is_ours: Callable[[str], bool]) -> None:
-    """Delete incomplete files below a directory, and directories without files, as `remove_all`."""
-    for folder, _, names in os.walk(directory, topdown=False):
-        for path in (Path(folder, name) for name in names if name.endswith(PARTIAL)):
-            if _OF_PARTIAL.fullmatch(path.name) or is_ours(path.relative_to(directory).as_posix()):
+def remove_incomplete(
+    directory: Path, is_ours: Callable[[str], bool], before: float = math.inf
+) -> None:
+    """Delete incomplete files below a directory, and directories without files, as `remove_all`.
+
+    Only those that were last changed `before` this time, in seconds since 1970.
+    """
+    folders = [
+        (Path(folder), _is_older(Path(folder), before), names)
+        for folder, _, names in os.walk(directory, topdown=False)
+    ]
+    for folder, is_older, names in folders:
+        for path in (folder / name for name in names if name.endswith(PARTIAL)):
+            is_known = _OF_PARTIAL.fullmatch(path.name) or is_ours(
+                path.relative_to(directory).as_posix()
+            )
+            if is_known and _is_older(path, before):
                 path.unlink(missing_ok=True)
-        with suppress(OSError):  # it has files
-            Path(folder).rmdir()
+        if is_older:
+            with suppress(OSError):  # it has files
+                folder.rmdir()
+
+
+def _is_older(path: Path, before: float) -> bool:
+    with suppress(FileNotFoundError):  # another process has removed it
+        return path.stat().st_mtime <= before
+    return False
 
 
 def list_files(directory: Path, prefix: str = "") -> Iterator[tuple[str, os.stat_result]]:

@@ -26,7 +26,7 @@ from pipelines.context import BuildRequest
 from pipelines.quality.gate import check_limits, parse_schema, pass_gate
 from pipelines.table.compatibility import check_compatible, check_types
 from pipelines.table.indexes import INDEX_PREFIX, PartBuilder, segment_of_part
-from pipelines.table.root import commit_manifest, update_root, write_version
+from pipelines.table.root import commit_manifest, until_committed, update_root, write_version
 from pipelines.table.segment import directory_reference
 from pipelines.transforms.fit import check_fitted_files
 from schemas.config.job import Job, parse_job
@@ -48,7 +48,6 @@ from schemas.manifest import (
     read_segment,
 )
 from schemas.storage import Location, StorageError
-from schemas.versions import backoff
 
 MAX_POSITION = 99_999
 """Segment ids begin with the position in five digits."""
@@ -165,16 +164,17 @@ def commit_segment(
     """
     parts = PartBuilder(request.dataset, request.beam_args)
     listing = read_segment(directory).listing
-    for _ in backoff():
-        root = find_root(request.dataset)
+
+    def attempt(root: Root | None) -> Reference | None:
         place = find_place(request, job, features, key, listing, root)
         if isinstance(place, Reference):
             discard(request.dataset, directory)
             return place
         reference, manifest = _next_manifest(request, job, key, directory, place, parts)
-        if commit_manifest(request.dataset, root, manifest) is not None:
-            return reference
-    raise AssertionError("`backoff` does not end")
+        committed = commit_manifest(request.dataset, root, manifest)
+        return None if committed is None else reference
+
+    return until_committed(request.dataset, find_root, attempt)
 
 
 def _next_manifest(

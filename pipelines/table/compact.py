@@ -55,7 +55,7 @@ from pipelines.table.delete import (
     write_tombstones,
 )
 from pipelines.table.indexes import PartBuilder
-from pipelines.table.root import commit_manifest, write_copies
+from pipelines.table.root import commit_manifest, until_committed, write_copies
 from pipelines.table.segment import (
     directories_of,
     finish_segment,
@@ -104,7 +104,6 @@ from schemas.manifest import (
 )
 from schemas.samples import blocks_of_row_group, read_sample_column, row_groups, tuples_of_samples
 from schemas.storage import Location
-from schemas.versions import backoff
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,8 +137,8 @@ def compact_dataset(request: CompactionRequest) -> dict[str, Any]:
     Raises:
         SchemaError: a run uses the dataset, or no sample would be left.
     """
-    for _ in backoff():
-        root = read_root(request.dataset)
+
+    def attempt(root: Root) -> dict[str, Any] | None:
         dataset = open_root(request.dataset, root.manifest)
         check_unused(request.dataset)
         due = due_segments(dataset, request)
@@ -150,16 +149,18 @@ def compact_dataset(request: CompactionRequest) -> dict[str, Any]:
         if due or expired:
             renamed = _rewrite(root, dataset, due, expired, request)
         if renamed is None:
-            continue  # another process has committed
+            return None  # another process has committed
         num_removed = 0
         if due:
             remaining = open_dataset(request.dataset).segments
             num_removed = sum(s.manifest.num_samples for s in dataset.segments)
             num_removed -= sum(s.manifest.num_samples for s in remaining)
+        write_copies(request.dataset, read_root(request.dataset))  # one that was killed has not
         removed = remove_replaced(request.dataset)
         check_unused(request.dataset)  # a run that started meanwhile has kept the old files
         return {"segments": renamed, "num_samples": num_removed, "removed": removed}
-    raise AssertionError("`backoff` does not end")
+
+    return until_committed(request.dataset, read_root, attempt)
 
 
 def due_segments(dataset: Dataset, request: CompactionRequest) -> list[Segment]:
@@ -228,7 +229,6 @@ def _rewrite(
         for old in renamed:
             discard(request.dataset, directories[old])
         return None
-    write_copies(request.dataset, committed)
     return renamed
 
 

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from pipelines.table.root import commit_manifest, write_copies
+from pipelines.table.root import commit_manifest, until_committed, write_copies
 from schemas.arrays import flat_list, is_list, offsets_of, one_chunk
 from schemas.config.job import DataConfig
 from schemas.dataset import (
@@ -34,7 +34,7 @@ from schemas.layout import TOMBSTONES_SCHEMA, tombstones_path
 from schemas.manifest import DatasetManifest, Root, read_root
 from schemas.samples import blocks_of_row_group, read_sample_column, row_groups
 from schemas.storage import Location
-from schemas.versions import backoff, writer_id
+from schemas.versions import writer_id
 
 ROLES = ("kept", "sparse")
 """Roles of columns that may hold ids; the session key may have any role."""
@@ -55,33 +55,34 @@ def erase(
     Raises:
         SchemaError: the dataset, the column or the file of ids is not valid.
     """
-    for _ in backoff():
-        root = read_root(dataset_path)
+
+    def attempt(root: Root) -> dict[str, Any] | None:
         dataset = open_root(dataset_path, root.manifest)
-        column = id_column(dataset, column)
-        ids = read_ids(ids_path, column, id_type(dataset, column))
-        new = find_tombstones(dataset, column, ids, at)
+        name = id_column(dataset, column)
+        ids = read_ids(ids_path, name, id_type(dataset, name))
+        new = find_tombstones(dataset, name, ids, at)
         old = read_tombstones(dataset.directory, dataset.manifest.tombstones_sha256)
         table = merge_tombstones([old, new])
-        sha256 = write_tombstones(dataset_path, table, root.manifest)
         committed: Root | None = root
-        if sha256 != root.manifest.tombstones_sha256:
+        if not table.equals(old):
+            sha256 = write_tombstones(dataset_path, table, root.manifest)
             manifest = replace(root.manifest, tombstones_sha256=sha256)
             committed = commit_manifest(dataset_path, root, manifest)
         if committed is None:
-            continue
+            return None
         write_copies(dataset_path, committed)
         return {
-            "column": column,
+            "column": name,
             "num_ids": len(ids),
             "num_samples": new.num_rows,
             "num_tombstones": count_samples(table),
             "segments": {
-                name: count_samples(table.filter(pc.equal(table["segment"], name)))
-                for name in sorted(set(table["segment"].to_pylist()))
+                segment: count_samples(table.filter(pc.equal(table["segment"], segment)))
+                for segment in sorted(set(table["segment"].to_pylist()))
             },
         }
-    raise AssertionError("`backoff` does not end")
+
+    return until_committed(dataset_path, read_root, attempt)
 
 
 def count_samples(table: pa.Table) -> int:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from pipelines.context import beam_build, local_options
 from pipelines.oracle.index import TableTotals, index_table
 from pipelines.quality.segment_statistics import segment_statistics
-from pipelines.table.root import update_root
+from pipelines.table.root import until_committed, update_root
 from pipelines.table.segment import describe_files, publish, remove_partial
 from schemas.accesses import (
     NextUses,
@@ -42,8 +42,10 @@ from schemas.manifest import (
     IndexEntry,
     IndexManifest,
     Reference,
+    Root,
     new_index,
     read_dataset,
+    read_root,
     shuffle_key_of,
     write_manifest,
 )
@@ -304,14 +306,19 @@ def add_index(dataset: Dataset, order: Order, builder: PartBuilder) -> Dataset:
 
     A segment that is committed in the meantime gets its part, too, unless segments are selected.
     """
-    root = dataset.directory
+    path = dataset.directory
     ids = [s.id for s in dataset.segments] if dataset.unselected else None
-    index = dataset.index_entry(order)
-    while index not in dataset.complete_indexes():
-        (extended,) = builder.add_missing([index], dataset.segments, dataset.job.data)
-        update_root(root, partial(_with_parts, extended=extended, segments=dataset.segments))
-        dataset = open_segments(root, ids)
-        index = dataset.index_entry(order)
+
+    def attempt(_: Root) -> Dataset | None:
+        opened = open_segments(path, ids)
+        index = opened.index_entry(order)
+        if index not in opened.complete_indexes():
+            (extended,) = builder.add_missing([index], opened.segments, opened.job.data)
+            update_root(path, partial(_with_parts, extended=extended, segments=opened.segments))
+            opened = open_segments(path, ids)
+        return opened if opened.index_entry(order) in opened.complete_indexes() else None
+
+    dataset = until_committed(path, read_root, attempt)
     builder.discard_unused()
     return dataset
 

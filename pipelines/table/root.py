@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime, timedelta
 from hashlib import sha256
+from typing import TypeVar
 
 from pipelines.table.rows import VIEW, view_sql
 from schemas.dataset import committed_segment, open_root, version_name
@@ -23,6 +24,12 @@ from schemas.versions import Versions, backoff
 MIN_AGE = timedelta(days=7)
 """Age that files which no manifest has named reach before `vacuum` removes them."""
 _MAX_COMMIT_AGE = MIN_AGE - timedelta(days=1)
+T = TypeVar("T")
+RootT = TypeVar("RootT", bound=Root | None)
+
+
+class LateCommitError(SchemaError):
+    """Files of an attempt are missing, or so old that `vacuum` may be removing them."""
 
 
 def commit_manifest(dataset: Location, root: Root | None, manifest: DatasetManifest) -> Root | None:
@@ -32,7 +39,7 @@ def commit_manifest(dataset: Location, root: Root | None, manifest: DatasetManif
         The new root; None if another process was faster.
 
     Raises:
-        SchemaError: a file of the attempt was removed, or may be removed by `vacuum` meanwhile.
+        LateCommitError: a file of the attempt was removed, or may be removed by `vacuum` meanwhile.
     """
     now: datetime | None = None
     old = root.manifest.segments if root else ()
@@ -76,13 +83,13 @@ def _check_written(place: Location, now: datetime) -> None:
             found = {(path, entry.num_bytes) for path, entry in entries.items()}
             missing = {file.path for file in files if (file.path, file.num_bytes) not in found}
         for path in sorted(missing):
-            raise SchemaError(
+            raise LateCommitError(
                 "file of this attempt was removed before the commit; run the command again",
                 file=str(place / path if entries else place),
             )
         last = entries[MANIFEST]
     if now - last.modified > _MAX_COMMIT_AGE:
-        raise SchemaError(
+        raise LateCommitError(
             f"attempt must be committed {_MAX_COMMIT_AGE.days} days after its last file at most, "
             f"got {now - last.modified}: `vacuum` may remove its files; run the command again",
             file=str(place),
@@ -99,15 +106,42 @@ def update_root(
     Returns:
         The committed manifest.
     """
-    for _ in backoff():
-        root = read_root(dataset)
+
+    def attempt(root: Root) -> DatasetManifest | None:
         manifest = change(root.manifest)
         if manifest == root.manifest:
             return manifest
         committed = commit_manifest(dataset, root, manifest)
-        if committed is not None:
-            write_copies(dataset, committed)
-            return committed.manifest
+        if committed is None:
+            return None
+        write_copies(dataset, committed)
+        return committed.manifest
+
+    return until_committed(dataset, read_root, attempt)
+
+
+def until_committed(
+    dataset: Location, read: Callable[[Location], RootT], attempt: Callable[[RootT], T | None]
+) -> T:
+    """Call a function with the newest root until it returns a result; None is a lost race.
+
+    It is called again after an error, too, if the root was replaced meanwhile: a compaction removes
+    at once what it has replaced.
+    """
+    for _ in backoff():
+        root = read(dataset)
+        try:
+            result = attempt(root)
+        except LateCommitError:
+            raise
+        except (SchemaError, FileNotFoundError):
+            if Versions(dataset).newest_number() == (
+                root.version.number if isinstance(root, Root) else 0
+            ):
+                raise
+        else:
+            if result is not None:
+                return result
     raise AssertionError("`backoff` does not end")
 
 

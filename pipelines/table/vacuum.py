@@ -20,14 +20,15 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from pipelines.table.indexes import INDEX_PREFIX, segment_of_part
-from pipelines.table.root import MIN_AGE, directories_in, files_in
+from pipelines.table.root import MIN_AGE, directories_in, files_in, until_committed
 from schemas.errors import SchemaError
 from schemas.fitted import FITTED_DIRECTORY, VOCABULARIES
 from schemas.layout import SEGMENTS, TOMBSTONES
 from schemas.leases import LEASES, live_leases, remove_expired
-from schemas.manifest import DatasetManifest, commit_root, parse_root, read_root
+from schemas.local_files import remove_incomplete
+from schemas.manifest import DatasetManifest, Root, commit_root, parse_root, read_root
 from schemas.storage import MANIFESTS, Entry, Location, store_time
-from schemas.versions import Versions, backoff
+from schemas.versions import Versions
 
 REFUSED_PREFIX = ".refused-"
 """Names of the directories with the rejects of refused segments begin with it."""
@@ -103,6 +104,9 @@ def _remove_unnamed(
     for place in sorted(removed, key=lambda place: place.startswith(f"{SEGMENTS}/")):
         dataset.remove([entry.path for entry in removed[place]])
         (dataset / place).remove_all(lambda path: False)  # incomplete files, directories
+    if dataset.local is not None:  # and those of processes that were killed in their first write
+        limit = now - max(replaced_for, MIN_AGE)
+        remove_incomplete(dataset.local, lambda path: False, limit.timestamp())
     Versions(dataset).retire(superseded)
     remove_expired(dataset, now)
     return removed
@@ -120,8 +124,9 @@ def _supersede_unnamed(
         directories and files to remove, with their entries.
     """
     limit = now - replaced_for
-    for _ in backoff():
-        root, superseded = read_root(dataset), Versions(dataset).superseded()
+
+    def attempt(root: Root) -> tuple[list[int], dict[str, list[Entry]]] | None:
+        superseded = Versions(dataset).superseded()
         places = _without_named(dataset, root.manifest, dict(_places(dataset)))
         earlier = [number for number, time in superseded.items() if time <= limit]
         for number in superseded:
@@ -135,9 +140,11 @@ def _supersede_unnamed(
                 manifest = _read_version(dataset, number)
                 young = _without_named(dataset, manifest, young, is_complete=False)
         removed = _without(unnamed, young)
-        if not removed or commit_root(dataset, root, root.manifest) is not None:
-            return [] if len(unnamed) < len(places) else sorted(earlier), removed
-    raise AssertionError("`backoff` does not end")
+        if removed and commit_root(dataset, root, root.manifest) is None:
+            return None
+        return [] if len(unnamed) < len(places) else sorted(earlier), removed
+
+    return until_committed(dataset, read_root, attempt)
 
 
 def _without(places: dict[str, list[Entry]], names: Container[str]) -> dict[str, list[Entry]]:
