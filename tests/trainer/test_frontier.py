@@ -210,9 +210,7 @@ def test_run_over_growing_segments_trains_each_step_once_and_ends(
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=1, max_size=5))
-def test_agreed_extent_is_known_to_all_in_any_order(
-    states: list[tuple[int, bool]],
-) -> None:
+def test_agreed_extent_is_known_to_all_in_any_order(states: list[tuple[int, bool]]) -> None:
     known = [DatasetExtent(num_segments=n, sealed=f) for n, f in states]
     found = common_extent(known)
     assert found == common_extent(known[::-1]) == common_extent([found, *known])
