@@ -84,7 +84,7 @@ def split_at_blocks(block: NDArray[np.int64], sizes: NDArray[np.int64], limit: i
 
     Args:
         block: (num_samples,) ascending.
-        sizes: (num_samples,) bytes of each sample.
+        sizes: (num_samples,) bytes of each sample, at least 1.
         limit: bytes of a range, which at most one block exceeds.
 
     Example:

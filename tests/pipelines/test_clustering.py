@@ -278,7 +278,7 @@ def test_bytes_are_those_of_expanded_samples_however_they_are_cut() -> None:
 
 
 @given(
-    st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=5), min_size=1, max_size=20),
+    st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=5), min_size=1, max_size=20),
     st.integers(1, 60),
 )
 def test_cuts_lie_between_blocks_and_cover_all_samples(sizes: list[list[int]], limit: int) -> None:
