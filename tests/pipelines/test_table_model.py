@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from itertools import count
@@ -43,7 +43,6 @@ from schemas import dataset as dataset_module
 from schemas.dataset import Dataset, open_dataset
 from schemas.errors import SchemaError
 from schemas.files import find_damaged_files
-from schemas.layout import JOB as JOB_FILE
 from schemas.layout import tombstones_path
 from schemas.leases import Lease
 from schemas.local_files import PARTIAL
@@ -54,7 +53,6 @@ from tests.pipelines.logs import IN_PROCESS, age, copy_of, request
 from tests.pipelines.table_model import (
     COLUMNS,
     DAYS,
-    JOB,
     LOGS,
     SESSIONS,
     USERS,
@@ -137,23 +135,6 @@ def fail_late(write: Callable[..., Any], location: Location, *arguments: Any) ->
     fail(write, location)
 
 
-@dataclass(frozen=True)
-class Crash:
-    """A fault at the write of some number, modulo their number."""
-
-    paths: re.Pattern[str]
-    number: int
-    fault: Callable[..., None]
-
-
-@dataclass(frozen=True)
-class Other:
-    """A command that runs during the write of some number, modulo their number."""
-
-    command: Command
-    number: int
-
-
 erasures = st.sampled_from(
     [Erase("session", frozenset({session})) for session in SESSIONS]
     + [Erase("user", frozenset({user})) for user in USERS]
@@ -169,22 +150,16 @@ compactions = st.builds(
     st.none() | erasures,
     st.sampled_from(((0, None), (0, None), (5, None), (None, 5), (5, 5))),
 )
-vacuums = st.sampled_from((Vacuum(0), Vacuum(3), Vacuum(8)))
+vacuums = st.sampled_from((Vacuum(0), Vacuum(3), Vacuum(8), Vacuum(8)))
 others = st.sampled_from((Seal(True), Seal(False), Seal(False), Reindex()))
 commands = st.one_of(*[appends] * 3, erasures, compactions, *[vacuums] * 2, others)
-several = st.tuples(commands, commands, commands)
-"""The first is disturbed that changes something."""
-readers = st.sampled_from((*["the same"] * 5, "another", "another with a lease", "none"))
+readers = st.sampled_from((*["the same"] * 9, "none", "another", "with a lease", "with a lease"))
+numbers = st.sampled_from(range(60))
 disturbances = st.one_of(
-    st.none(),
-    st.none(),
-    st.builds(
-        Crash,
-        st.sampled_from((ANY, SERIAL, SERIAL)),
-        st.sampled_from(range(60)),
-        st.sampled_from((kill, fail, fail_late)),
+    st.tuples(
+        st.sampled_from((ANY, SERIAL, SERIAL)), numbers, st.sampled_from((kill, fail, fail_late))
     ),
-    st.builds(Other, commands, st.sampled_from(range(12))),
+    st.tuples(st.just(SERIAL), numbers, commands),
 )
 
 
@@ -239,12 +214,10 @@ class DatasetMachine(RuleBasedStateMachine):
 
     Attributes:
         now: day of the model's clock.
-        names: number of a version to what it needs.
+        names: number of a version to what it needs; not of those that a compaction has removed.
+        perhaps_left: what versions needed that a disturbed compaction may have removed.
         times: number of a version to the day of its commit.
-        first_kept: version before which a compaction may have removed what was replaced.
-        first_left: version before which a compaction has removed it.
-        reader: an open dataset with the number of its version and its content.
-        lease: that of the reader.
+        reader: an open dataset with its content, the number of its version and what that needs.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -252,12 +225,10 @@ class DatasetMachine(RuleBasedStateMachine):
         self.folder = folder
         self.path = copy_of(folder / "dataset", Path(tempfile.mkdtemp(dir=folder)) / "dataset")
         self.location = Location.parse(self.path)
-        self.counter, self.started = count(), datetime.now(UTC)
-        self.now = self.first_kept = self.first_left = 0
-        self.names: dict[int, set[str]] = {}
-        self.times: dict[int, int] = {}
-        self.ids: dict[str | None, str] = {}
-        self.reader: tuple[presage.Dataset, int, object] | None = None
+        self.now, self.counter, self.started = 0, count(), datetime.now(UTC)
+        self.names, self.times = dict[int, set[str]](), dict[int, int]()
+        self.ids, self.perhaps_left = dict[tuple[str, str], str](), set[str]()
+        self.reader: tuple[presage.Dataset, object, int, set[str]] | None = None
         self.lease: Lease | None = None
         self.table = Table()
         for command in FIRST:
@@ -266,23 +237,26 @@ class DatasetMachine(RuleBasedStateMachine):
         self.wait(8)
 
     def teardown(self) -> None:
-        self.close_reader()
+        self.change_reader("none")
 
-    @rule(reader=readers, commands=several, disturbance=disturbances)
+    @rule(
+        reader=readers,
+        commands=st.tuples(commands, commands, commands),
+        disturbance=st.none() | st.none() | disturbances,
+    )
     def step(
-        self, reader: str, commands: tuple[Command, ...], disturbance: Crash | Other | None
+        self,
+        reader: str,
+        commands: tuple[Command, ...],
+        disturbance: tuple[re.Pattern[str], int, Any] | None,
     ) -> None:
         if reader != "the same":
-            self.close_reader()
-        if reader.startswith("another"):
-            self.open_reader(with_lease="with a lease" in reader)
-        command = next(filter(self.writes, commands), commands[0]) if disturbance else commands[0]
-        if isinstance(disturbance, Crash):
-            self.crash(command, disturbance)
-        if isinstance(disturbance, Other):
-            self.run_at_once(command, disturbance)
-        else:
-            self.run_alone(command)
+            self.change_reader(reader)
+        command = commands[0]
+        if disturbance is not None:
+            command = next(filter(self.writes, commands), command)
+            self.run_disturbed(command, *disturbance)
+        self.run_alone(command)
 
     def run_alone(self, command: Command) -> None:
         number = self.newest()
@@ -296,57 +270,64 @@ class DatasetMachine(RuleBasedStateMachine):
             assert refusal is None, f"not refused: {refusal}"
             if isinstance(command, Append):
                 assert result["built"] == (expected != self.table)
-            assert (self.path / JOB_FILE).read_text() == JOB
             assert (self.path / VIEW).read_text() == view_sql(open_dataset(self.path))
         removes = refusal is None and isinstance(command, Compact | Vacuum)
         if expected == self.table and not removes:
             assert self.newest() == number
-        self.check([expected], *([command] if refusal is None else []))
+        self.check([expected])
         if removes:
-            self.first_left = self.first_kept if isinstance(command, Compact) else self.first_left
-            self.check_removed()
+            self.check_removed(isinstance(command, Compact))
+        self.check_kept()
 
-    def crash(self, command: Command, crash: Crash) -> None:
-        """Let a command end at one of its writes: it has done all or nothing."""
-        expected, _ = self.applied(command, self.table)
-        number = crash.number % NUM_WRITES[crash.paths][type(command)]
-        with suppress(KilledError, *ERRORS), at_write(crash.paths, number, crash.fault):
-            self.run(command)
-        self.check([self.table, expected], command)
+    def run_disturbed(
+        self,
+        command: Command,
+        paths: re.Pattern[str],
+        number: int,
+        disturbance: Command | Callable[..., None],
+    ) -> None:
+        """Run a command that fails or stands still at one of its writes, during another command.
 
-    def run_at_once(self, command: Command, other: Other) -> None:
-        """Run a command during a write of another: the result is that of one order or the other.
-
-        One that is suspended for more than a week may be refused.
+        It has done all or nothing. Two commands have run in one order or the other; one that has
+        stood still for more than a week may be refused.
         """
+        other = None if callable(disturbance) else disturbance
         ran = list[bool]()
 
-        def act(*_: object) -> None:
+        def act(*write: Any) -> None:
             ran.append(True)
-            with suppress(*ERRORS):
-                self.run(other.command)
+            if callable(disturbance):
+                disturbance(*write)
+            else:
+                with suppress(*ERRORS):
+                    self.run(disturbance)
 
         first, _ = self.applied(command, self.table)
-        number = other.number % NUM_WRITES[SERIAL][type(command)]
-        with suppress(*ERRORS), at_write(SERIAL, number, act):
+        with (
+            suppress(KilledError, *ERRORS),
+            at_write(paths, number % NUM_WRITES[paths][type(command)], act),
+        ):
             self.run(command)
         candidates = [first]
-        if ran:
-            second, _ = self.applied(other.command, self.table)
-            candidates = [self.applied(other.command, first)[0], self.applied(command, second)[0]]
-        if ran and other.command == Vacuum(8):
+        if ran and other is not None:
+            second, _ = self.applied(other, self.table)
+            candidates = [self.applied(other, first)[0], self.applied(command, second)[0]]
+        if ran and other in (None, Vacuum(8)):
             candidates.append(self.table)
-        self.check(candidates, command, other.command)
+        self.check(candidates)
+        if any(isinstance(each, Compact) for each in (command, other)):
+            self.perhaps_left |= self.forget_replaced()
+        self.check_kept()
 
-    def close_reader(self) -> None:
+    def change_reader(self, kind: str) -> None:
         if self.lease is not None:
             self.lease.release()
         self.lease = self.reader = None
-
-    def open_reader(self, *, with_lease: bool) -> None:
-        dataset = presage.Dataset(self.path)
-        self.reader = dataset, self.newest(), content_of(dataset)
-        if with_lease:
+        if kind != "none":
+            dataset = presage.Dataset(self.path)
+            names = names_of(dataset.opened)
+            self.reader = dataset, content_of(dataset), self.newest(), names
+        if kind == "with a lease":
             self.lease = Lease(self.location, "a reader")
             self.lease.hold(s.directory.name for s in open_dataset(self.path).segments)
 
@@ -355,14 +336,14 @@ class DatasetMachine(RuleBasedStateMachine):
         """Without a lease it may lose the files, but never sees others."""
         if self.reader is None:
             return
-        dataset, number, content = self.reader
+        dataset, content, number, _ = self.reader
         try:
             indexes = [dataset.opened.open_index(i) for i in dataset.opened.complete_indexes()]
             for each in (*dataset.opened.segments, *(part for i in indexes for part in i.parts)):
                 assert find_damaged_files(each.directory, each.files) == []
             assert content_of(dataset) == content
         except (AssertionError, *ERRORS):
-            if self.lease is not None or number in self.since(self.first_kept):
+            if self.lease is not None or number in self.kept():
                 raise
             self.reader = None
 
@@ -435,43 +416,51 @@ class DatasetMachine(RuleBasedStateMachine):
         for number in range(1, self.newest() + 1):
             self.times.setdefault(number, self.now)
 
-    def since(self, first: int) -> set[int]:
-        """Return the versions from one on that were not replaced a week ago."""
+    def kept(self) -> set[int]:
+        """Return the versions that were not replaced a week ago, nor removed by a compaction."""
         self.note_times()
         newest = self.newest()
         old = {n - 1 for n, day in self.times.items() if self.now - day >= MIN_AGE.days}
-        return {n for n in self.names if n == newest or (n >= first and n not in old)}
+        return {number for number in self.names if number == newest or number not in old}
 
-    def check(self, candidates: list[Table], *commands: Command) -> None:
+    def check(self, candidates: list[Table]) -> None:
         """Check that the dataset is one of some tables, which is its model from now on."""
         self.clear_caches()
         dataset, number = presage.Dataset(self.path), self.newest()
         seen, expected = content_of(dataset), [table.content() for table in candidates]
         assert seen in expected
-        old, self.table = self.table, deepcopy(candidates[expected.index(seen)])
+        self.table = deepcopy(candidates[expected.index(seen)])
         if number not in self.names:
-            self.names[number] = names_of(dataset.opened)
             assert verify(self.path)["problems"] == []
-        ids = {segment.day: segment.id for segment in dataset.opened.segments}
-        if any(isinstance(command, Compact) for command in commands):
-            self.first_kept = number
-            for day, segment in self.table.days.items():  # another segment's vocabulary has changed
-                if day in old.days and old.days[day].log == segment.log:
-                    segment.is_rewritten |= ids[day] != self.ids[day]
+        self.names[number] = names_of(dataset.opened)
+        days = self.table.days
+        ids = {(s.day, days[s.day].log): s.id for s in dataset.opened.segments if s.day}
+        for day, log in ids.keys() & self.ids.keys():  # another segment's vocabulary may be named
+            days[day].is_rewritten |= ids[day, log] != self.ids[day, log]
         self.ids = ids
-        for kept in self.since(self.first_kept):
-            assert self.names[kept] <= places_in(self.path).keys()
 
-    def check_removed(self) -> None:
-        """Check that there is nothing old that neither a kept version nor a lease names."""
-        left = self.since(self.first_left)
-        if self.reader is not None and self.lease is not None:
-            left.add(self.reader[1])
-        named = set[str]().union(*(self.names[number] for number in left))
-        replaced = set[str]().union(*self.names.values()) - named
-        others = {place: days for place, days in places_in(self.path).items() if place not in named}
-        assert replaced.isdisjoint(others)
-        assert [place for place, days in others.items() if days >= MIN_AGE.days] == []
+    def check_kept(self) -> None:
+        """Check that versions have what they need."""
+        places = places_in(self.path).keys()
+        assert [number for number in self.kept() if not self.names[number] <= places] == []
+
+    def forget_replaced(self) -> set[str]:
+        """Keep the names of the newest version; return the others."""
+        names = set[str]().union(*self.names.values())
+        self.names = {number: self.names[number] for number in (self.newest(),)}
+        return names
+
+    def check_removed(self, by_compaction: bool) -> None:
+        """Check that nothing is left that was replaced long ago, or before a compaction."""
+        named = self.reader[3] if self.reader is not None and self.lease is not None else set()
+        replaced = set[str]().union(*self.names.values())
+        if by_compaction:
+            self.forget_replaced()
+            self.perhaps_left = set()
+        named = named.union(self.perhaps_left, *(self.names[number] for number in self.kept()))
+        left = {place: days for place, days in places_in(self.path).items() if place not in named}
+        assert replaced.isdisjoint(left)
+        assert [place for place, days in left.items() if days >= MIN_AGE.days] == []
 
 
 @pytest.mark.parametrize(

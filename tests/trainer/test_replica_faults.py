@@ -77,7 +77,7 @@ def test_replica_that_was_absent_computes_microbatches_again(
             if entry.step > 6 and entry.replica.startswith("001"):
                 returned.add(entry.replica)
 
-    faults = ABSENCES[what].pause(0, PAUSE_SEC, until=20)
+    faults = ABSENCES[what].pause(0, PAUSE_SEC, until=28)
     run_replicas(job, run, faults, on_step=read_new_entries, launch={"heartbeat_sec": 1.0})
     assert_equal(run, reference_run())
     assert returned
