@@ -215,6 +215,15 @@ def test_file_that_is_no_manifest_is_refused_by_name(tmp_path: Path, data: bytes
             read(tmp_path)
 
 
+def test_missing_manifest_is_refused_by_name(tmp_path: Path) -> None:
+    message = (
+        f"manifest is missing in {tmp_path / 'MANIFEST.json'}; the build did not finish, or this "
+        "is not a dataset"
+    )
+    with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
+        read_segment(tmp_path)
+
+
 def test_canonical_json_sorts_keys_and_refuses_nan() -> None:
     assert canonical_json({"b": 1, "a": [1.5, "\N{SNOWMAN}"]}) == '{"a":[1.5,"\\u2603"],"b":1}'
     assert hash_of({"b": 1, "a": 2}) == hash_of({"a": 2, "b": 1})
