@@ -63,9 +63,9 @@ def log(
     seconds = rng.integers(0, DAY_SEC, num_sessions)[session] + rng.exponential(600, num_rows)
     order = np.argsort(seconds, kind="stable")
     time = START_US + (seconds * 1e6).astype(np.int64) // unit_us * unit_us
-    made = {name: c(session) if callable(c) else c for name, c in columns.items()}
+    values = {name: c(session) if callable(c) else c for name, c in columns.items()}
     key = rng.permutation(1 << 24)[:num_sessions][session]
-    table = pa.table({"session": key, "time": pa.array(time, pa.timestamp("us")), **made})
+    table = pa.table({"session": key, "time": pa.array(time, pa.timestamp("us")), **values})
     return table.take(pa.array(order))
 
 

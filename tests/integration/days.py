@@ -99,14 +99,14 @@ def make_site(repository: Path, folder: Path) -> Site:
     site = Site(repository, folder)
     folder.mkdir(exist_ok=True)
     write_job(repository, folder)
-    made = site.run("pipelines", "generate", str(site.job), "--output", str(folder / "all"))
-    assert made.returncode == 0, made.stderr
+    process = site.run("pipelines", "generate", str(site.job), "--output", str(folder / "all"))
+    assert process.returncode == 0, process.stderr
     rows = ds.dataset(folder / "all").to_table()
     days = np.array([str(time)[:10] for time in rows["time"].to_pylist()])
     for day in DAYS:
         (folder / "logs" / day).mkdir(parents=True)
-        found = rows.filter(pa.array(days == day))
-        assert found.num_rows > 1000
-        pq.write_table(found, folder / "logs" / day / "part.parquet")
+        of_day = rows.filter(pa.array(days == day))
+        assert of_day.num_rows > 1000
+        pq.write_table(of_day, folder / "logs" / day / "part.parquet")
     shutil.rmtree(folder / "all")
     return site

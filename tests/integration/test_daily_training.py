@@ -79,8 +79,8 @@ def test_days_of_kuairand_one_by_one_equal_all_at_once(
     for number, day in enumerate(DAYS):
         place = ("--output", dataset) if number == 0 else ("--dataset", dataset)
         command = "append" if number else "build"
-        made = say(command, "--input", logs / day, *place, "--day", day)
-        assert (made["day"], made["built"]) == (day, True)
+        answer = say(command, "--input", logs / day, *place, "--day", day)
+        assert (answer["day"], answer["built"]) == (day, True)
         begin = ("--start-from", tmp_path / DAYS[number - 1]) if number else ("--segments", day)
         summary = say("train", "--dataset", dataset, "--output", tmp_path / day, *begin)
         assert verify_run(tmp_path / day).problems == ()
@@ -88,7 +88,7 @@ def test_days_of_kuairand_one_by_one_equal_all_at_once(
         assert own["ne"] == summary["ne"]
         if number:
             start = summary["start"]
-            assert start["segments"] == [made["segment"]]
+            assert start["segments"] == [answer["segment"]]
             new_rows.append(start["tables"]["users"]["new"])
     assert all(count > 0 for count in new_rows), "users come every day"
     assert verify(dataset)["problems"] == []

@@ -173,8 +173,8 @@ def group_of(segment: Path, group: str) -> pl.DataFrame:
             None if length < 0 else buffers[buffer][start : start + length] if length else []
             for buffer, start, length in table.select(windows).iter_rows()
         ]
-        made = pl.Series(name, lists, dtype=stored.schema[name])
-        table = table.drop(windows).with_columns(made)
+        values = pl.Series(name, lists, dtype=stored.schema[name])
+        table = table.drop(windows).with_columns(values)
     return table
 
 

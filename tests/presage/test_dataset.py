@@ -46,9 +46,9 @@ def _days(folder: Path) -> None:
     )
     for seed, day in enumerate(DAYS):
         write_log(folder / day, num_rows=200, seed=seed)
-        made = newer if day == DAYS[-1] else job
+        job_of_day = newer if day == DAYS[-1] else job
         new = request if day == DAYS[0] else addition
-        build(replace(new(made, folder / day, dataset), day=day))
+        build(replace(new(job_of_day, folder / day, dataset), day=day))
     (folder / "ids").write_text("3\n17\n31\n")
     target = Location.parse(dataset)
     erase(target, folder / "ids", "user", datetime.now(UTC))
