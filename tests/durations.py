@@ -79,20 +79,22 @@ class Durations:
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         """Print the seconds of a long run, its slowest tests, and what the table has less."""
+        known = read_seconds()
         if self._writes:
             self._write()
         if len(self._tests) < _WHOLE_RUN:
             return
         usual = {test: sec for test, sec in self._tests.items() if test not in self._nightly}
-        known = read_seconds()
         before = sum(known.get(path, (0.0, 0.0))[0] for path in _by_file(usual))
         terminalreporter.section("seconds of tests")
         for test, seconds in sorted(self._tests.items(), key=lambda t: -t[1])[:SLOWEST]:
             terminalreporter.line(f"{seconds:7.1f} {test}")
-        terminalreporter.line(
-            f"{sum(usual.values()):,.0f} s in all, of `make test`; {before:,.0f} s in "
-            f"{SECONDS.name}: {sum(usual.values()) - before:+,.0f} s"
-        )
+        total = sum(usual.values())
+        if "slow" not in terminalreporter.config.getoption("markexpr"):
+            terminalreporter.line(
+                f"{total:,.0f} s in all, of `make test`; {before:,.0f} s in {SECONDS.name}: "
+                f"{total - before:+,.0f} s"
+            )
         minutes = (time.monotonic() - self._start) / 60
         if minutes > _LONGEST_MIN and not self._nightly:
             terminalreporter.line(
@@ -106,7 +108,10 @@ class Durations:
             tests = {t: s for t, s in self._tests.items() if (t in self._nightly) == nightly}
             for path, total in _by_file(tests).items():
                 seconds.setdefault(path, [0.0, 0.0])[index] = total
-        lines = [f"{p}\t{a:.1f}\t{b:.1f}\n" for p, (a, b) in sorted(seconds.items()) if a + b > 0.1]
+        rows = sorted(
+            (p, a, b) for p, (a, b) in seconds.items() if a + b > 0.1 and Path(p).exists()
+        )
+        lines = [f"{path}\t{usual:.1f}\t{nightly:.1f}\n" for path, usual, nightly in rows]
         SECONDS.write_text("".join(lines))
 
 

@@ -238,6 +238,7 @@ def test_layouts_change_bytes_and_nothing_else(datasets: dict[str, Path], name: 
     }
 
 
+@pytest.mark.slow
 def test_tuples_that_cost_more_than_plain_columns_are_stored_per_sample(
     datasets: dict[str, Path],
 ) -> None:

@@ -149,6 +149,7 @@ def test_report_sizes_are_those_of_the_manifests(page: str, dataset: Path) -> No
     assert size(manifest.dataset_bytes) in shown.text
 
 
+@pytest.mark.slow
 def test_report_oracle_table_is_what_the_oracle_command_prints(page: str, dataset: Path) -> None:
     tables = json_of(main, ["oracle", str(dataset), "--json"])["tables"]
     rows = {**Page(page).table("Training range"), **Page(page).table("The other tables")}

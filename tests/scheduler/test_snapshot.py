@@ -94,6 +94,7 @@ def test_facts_of_dataset_count_samples_as_the_log(
     assert facts.measured
 
 
+@pytest.mark.slow
 def test_facts_of_dataset_hold_the_rows_that_the_log_touches(
     facts: DataFacts, training: pa.Table, job: Job
 ) -> None:

@@ -76,6 +76,7 @@ def test_exported_model_has_the_bits_of_the_trainers_expanded_evaluation(
     assert np.std(np.concatenate(wanted)) > 1e-3, "logits must differ for this to say anything"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [0, 1, 2, 15, 17, 80])
 def test_any_number_of_samples_is_scored_the_same(
     count: int, exported: Path, dataset: Path

@@ -166,6 +166,7 @@ def test_blocks_of_a_run_grow_with_its_segments_and_are_verified(
     assert num_segments() == len(GROWING)
 
 
+@pytest.mark.slow
 def test_waiting_is_a_phase_of_the_step_that_follows_and_no_time_of_it(
     job: Path, versions: list[Path], tmp_path: Path
 ) -> None:

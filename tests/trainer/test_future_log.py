@@ -196,6 +196,7 @@ def test_log_on_a_full_disk_refuses_by_name_and_continues_when_there_is_room(
         assert (log.fetch(step, {"items": np.array(rows)})["items"].values == 1).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first_step", [0, 50_000])
 def test_writes_stay_long_and_few_buckets_are_open_whatever_the_number_of_steps(
     first_step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -58,6 +58,7 @@ def test_train_learns_and_leaves_what_the_contract_names(run: Path) -> None:
     assert summary.auc > 0.6
 
 
+@pytest.mark.slow
 def test_evaluate_repeats_the_metrics_of_the_run(
     run: Path, job: Path, dataset: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -172,6 +172,7 @@ def test_what_a_peer_is_sent_is_of_no_use_elsewhere() -> None:
         server.shutdown()
 
 
+@pytest.mark.slow
 def test_departed_members_leave_no_thread_behind() -> None:
     before = threading.active_count()
     member = member_of("http://127.0.0.1:1", "a", "secret", 0.5, 0.5)

@@ -56,6 +56,8 @@ from trainer.diff import compare_runs
 from trainer.recovery import Drain, DrainInterrupt
 from trainer.run import read_identity
 
+pytestmark = pytest.mark.slow
+
 LAST_STEP = 31
 """Of a run of two epochs."""
 
@@ -533,7 +535,6 @@ def verified(checkpoint: Path) -> Path:
     return checkpoint
 
 
-@pytest.mark.slow
 def test_run_at_a_url_starts_from_a_run_at_a_url(tmp_path: Path) -> None:
     job, dataset = make_days(tmp_path)
     run_days(job, dataset, tmp_path, DATES[:2])
