@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import subprocess
-import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -96,9 +96,9 @@ def assert_same_promoted_run(site: Site, root: Location) -> None:
     assert same.returncode == 0, same.stdout + same.stderr
 
 
-def started_stages(root: Location, run: str) -> set[str]:
-    """Return the stages of a run that were started."""
-    return {stage for a in read_state(root).attempts if a.run == run for stage in a.started}
+def has_started(root: Location, run: str, stage: str) -> bool:
+    """Return whether a stage of a run was started."""
+    return any(stage in a.started for a in read_state(root).attempts if a.run == run)
 
 
 def test_two_schedulers_of_one_root_come_to_what_one_comes_to(
@@ -124,9 +124,9 @@ def test_two_schedulers_of_one_root_come_to_what_one_comes_to(
 def test_scheduler_that_dies_is_continued_on_another_host(
     undisturbed: Site, root: Location, tmp_path: Path
 ) -> None:
-    for number, pause_sec in enumerate((2.0, 6.0, 10.0)):
+    for number, (day, stage) in enumerate(((ONE, "append"), (ONE, "train"), (TWO, "train"))):
         process = start(undisturbed, root, tmp_path / f"host-{number}", "--date", f"{ONE}..{TWO}")
-        time.sleep(pause_sec)
+        run_until(process, partial(has_started, root, f"{day}.1", stage))
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         end_stages(tmp_path / f"host-{number}")
@@ -156,7 +156,7 @@ def test_day_that_comes_late_waits_for_the_host_that_trains_a_later_one(
     a, b = tmp_path / "a", tmp_path / "b"
     assert start(late, root, a, "--date", ONE).wait() == 0, (a / "log").read_text()
     first = start(late, root, a, "--date", THREE)
-    run_until(first, lambda: "train" in started_stages(root, f"{THREE}.1"))
+    run_until(first, partial(has_started, root, f"{THREE}.1", "train"))
     assert start(late, root, b, "--date", TWO).wait() == 1
     assert "another retraining uses this root" in (b / "log").read_text()
     assert first.wait() == 0, (a / "log").read_text()
@@ -174,7 +174,7 @@ def test_rollback_while_a_day_trains_on_another_host_is_one_before_that_day(
     a, b = tmp_path / "a", tmp_path / "b"
     assert start(rolled_back, root, a, "--date", f"{ONE}..{TWO}").wait() == 0
     trains = start(rolled_back, root, a, "--date", THREE)
-    run_until(trains, lambda: stage in started_stages(root, f"{THREE}.1"))
+    run_until(trains, partial(has_started, root, f"{THREE}.1", stage))
     withdraws = start(rolled_back, root, b, "--rollback", f"{TWO}.1")
     assert withdraws.wait() == 0, (b / "log").read_text()
     assert json.loads((root / "PROMOTED").read_bytes())["run"] == f"{ONE}.1"

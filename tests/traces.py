@@ -1,0 +1,130 @@
+"""The files that one row, one batch and one decision of the demo enter, in the order of first entry.
+
+    python -m tests.traces
+
+Calls are traced in one process and in its steady state: of a row from the reading of a file, not
+the first, to the stored parts; of a batch during steps that read new row groups; of a decision
+while the driver polls, from the first measured steps to the start of the process that follows.
+What is called before (set-up), errors, and files of `APART` (configuration, bindings of compiled
+code) do not count.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+PACKAGES = ("pipelines", "presage", "scheduler", "schemas", "trainer")
+APART = ("schemas/config/", "schemas/kernels/", "trainer/embedding/kernels/", "schemas/errors.py")
+
+
+@dataclass
+class Trace:
+    """Files entered while a function is running, in all threads.
+
+    Attributes:
+        file, function: the qualified name of the function.
+        counts: whether a call counts, by its frame.
+        files: path -> the functions that were called.
+    """
+
+    file: str
+    function: str
+    counts: Callable[[FrameType], bool]
+    files: dict[str, set[str]] = field(default_factory=dict)
+    _frame: FrameType | None = None
+
+    def __call__(self, frame: FrameType, event: str, argument: object) -> None:
+        """Note a call, as the profile function of a thread."""
+        if event not in ("call", "return") or not frame.f_code.co_filename.startswith(ROOT):
+            return
+        if event == "return":
+            if frame is self._frame:
+                self._frame = None
+            return
+        path, name = frame.f_code.co_filename.removeprefix(ROOT), frame.f_code.co_qualname
+        if self._frame is None and (path, name) == (self.file, self.function):
+            self._frame = frame if self.counts(frame) else None
+        if self._frame is not None and path.startswith(PACKAGES):
+            self.files.setdefault(path, set()).add(name)
+
+    @contextmanager
+    def tracing(self) -> Iterator[None]:
+        """Note calls in the threads that start meanwhile, and in this one."""
+        threading.setprofile(self)
+        sys.setprofile(self)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)
+
+
+ROOT = f"{REPOSITORY}/"
+
+
+def trace_row(job: Path, log: Path, dataset: Path) -> Trace:
+    """Build the demo in this process."""
+    from pipelines.cli import main
+
+    seen = set[str]()
+
+    def counts(frame: FrameType) -> bool:
+        name = frame.f_locals["function"].__name__
+        is_first = name not in seen
+        seen.add(name)
+        return name == "write_part" or (name == "map_rows" and not is_first)
+
+    trace = Trace("pipelines/exchange.py", "_run_task", counts)
+    with trace.tracing():
+        main(["build", str(job), "--input", str(log), "--output", str(dataset), "--runner=InProcess"])
+    return trace
+
+
+def trace_batch(job: Path, dataset: Path, output: Path) -> Trace:
+    """Train the demo in this process, with the planned cache."""
+    from trainer.__main__ import main
+
+    def counts(frame: FrameType) -> bool:
+        return 10 <= frame.f_locals["self"].step < 40
+
+    trace = Trace("trainer/loop.py", "TrainingLoop._train_step", counts)
+    arguments = ["--dataset", str(dataset), "--output", str(output), "--embedding", "cached"]
+    with trace.tracing():
+        main(["train", str(job), *arguments, "--steps", "41"])
+    return trace
+
+
+def main() -> None:
+    """Print the files of each trace."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        job = shutil.copytree(REPOSITORY / "schemas" / "demo", folder / "job") / "job.yaml"
+        from pipelines.cli import main as pipelines
+
+        with redirect_stdout(sys.stderr):
+            pipelines(["generate", str(job), "--output", str(folder / "log")])
+            traces = {
+                "row": trace_row(job, folder / "log", folder / "dataset"),
+                "batch": trace_batch(job, folder / "dataset", folder / "run"),
+            }
+    for title, trace in traces.items():
+        apart = [path for path in trace.files if path.startswith(APART)]
+        files = [path for path in trace.files if path not in apart]
+        print(f"{title}: {len(files)} files, {len(apart)} apart")
+        for path in files:
+            print(f"  {path}: {', '.join(sorted(trace.files[path]))}")
+        print(f"  apart: {', '.join(apart)}")
+
+
+if __name__ == "__main__":
+    main()
