@@ -1,4 +1,4 @@
-"""The files that one row, one batch and one decision of the demo enter, in the order of first entry.
+"""The files of the packages that one row, one batch and one decision of the demo enter.
 
     python -m tests.traces
 
@@ -11,7 +11,6 @@ code) do not count.
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 import tempfile
@@ -86,7 +85,7 @@ def trace_row(job: Path, log: Path, dataset: Path) -> Trace:
 
     trace = Trace("pipelines/exchange.py", "_run_task", counts)
     with trace.tracing():
-        main(["build", str(job), "--input", str(log), "--output", str(dataset), "--runner=InProcess"])
+        main(["build", str(job), f"--input={log}", f"--output={dataset}", "--runner=InProcess"])
     return trace
 
 
@@ -120,10 +119,9 @@ def main() -> None:
     for title, trace in traces.items():
         apart = [path for path in trace.files if path.startswith(APART)]
         files = [path for path in trace.files if path not in apart]
-        print(f"{title}: {len(files)} files, {len(apart)} apart")
-        for path in files:
-            print(f"  {path}: {', '.join(sorted(trace.files[path]))}")
-        print(f"  apart: {', '.join(apart)}")
+        lines = [f"{title}: {len(files)} files, {len(apart)} apart"]
+        lines += [f"  {path}: {', '.join(sorted(trace.files[path]))}" for path in files]
+        print(*lines, f"  apart: {', '.join(apart)}", sep="\n")  # noqa: T201
 
 
 if __name__ == "__main__":
