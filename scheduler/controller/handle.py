@@ -298,7 +298,7 @@ def _on_ended(job: JobState, event: Ended, state: State) -> Result:
         return _add_built(job, process, event, segment_jobs), []
     if event.outcome == "done" and process.pool == "coordinator":
         return _finish(job, event)
-    if process.status == "leaving":
+    if process.status == "leaving" or event.outcome == "left":
         return job, []
     return _back_off(job, process, event, state)
 

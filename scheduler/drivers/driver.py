@@ -543,8 +543,9 @@ def ended_event(
     elif damage:
         outcome, detail = "failed", damage
     elif status == 0 and process.pool != "segment":
-        outcome = "left" if process.status == "leaving" else "lost"
-        detail = detail if outcome == "left" else "exited with status 0 before it was done"
+        outcome = "left" if process.status == "leaving" or exit_status.lost else "lost"
+        unexpected = "exited with status 0 before it was done"
+        detail = exit_status.lost or (detail if outcome == "left" else unexpected)
     elif exit_status.oom:
         outcome, detail = "oom", exit_status.lost
     elif exit_status.lost:

@@ -84,8 +84,6 @@ def exit_status_of(pod: Pod, *, deleted_by_us: bool) -> ExitStatus:
     """Return how the process of a Pod ended."""
     terminated = _container_state(pod).get("terminated")
     status = None if terminated is None else _status(int(terminated["exitCode"]))
-    if status == 0:
-        return ExitStatus(status=0)
     oom = (terminated or {}).get("reason") == OOM
     return ExitStatus(
         status=status, lost=_removed_by(pod, terminated or {}, deleted_by_us), oom=oom

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from scheduler.controller.state import JobState, PoolName, Process
-from scheduler.drivers.base import Endpoint
+from scheduler.drivers.base import Endpoint, ExitStatus
 from scheduler.drivers.children import Children
 from scheduler.drivers.driver import StepTail, ended_event, num_gpus_of, record_history
 from scheduler.model.history import PAST_JOBS, read_past_jobs
@@ -93,13 +93,21 @@ def test_ended_tells_by_what_is_left_then_by_what_was_said(name: str, tmp_path: 
     assert repeated.outcome == (outcome if same else "lost")
 
 
-def test_a_trainer_that_left_as_it_was_asked_is_not_lost(tmp_path: Path) -> None:
+def test_a_trainer_that_left_as_it_was_asked_is_not_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     paths = paths_of(tmp_path, num_segments=2)
     children = Children(paths.processes, os.environ)
     children.start("a", ["/bin/sh", "-c", "exit 0"])
     until(lambda: not children.is_alive("a"))
-    leaving = replace(process("coordinator", "a"), status="leaving")
+    trainer = process("coordinator", "a")
+    leaving = replace(trainer, status="leaving")
     assert ended_event(paths, children, "job", leaving, 5.0).outcome == "left"
+    # Evicted, it may save and leave before its notice is read.
+    evicted = ExitStatus(status=0, lost="Evicted")
+    monkeypatch.setattr(children, "exit_status", lambda _: evicted)
+    ended = ended_event(paths, children, "job", trainer, 5.0)
+    assert (ended.outcome, ended.detail) == ("left", "Evicted")
 
 
 def test_a_process_of_a_damaged_dataset_failed_with_the_damage(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ ENDINGS: dict[str, tuple[dict[str, Any], ExitStatus]] = {
     ),
     "it left in time when it was evicted": (
         pod("Succeeded", exited(0), disrupted("EvictionByEvictionAPI"), deleted=60),
-        ExitStatus(status=0),
+        ExitStatus(status=0, lost="Evicted"),
     ),
     "somebody deleted it": (
         pod("Running", exited(143), deleted=30),
@@ -178,6 +178,7 @@ def test_a_pod_that_did_its_work_as_it_was_given_up_has_done_it() -> None:
     tracked = TrackedPod("a", observed=pod("Pending", condition=condition))
     tracked.check_timeouts(0.0, 10.0, 30.0)
     tracked.check_timeouts(10.1, 10.0, 30.0)
+    tracked.deleted_grace_sec = 1
     tracked.observed = pod("Succeeded", exited(0), deleted=1)
     assert tracked.exit_status == ExitStatus(status=0)
 
