@@ -4,7 +4,7 @@
 
 Calls are traced in one process and in its steady state: of a row from the reading of a file, not
 the first, to the stored parts; of a batch during steps that read new row groups; of a decision
-while the driver polls, from the first measured steps to the start of the process that follows.
+while the driver polls, from the first measured steps on.
 What is called before (set-up), errors, and files of `APART` (configuration, bindings of compiled
 code) do not count.
 """
@@ -21,7 +21,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+from tests.integration.small_demo import write_small_demo
+
 REPOSITORY = Path(__file__).resolve().parents[1]
+SMALL = {
+    "num_samples: 200000": "num_samples: 60000",
+    "oracle: {batch_samples: 4096}": "oracle: {batch_samples: 1024}",
+    "\n  batch_samples: 4096": "\n  batch_samples: 1024",
+}
 PACKAGES = ("pipelines", "presage", "scheduler", "schemas", "trainer")
 APART = ("schemas/config/", "schemas/kernels/", "trainer/embedding/kernels/", "schemas/errors.py")
 
@@ -103,6 +110,24 @@ def trace_batch(job: Path, dataset: Path, output: Path) -> Trace:
     return trace
 
 
+def trace_decision(folder: Path) -> Trace:
+    """Schedule a small demo of four segments, which are built while the first ones are trained."""
+    from scheduler.__main__ import main
+
+    job = folder / "small" / "job.yaml"
+    job.parent.mkdir()
+    text = write_small_demo(REPOSITORY, job.parent, SMALL)
+    job.write_text(text.rstrip() + "\nschedule: {training: {max_replicas: 2}}\n")
+    trace = Trace("scheduler/drivers/driver.py", "Driver.poll", _has_measured_steps)
+    with trace.tracing():
+        main(["run", str(job), "--output", str(folder / "scheduled"), "--status", "off"])
+    return trace
+
+
+def _has_measured_steps(frame: FrameType) -> bool:
+    return any(job.next_step for job in frame.f_locals["self"].state.jobs.values())
+
+
 def main() -> None:
     """Print the files of each trace."""
     with tempfile.TemporaryDirectory() as name:
@@ -115,6 +140,7 @@ def main() -> None:
             traces = {
                 "row": trace_row(job, folder / "log", folder / "dataset"),
                 "batch": trace_batch(job, folder / "dataset", folder / "run"),
+                "decision": trace_decision(folder),
             }
     for title, trace in traces.items():
         apart = [path for path in trace.files if path.startswith(APART)]
