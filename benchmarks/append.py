@@ -21,9 +21,9 @@ from pathlib import Path
 
 from benchmarks.logs import DEMO_JOB, write_result
 from pipelines.build import build
-from pipelines.context import BuildRequest
-from pipelines.demo_log.log import GeneratorConfig, write_log
-from schemas.storage import Location
+from pipelines.build_context import BuildRequest
+from pipelines.demo_log.generate import GeneratorConfig, write_log
+from schemas.storage.location import Location
 
 LOG_SAMPLES = 2_000
 """Samples of a segment."""

@@ -34,9 +34,9 @@ from benchmarks.logs import (
     write_job_file,
     write_result,
 )
-from pipelines.demo_log.log import GeneratorConfig, write_log
-from schemas.dataset import Dataset, open_dataset
-from schemas.run_log import METRICS, SUMMARY, read_metrics
+from pipelines.demo_log.generate import GeneratorConfig, write_log
+from schemas.dataset.opened import Dataset, open_dataset
+from schemas.run.records import METRICS, SUMMARY, read_metrics
 
 MODES = ("plain", "cached", "lru", "uncached")
 DIM, BATCH, NUM_STORES, RATE = 64, 4096, 2, "2gbit"

@@ -36,16 +36,16 @@ import numpy as np
 
 from benchmarks.checkpoint_peers import drop_pages, timed
 from benchmarks.logs import write_result
-from schemas.run_log import CHECKPOINTS, RUN_FILE
-from schemas.run_manifest import ALL, fetch_run, read_newest_state
-from schemas.storage import Location
+from schemas.run.records import CHECKPOINTS, RUN_FILE
+from schemas.run.run_manifest import ALL, fetch_run, read_newest_state
+from schemas.storage.location import Location
 from tests.object_store import new_url, s3_environment, s3_server
+from trainer.checkpoint.files import NewCheckpoint, folder_name
 from trainer.checkpoint.format import RowsAndRecords
 from trainer.checkpoint.load import load_rows, newest_checkpoint, verify_checkpoint
-from trainer.checkpoint.manifest import NewCheckpoint, folder_name
-from trainer.checkpoint.upload import RunUploader
-from trainer.stores.api import Records, TableLayout
+from trainer.run.upload import RunUploader
 from trainer.stores.local import LocalStore, memory_store, mmap_store
+from trainer.stores.store import Records, TableLayout
 
 STEP, DRAWN_ROWS = 1, 1 << 14
 RANGE_BYTES = 8 << 20

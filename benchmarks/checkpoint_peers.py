@@ -36,16 +36,16 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from benchmarks.logs import write_result
 from schemas.arrays import Array
 from schemas.config.train import CheckpointConfig, TrainConfig
-from schemas.run_log import CHECKPOINTS
+from schemas.run.records import CHECKPOINTS
 from trainer.checkpoint.load import load_rows, newest_checkpoint, verify_checkpoint
 from trainer.checkpoint.manager import BackgroundSaver
 from trainer.components import Components
 from trainer.embedding.cache import DirectSource
 from trainer.embedding.changes import Changes
 from trainer.embedding.module import Embedding
-from trainer.run_rows import RunRows
-from trainer.stores.api import TableLayout
+from trainer.embedding.run_rows import RunRows
 from trainer.stores.local import LocalStore, memory_store
+from trainer.stores.store import TableLayout
 
 DIM = 64
 SHARES = (0.1, 0.01, 0.001)

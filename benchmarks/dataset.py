@@ -27,8 +27,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from benchmarks.logs import DEMO_JOB, build_dataset, write_result
-from pipelines.demo_log.log import GeneratorConfig, write_log
-from pipelines.table.rows import expand
+from pipelines.demo_log.generate import GeneratorConfig, write_log
+from pipelines.table.expand import expand
 from presage import Dataset
 
 TWO = ["item_id", "clicked"]

@@ -34,9 +34,9 @@ from numpy.typing import NDArray
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.logs import write_result
-from schemas import order
 from schemas.arrays import offsets_of
 from schemas.config.train import SparseOptimizerConfig
+from schemas.dataset import order
 from trainer.data.collate import Batch
 from trainer.data.lookup import KeyedBags, TableLookup, table_lookups, vector_layout
 from trainer.embedding.kernels import compiled

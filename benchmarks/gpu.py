@@ -29,8 +29,8 @@ from benchmarks.logs import (
     write_job_file,
     write_result,
 )
-from schemas.run_log import METRICS, StepMetric, read_metrics
-from schemas.storage import Location
+from schemas.run.records import METRICS, StepMetric, read_metrics
+from schemas.storage.location import Location
 from trainer.options import TrainOptions
 from trainer.train import train
 

@@ -25,7 +25,7 @@ from benchmarks.logs import (
     with_auto,
     write_result,
 )
-from schemas.dataset import Dataset, open_dataset
+from schemas.dataset.opened import Dataset, open_dataset
 
 
 def sizes_of(dataset: Dataset) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipelines.demo_log.log import GeneratorConfig, generate
+from pipelines.demo_log.generate import GeneratorConfig, generate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

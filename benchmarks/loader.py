@@ -58,12 +58,12 @@ from benchmarks.logs import (
     write_job_file,
     write_result,
 )
-from pipelines.demo_log.log import GeneratorConfig, write_log
-from pipelines.table.rows import expand
+from pipelines.demo_log.generate import GeneratorConfig, write_log
+from pipelines.table.expand import expand
 from presage import DataLoader
-from schemas.dataset import open_dataset
-from schemas.files import CheckedFile
-from schemas.layout import DATA_DIRECTORIES
+from schemas.dataset.files import CheckedFile
+from schemas.dataset.layout import DATA_DIRECTORIES
+from schemas.dataset.opened import open_dataset
 from trainer.data.decode import spec_of
 
 ROW_GROUP = 65_536

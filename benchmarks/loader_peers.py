@@ -26,9 +26,9 @@ from torch.utils.data import DataLoader as TorchDataLoader
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from schemas.arrays import is_list, offsets_of, values_of
-from schemas.dataset import open_dataset
-from schemas.model_inputs import scalar_values, to_bags
+from schemas.dataset.opened import open_dataset
 from schemas.rows import ids_of, rows_of_ids
+from schemas.run.model_inputs import scalar_values, to_bags
 from trainer.data.decode import BatchSpec, spec_of
 from trainer.data.reader import prefetch
 

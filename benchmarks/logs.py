@@ -20,11 +20,11 @@ import yaml
 from numpy.typing import NDArray
 
 from pipelines.build import build
-from pipelines.context import BuildRequest
-from pipelines.demo_log.log import GeneratorConfig, write_log
+from pipelines.build_context import BuildRequest
+from pipelines.demo_log.generate import GeneratorConfig, write_log
 from schemas.config.job import load_job
-from schemas.run_log import StepMetric
-from schemas.storage import Location
+from schemas.run.records import StepMetric
+from schemas.storage.location import Location
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SHARED_DATA = REPOSITORY.parent / "shared" / "data"

@@ -42,10 +42,10 @@ from benchmarks.logs import (
     step_figures,
     write_result,
 )
-from schemas.accesses import TableAccesses
 from schemas.config.job import load_job
-from schemas.dataset import Dataset, open_dataset
-from schemas.run_log import METRICS, read_metrics
+from schemas.dataset.opened import Dataset, open_dataset
+from schemas.oracle.accesses import TableAccesses
+from schemas.run.records import METRICS, read_metrics
 from trainer.components import order_of
 
 TABLE_ROWS = 2_000_000

@@ -31,13 +31,13 @@ from typing import Any
 
 from benchmarks.logs import DEMO_JOB, REPOSITORY, read_job, write_job_file, write_result
 from benchmarks.recovery import in_rounds
-from pipelines.demo_log.log import GeneratorConfig, write_log
+from pipelines.demo_log.generate import GeneratorConfig, write_log
 from scheduler.controller.events import Ended
 from scheduler.controller.journal import Incident
 from scheduler.controller.log import LOG, read_log
 from scheduler.status.board import Board
-from schemas.run_log import METRICS, read_metrics
-from trainer.diff import compare_runs
+from schemas.run.records import METRICS, read_metrics
+from trainer.run.compare import compare_runs
 
 SAMPLES, BLOCK, BATCH, EVERY = 24_000, 256, 1024, 20
 """Samples of the log, of a block and of a step; steps between checkpoints."""

@@ -26,8 +26,8 @@ import numpy as np
 from scipy.optimize import nnls
 
 from benchmarks.logs import SHARED_DATA, write_result
-from scheduler.model.fit import predict_seconds
 from scheduler.model.measurements import fit_rows, read_measurements, setting_of, step_sec
+from scheduler.model.throughput import predict_seconds
 
 Row = Mapping[str, str]
 COLUMNS: tuple[str, ...] = (

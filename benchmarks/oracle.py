@@ -2,12 +2,13 @@
 
 `python -m benchmarks.oracle [--json] [--samples N] [--rounds N] [--bagpipe DIR]`
 
-`ours` is `schemas.oracle.distinct` and `schemas.oracle.next_use`; the peer is the obvious numpy
-solution, one sort of all accesses by (row, step). Both give the same result and use one thread per
-core, in alternating rounds. With a checkout of BagPipe, its oracle processes the same accesses in
-the same rounds, unmodified and in one thread: compare rates per CPU second. Uniform ids over 10 M
-rows are the worst case. The benchmark also measures the end-to-end rate of the Beam stages, from
-lookups to files, and the bytes of the oracle files of shipped jobs (`oracle_pipeline.py`).
+`ours` is `schemas.oracle.next_uses.distinct` and `schemas.oracle.next_uses.next_use`; the peer is
+the obvious numpy solution, one sort of all accesses by (row, step). Both give the same result and
+use one thread per core, in alternating rounds. With a checkout of BagPipe, its oracle processes the
+same accesses in the same rounds, unmodified and in one thread: compare rates per CPU second.
+Uniform ids over 10 M rows are the worst case. The benchmark also measures the end-to-end rate of
+the Beam stages, from lookups to files, and the bytes of the oracle files of shipped jobs
+(`oracle_pipeline.py`).
 
 BagPipe's `BagPipe/oraclecacher.py` is loaded by itself: its transport, JSON reader and prints are
 replaced by stubs, and `np.in1d`, which numpy removed, by `np.isin`. It computes the distinct rows
@@ -41,10 +42,10 @@ from numpy.typing import NDArray
 from benchmarks.logs import NUM_ROWS, SHARED_DATA, skewed_rows, uniform_rows, write_result
 from benchmarks.oracle_pipeline import GOALS, measure_bytes, run_beam_stages
 from schemas.arrays import Jagged
-from schemas.cache_plan import Plan
 from schemas.config.train import CacheConfig
 from schemas.machine import num_cores
-from schemas.oracle import distinct, next_use
+from schemas.oracle.cache_plan import Plan
+from schemas.oracle.next_uses import distinct, next_use
 
 ORACLE = Path("BagPipe/oraclecacher.py")
 _PACKAGE = "bagpipe_checkout"

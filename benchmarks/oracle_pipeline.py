@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from benchmarks.logs import build_job, job_path, raw_log
-from pipelines.beam.build import NumberAccesses
+from pipelines.beam.jobs import NumberAccesses
 from pipelines.beam.runner import run_pipeline
 from pipelines.clustering.part import lookups_table
 from pipelines.clustering.writer import LOOKUPS
@@ -25,12 +25,12 @@ from pipelines.table.indexes import PartBuilder, add_index
 from pipelines.table.segment import sum_bytes
 from schemas.arrays import Jagged
 from schemas.config.job import OrderConfig
-from schemas.dataset import Segment, open_dataset
-from schemas.files import CheckedFile, describe_file
-from schemas.layout import FILE_SHIFT, TRAIN, part_path
-from schemas.oracle import distinct
-from schemas.order import Order
-from schemas.storage import Location
+from schemas.dataset.files import CheckedFile, describe_file
+from schemas.dataset.layout import FILE_SHIFT, TRAIN, part_path
+from schemas.dataset.opened import Segment, open_dataset
+from schemas.dataset.order import Order
+from schemas.oracle.next_uses import distinct
+from schemas.storage.location import Location
 
 BLOCKS_PER_PART = 64
 

@@ -33,10 +33,10 @@ from benchmarks.logs import (
     read_job,
     write_result,
 )
-from pipelines.table.rows import expand
-from schemas.dataset import open_dataset
-from schemas.layout import TRAIN
-from schemas.storage import Location
+from pipelines.table.expand import expand
+from schemas.dataset.layout import TRAIN
+from schemas.dataset.opened import open_dataset
+from schemas.storage.location import Location
 from trainer.options import TrainOptions
 from trainer.train import train
 

@@ -33,7 +33,7 @@ from benchmarks.logs import (
     write_job_file,
     write_result,
 )
-from pipelines.demo_log.log import GeneratorConfig, write_log
+from pipelines.demo_log.generate import GeneratorConfig, write_log
 from schemas.config.job import load_job
 
 DUCKDB = """

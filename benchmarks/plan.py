@@ -25,17 +25,17 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.logs import SHARED_DATA, build_dataset, job_path, raw_log, write_result
-from schemas.accesses import NextUses, indexed_steps, num_unique_rows
-from schemas.cache_plan import Plan, PlanStep, required_rows, summarize
 from schemas.config.train import CacheConfig
-from schemas.dataset import Dataset, open_dataset
-from schemas.order import Order
+from schemas.dataset.opened import Dataset, open_dataset
+from schemas.dataset.order import Order
+from schemas.oracle.accesses import NextUses, indexed_steps, num_unique_rows
+from schemas.oracle.cache_plan import Plan, PlanStep, required_rows, summarize
 from trainer.components import build_components, order_of, plans_of
 from trainer.data.decode import spec_of
 from trainer.data.reader import Reader, prefetch
 from trainer.embedding.cache import PlannedCache, RowsOfTables, TablePlan
 from trainer.step import PhaseTimer, train_batch
-from trainer.stores.api import GatheredRows
+from trainer.stores.store import GatheredRows
 
 CACHE_SHARE = 0.05
 """Size of Belady's cache as a share of the largest table's rows, at least the required minimum."""

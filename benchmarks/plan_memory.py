@@ -27,24 +27,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.logs import write_result
-from pipelines.oracle.files import (
+from pipelines.oracle.table_files import (
     split_into_files,
     write_access_file,
     write_edges_file,
     write_index_file,
 )
-from schemas.accesses import NextUses, indexed_steps, merge_dictionaries
 from schemas.arrays import Jagged, offsets_of
-from schemas.cache_plan import Plan, summarize
 from schemas.config.job import OrderConfig
 from schemas.config.train import CacheConfig
-from schemas.dataset import Dataset, Index, IndexPart, Segment, access_lists
-from schemas.files import ListFiles, describe_file, sha256_of, write_files
-from schemas.layout import FILES
-from schemas.manifest import Reference
-from schemas.oracle import next_use, sorted_gaps
-from schemas.order import Order
-from schemas.storage import Location
+from schemas.dataset.files import ListFiles, describe_file, sha256_of, write_files
+from schemas.dataset.layout import FILES
+from schemas.dataset.manifest import Reference
+from schemas.dataset.opened import Dataset, Index, IndexPart, Segment, access_lists
+from schemas.dataset.order import Order
+from schemas.oracle.accesses import NextUses, indexed_steps, merge_dictionaries
+from schemas.oracle.cache_plan import Plan, summarize
+from schemas.oracle.next_uses import next_use, sorted_gaps
+from schemas.storage.location import Location
 
 TABLE, STEP_ACCESSES, CACHE_SHARE = "items", 16_384, 0.05
 

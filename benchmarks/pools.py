@@ -28,7 +28,7 @@ from typing import Any
 
 from benchmarks.control_groups import Group, busy_seconds, group
 from benchmarks.logs import SHARED_DATA, job_path, read_job, write_job_file
-from pipelines.demo_log.log import GeneratorConfig, write_log
+from pipelines.demo_log.generate import GeneratorConfig, write_log
 from scheduler.drivers.job_files import (
     JobPaths,
     coordinator_command,
@@ -39,11 +39,11 @@ from scheduler.drivers.job_files import (
     store_command,
 )
 from scheduler.model.memory import dense_multiplications
-from scheduler.model.snapshot import take_snapshot
+from scheduler.model.plan_inputs import take_snapshot
 from schemas.config.job import load_job
 from schemas.machine import num_cores
-from schemas.run_log import METRICS, RENDEZVOUS, StepMetric, read_metrics
-from schemas.storage import Location
+from schemas.run.records import METRICS, RENDEZVOUS, StepMetric, read_metrics
+from schemas.storage.location import Location
 
 GIB = 1 << 30
 GRID_FILE = Path(__file__).with_name("pools.json")

@@ -22,10 +22,10 @@ import pyarrow as pa
 from benchmarks.logs import LOGS, build_dataset, each_log, job_path, log_parser, write_result
 from pipelines.transforms.apply import apply_transforms
 from schemas.config.job import SAMPLES, DataConfig
-from schemas.dataset import Dataset, open_dataset
-from schemas.fitted import FittedValues, load_fitted
-from schemas.group_files import read_group
-from schemas.samples import read_joined_row_group, row_groups
+from schemas.dataset.fitted import FittedValues, load_fitted
+from schemas.dataset.group_files import read_group
+from schemas.dataset.opened import Dataset, open_dataset
+from schemas.dataset.samples import read_joined_row_group, row_groups
 
 HEADLINE = "mind"
 ROUND_SEC = 0.5

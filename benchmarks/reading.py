@@ -40,9 +40,9 @@ import numpy as np
 import torch
 
 from benchmarks.logs import DEMO_JOB, build_dataset, write_result
-from pipelines.demo_log.log import GeneratorConfig, write_log
-from schemas.dataset import Dataset, open_dataset
-from schemas.order import Order, blocks_of_rank, runs_of_ranks
+from pipelines.demo_log.generate import GeneratorConfig, write_log
+from schemas.dataset.opened import Dataset, open_dataset
+from schemas.dataset.order import Order, blocks_of_rank, runs_of_ranks
 from trainer.data import reader as reader_module
 from trainer.data.decode import spec_of
 from trainer.data.reader import Reader

@@ -41,12 +41,12 @@ from benchmarks.logs import (
     write_job_file,
     write_result,
 )
-from pipelines.demo_log.log import GeneratorConfig, write_log
-from schemas.run_log import METRICS, SUMMARY, read_metrics
+from pipelines.demo_log.generate import GeneratorConfig, write_log
+from schemas.run.records import METRICS, SUMMARY, read_metrics
 from tests.trainer.faults import DONE, FAULTY, Faults
 from tests.trainer.processes import forked
-from trainer.diff import compare_runs
-from trainer.run import verify_run
+from trainer.run.compare import compare_runs
+from trainer.run.folder import verify_run
 from trainer.stores.remote.connection import read_access
 from trainer.stores.remote.processes import TOKEN, StoreProcesses, migrate_slots
 

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.logs import build_dataset, each_log, job_path, log_parser, write_result
-from schemas.run_log import METRICS, StepMetric, read_metrics
-from schemas.storage import Location
+from schemas.run.records import METRICS, StepMetric, read_metrics
+from schemas.storage.location import Location
 from tests.fault_proxy import Faults, fault_proxy
 from tests.object_store import new_url, s3_environment, s3_server
 

@@ -38,9 +38,9 @@ from benchmarks.logs import DEMO_JOB, REPOSITORY, write_result
 from benchmarks.remote import copy_dataset
 from pipelines.demo_log.example import generate_log
 from schemas.config.job import load_job
-from schemas.leases import LEASES
-from schemas.run_log import METRICS
-from schemas.storage import Location
+from schemas.run.records import METRICS
+from schemas.storage.leases import LEASES
+from schemas.storage.location import Location
 from tests.fault_proxy import Faults, fault_proxy
 from tests.object_store import new_url, s3_environment, s3_server
 

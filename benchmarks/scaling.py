@@ -42,10 +42,10 @@ from benchmarks.logs import (
 )
 from benchmarks.scaling_processes import ProcessConfig, Turn, run_replica, run_torchrec
 from schemas.config.job import load_job
-from schemas.dataset import open_dataset
-from schemas.run_log import METRICS, read_metrics
+from schemas.dataset.opened import open_dataset
+from schemas.run.records import METRICS, read_metrics
 from trainer.elastic.membership import Lighthouse
-from trainer.run import identity_of, start_run
+from trainer.run.folder import identity_of, start_run
 
 LOGS, DIM, BATCH, STEPS = ("mind", "demo"), 64, 4096, 6
 HEARTBEAT_SEC = 5.0

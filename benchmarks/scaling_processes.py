@@ -34,25 +34,25 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from benchmarks.train_sides import ROWS_PER_CHUNK, reader_of
 from schemas.config.job import load_job
 from schemas.config.train import TrainConfig
-from schemas.dataset import open_dataset
+from schemas.dataset.opened import open_dataset
 from schemas.rows import initial_rows
-from schemas.storage import Location
+from schemas.storage.location import Location
+from trainer.checkpoint.schedule import RunCheckpoints
 from trainer.components import build_components, dense_optimizer
 from trainer.compute import StepCompute
-from trainer.context import RunContext
 from trainer.data.collate import Batch, features_of_tables
 from trainer.data.decode import BatchSpec, spec_of
 from trainer.elastic.membership import ReplicaOptions
 from trainer.elastic.peer_state import MemoryRows
 from trainer.elastic.replica import ReplicaPeers
-from trainer.follow import FollowedDataset
-from trainer.frontier import Frontier
+from trainer.growing.follow import FollowedDataset
+from trainer.growing.frontier import Frontier
 from trainer.loop import TrainingLoop
 from trainer.models.torchrec_models import build_dlrm, dense_inputs
 from trainer.options import TrainOptions
 from trainer.recovery import Drain, Watchdog
-from trainer.run_checkpoints import RunCheckpoints
-from trainer.run_output import RunOutput
+from trainer.run.output import RunOutput
+from trainer.run.run_context import RunContext
 from trainer.step import PartialSums, PhaseTimer, Tree
 from trainer.stores.remote.connection import Access
 

@@ -42,7 +42,7 @@ from scheduler.model.predict import fit_models
 from scheduler.planner.candidates import predict_candidates
 from scheduler.planner.policy import describe_sizes
 from schemas.config.schedule import BudgetConfig
-from schemas.storage import Location
+from schemas.storage.location import Location
 
 GIB = 1 << 30
 

@@ -43,9 +43,9 @@ from scheduler.controller.log import (
 )
 from scheduler.controller.state import State
 from scheduler.drivers.driver import MAX_MEASURED
-from scheduler.drivers.run import raise_gc_threshold
-from scheduler.model.history import History
-from scheduler.model.snapshot import DataFacts
+from scheduler.drivers.run_jobs import raise_gc_threshold
+from scheduler.model.past_runs import History
+from scheduler.model.plan_inputs import DataFacts
 
 GIB = 1 << 30
 NUM_REPLICAS = 9

@@ -30,13 +30,13 @@ from numpy.typing import NDArray
 from benchmarks.logs import build_job, read_job, write_job_file, write_result
 from benchmarks.storage import ENCODINGS, by_session, limit_of
 from pipelines.report.sizes import folder_bytes, time_ordered
-from pipelines.rewrite.command import RewriteRequest, rewrite
 from pipelines.rewrite.input import inspect_rows
+from pipelines.rewrite.rewrite import RewriteRequest, rewrite
 from pipelines.sources.listing import folder_of
 from schemas.config.job import MAX_GROUPS
-from schemas.dataset import open_dataset
+from schemas.dataset.opened import open_dataset
 from schemas.errors import SchemaError
-from schemas.storage import Location
+from schemas.storage.location import Location
 
 DAY_SEC, START_US = 86_400, 1_767_225_600_000_000
 

@@ -31,28 +31,28 @@ import numpy as np
 
 from benchmarks.checkpoint_peers import drop_pages
 from benchmarks.logs import NUM_ROWS, skewed_rows, write_result
-from pipelines.oracle.files import split_into_files, write_access_file, write_edges_file
 from pipelines.oracle.index import index_table
-from schemas.accesses import SharedNextUses
+from pipelines.oracle.table_files import split_into_files, write_access_file, write_edges_file
 from schemas.arrays import Jagged
 from schemas.config.job import OrderConfig
 from schemas.config.train import CacheConfig
-from schemas.dataset import Dataset, Index, IndexPart, Segment
-from schemas.files import FileEntry, sha256_of, write_files
+from schemas.dataset.files import FileEntry, sha256_of, write_files
+from schemas.dataset.layout import FILES
+from schemas.dataset.manifest import Reference
+from schemas.dataset.opened import Dataset, Index, IndexPart, Segment
+from schemas.dataset.order import Order
 from schemas.kernels.oracle import FirstUseNumbering
-from schemas.layout import FILES
-from schemas.manifest import Reference
-from schemas.oracle import distinct, sorted_gaps
-from schemas.order import Order
-from schemas.run_log import CHECKPOINTS
-from schemas.storage import Location
+from schemas.oracle.accesses import SharedNextUses
+from schemas.oracle.next_uses import distinct, sorted_gaps
+from schemas.run.records import CHECKPOINTS
+from schemas.storage.location import Location
+from trainer.checkpoint.files import NewCheckpoint, folder_name
 from trainer.checkpoint.load import load_rows, newest_checkpoint, verify_checkpoint
-from trainer.checkpoint.manifest import NewCheckpoint, folder_name
 from trainer.checkpoint.snapshot import copy_bytes
 from trainer.components import plans_of
-from trainer.stores.api import Records, TableLayout
 from trainer.stores.future_log import NextUseLookup, log_store
 from trainer.stores.local import mmap_store
+from trainer.stores.store import Records, TableLayout
 
 LOOKUPS = 32
 """Look-ups of a step in each table."""

@@ -44,7 +44,7 @@ from benchmarks.logs import (
     with_auto,
     write_result,
 )
-from pipelines.clustering.layout import COMPRESSION_LEVEL as LEVEL
+from pipelines.clustering.storage_layout import COMPRESSION_LEVEL as LEVEL
 from pipelines.report.sizes import (
     bytes_by_table,
     dataset_bytes,
@@ -57,8 +57,8 @@ from pipelines.report.sizes import (
     write_best,
     write_flat,
 )
-from schemas.dataset import Dataset, open_dataset
-from schemas.samples import column_names
+from schemas.dataset.opened import Dataset, open_dataset
+from schemas.dataset.samples import column_names
 
 LIMIT_RATIO, LIMIT_BYTES = 1.02, 64_000
 """Limit for a dataset without its oracle, relative to the best clustered file."""

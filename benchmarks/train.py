@@ -53,7 +53,7 @@ from benchmarks.train_sides import (
 )
 from benchmarks.train_variants import measure_attention, measure_embedding, measure_reading
 from schemas.config.train import ModelConfig, SparseOptimizerConfig, TrainConfig
-from schemas.dataset import Dataset, open_dataset
+from schemas.dataset.opened import Dataset, open_dataset
 from trainer.components import build_model
 from trainer.data.collate import Batch
 from trainer.data.decode import BatchSpec, spec_of

@@ -30,7 +30,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from schemas.config.train import TrainConfig
-from schemas.dataset import Dataset
+from schemas.dataset.opened import Dataset
 from schemas.rows import initial_rows
 from trainer.components import build_components, dense_optimizer, order_of
 from trainer.data.collate import Batch, features_of_tables

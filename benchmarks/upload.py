@@ -24,15 +24,15 @@ import torch
 
 from benchmarks.checkpoint import write_job
 from benchmarks.logs import build_dataset, write_result
-from pipelines.demo_log.log import GeneratorConfig, write_log
+from pipelines.demo_log.generate import GeneratorConfig, write_log
 from schemas.config.job import load_job
 from schemas.paths import path_or_url
-from schemas.run_log import METRICS, read_metrics
-from schemas.run_manifest import local_run
-from schemas.storage import Location
-from trainer.checkpoint.upload import open_output
+from schemas.run.records import METRICS, read_metrics
+from schemas.run.run_manifest import local_run
+from schemas.storage.location import Location
 from trainer.options import TrainOptions
 from trainer.recovery import Drain
+from trainer.run.upload import open_output
 from trainer.train import train
 
 

@@ -17,10 +17,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipelines import executor
+from pipelines.autogroup.choose import with_groups
 from pipelines.autogroup.costs import LEAST_DEDUP_FACTOR
-from pipelines.autogroup.job import with_groups
+from pipelines.build_context import BuildContext, BuildRequest, beam_build, local_options
 from pipelines.clustering.part import PartResult
-from pipelines.context import BuildContext, BuildRequest, beam_build, local_options
 from pipelines.prepare import holds_in_memory, prepare
 from pipelines.progress import Progress
 from pipelines.quality.gate import GateError, keep_rejects
@@ -55,11 +55,8 @@ from pipelines.table.segment import (
 from pipelines.transforms.fit import publish_fitted, returned_files, stage_fitted
 from pipelines.workers import num_processes
 from schemas.config.job import DataConfig, GateConfig, Job, SplitConfig, load_job
-from schemas.dataset import Dataset, Segment, open_dataset, select_segments
-from schemas.errors import SchemaError
-from schemas.features import FeatureSet, load_features
-from schemas.layout import BUILDS, EVALUATION, SEGMENTS, TRAIN, part_path
-from schemas.manifest import (
+from schemas.dataset.layout import BUILDS, EVALUATION, SEGMENTS, TRAIN, part_path
+from schemas.dataset.manifest import (
     InputFile,
     Reference,
     SegmentManifest,
@@ -68,7 +65,10 @@ from schemas.manifest import (
     read_root,
     read_segment,
 )
-from schemas.storage import Location
+from schemas.dataset.opened import Dataset, Segment, open_dataset, select_segments
+from schemas.errors import SchemaError
+from schemas.features import FeatureSet, load_features
+from schemas.storage.location import Location
 
 
 @dataclass(frozen=True, slots=True)

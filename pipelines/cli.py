@@ -16,22 +16,21 @@ from typing import Any
 from rich.console import Console
 
 from pipelines.build import build, record_build_speed
-from pipelines.context import BuildRequest
+from pipelines.build_context import BuildRequest
 from pipelines.demo_log.example import generate_log, write_example
-from pipelines.init.command import init
+from pipelines.init.first_job import init
 from pipelines.preview import WIDTH, preview, show
 from pipelines.quality.gate import GateError
-from pipelines.rewrite.command import RewriteRequest, rewrite
+from pipelines.rewrite.rewrite import RewriteRequest, rewrite
 from pipelines.table.commit import seal
 from pipelines.table.compact import CompactionRequest, compact_dataset
 from pipelines.table.delete import erase
+from pipelines.table.expand import expand
 from pipelines.table.indexes import oracle
 from pipelines.table.root import MIN_AGE
-from pipelines.table.rows import expand
 from pipelines.table.vacuum import vacuum
 from pipelines.table.verify import verify
 from schemas.config.job import load_job
-from schemas.decode import parse_duration
 from schemas.errors import PlanError, SchemaError, pluralize, printable
 from schemas.paths import (
     ALLOW_OUTSIDE,
@@ -39,7 +38,8 @@ from schemas.paths import (
     ArgumentParser,
     path_or_url,
 )
-from schemas.storage import Location
+from schemas.storage.location import Location
+from schemas.typed_values import parse_duration
 
 DESCRIPTION = "Build, check and rewrite datasets."
 DATASET = "path or URL of the dataset"
@@ -455,7 +455,7 @@ def _expand(arguments: argparse.Namespace, _: list[str]) -> int:
 
 
 def _report(arguments: argparse.Namespace, _: list[str]) -> int:
-    page = importlib.import_module("pipelines.report.page")  # imports matplotlib: 1.5 s
+    page = importlib.import_module("pipelines.report.report_page")  # imports matplotlib: 1.5 s
     page.write_report(arguments.dataset, arguments.html, arguments.runs)
     print(f"wrote {arguments.html}", file=sys.stderr)
     return 0

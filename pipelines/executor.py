@@ -20,9 +20,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from pipelines.build_context import BuildContext, LocalOptions
 from pipelines.clustering.part import PartResult, build_part, sum_statistics
 from pipelines.clustering.writer import SegmentLayout, choose_segment_layout
-from pipelines.context import BuildContext, LocalOptions
 from pipelines.exchange import Exchange, Received, Sent, TaskResult
 from pipelines.oracle.numbering import NumberedTable, number_table, training_blocks
 from pipelines.prepare import holds_in_memory
@@ -30,8 +30,8 @@ from pipelines.progress import Counts, Progress
 from pipelines.samples.event_join import add_counts
 from pipelines.samples.tuples import Tuples, batches_by_size, concat_tuples
 from pipelines.shuffle import SHUFFLE, Element, group_rows
+from pipelines.sources.raw_rows import InputSplit
 from pipelines.sources.rejects import range_keys, write_rejects
-from pipelines.sources.rows import InputSplit
 from pipelines.stages import (
     REJECTS,
     SAMPLES,

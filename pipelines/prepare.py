@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from pipelines.context import BuildContext, BuildRequest, LocalOptions
+from pipelines.build_context import BuildContext, BuildRequest, LocalOptions
 from pipelines.samples.lookups import broadcast_sides, key_type, key_types
 from pipelines.samples.sql import Connection, SqlError
 from pipelines.samples.statements import (
@@ -22,11 +22,11 @@ from pipelines.sources.listing import Folder, folder_of, list_inputs, undeclared
 from pipelines.transforms.apply import check_transforms
 from pipelines.transforms.fit import fitted_files
 from schemas.config.job import Job
+from schemas.dataset.manifest import InputFile
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet
 from schemas.machine import machine_budget
-from schemas.manifest import InputFile
-from schemas.storage import Location
+from schemas.storage.location import Location
 
 PART_INPUT_BYTES = 28 << 20
 """Input bytes of one part of a small segment, which fill row groups of 64 MiB."""

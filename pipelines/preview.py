@@ -29,10 +29,10 @@ from rich.table import Table
 from rich.text import Text
 
 from pipelines import executor
-from pipelines.autogroup.job import with_groups
+from pipelines.autogroup.choose import with_groups
 from pipelines.build import check_usable, group_warnings, label_warnings, load_request
+from pipelines.build_context import IN_PROCESS, BuildContext, BuildRequest
 from pipelines.clustering.part import PartResult
-from pipelines.context import IN_PROCESS, BuildContext, BuildRequest
 from pipelines.exchange import Received
 from pipelines.prepare import prepare
 from pipelines.quality.gate import reject_findings
@@ -46,8 +46,8 @@ from pipelines.sources.listing import (
     folder_of,
     undeclared_partitions,
 )
+from pipelines.sources.raw_rows import ORIGIN
 from pipelines.sources.rejects import RejectCounts, count_rejects, python_rows, sorted_rejects
-from pipelines.sources.rows import ORIGIN
 from pipelines.sources.types import type_text
 from pipelines.stages import REJECTS, SAMPLES, Outputs, read_rows, split_file
 from pipelines.table.segment import group_counts
@@ -55,9 +55,9 @@ from pipelines.transforms.apply import apply_transforms
 from pipelines.transforms.fit import load_staged
 from schemas.arrays import is_list, one_chunk
 from schemas.config.job import GateConfig
+from schemas.dataset.layout import EVALUATION, REJECTS_SCHEMA, TRAIN
 from schemas.errors import SchemaError, printable
-from schemas.layout import EVALUATION, REJECTS_SCHEMA, TRAIN
-from schemas.storage import Location
+from schemas.storage.location import Location
 
 NUM_SAMPLES = 10
 """Number of samples shown."""

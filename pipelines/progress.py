@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 
-from pipelines.sources.rows import SPLIT_BYTES
+from pipelines.sources.raw_rows import SPLIT_BYTES
 
 STOP_AFTER_REJECTS = 50_000
 """A build stops after so many rejected rows without one good row."""

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from pipelines.context import BuildContext
+from pipelines.build_context import BuildContext
 from pipelines.progress import Counts
 from pipelines.samples.event_join import join_events, write_late
 from pipelines.samples.lookups import (
@@ -48,8 +48,8 @@ from pipelines.samples.tuples import (
 from pipelines.samples.validate import usable_samples
 from pipelines.shuffle import SHUFFLE, group_rows, partition_of_key
 from pipelines.sources.formats import input_splits, read_split
+from pipelines.sources.raw_rows import CHUNK_ROWS, ORIGIN, InputSplit
 from pipelines.sources.rejects import rejects_from_table, rejects_table
-from pipelines.sources.rows import CHUNK_ROWS, ORIGIN, InputSplit
 from pipelines.transforms.apply import fit_inputs
 from pipelines.transforms.fit import Partial, add_partial, partial_fits
 from schemas.arrays import one_chunk

@@ -17,11 +17,11 @@ from functools import cache, cached_property, partial
 from multiprocessing import connection
 from typing import TypeVar
 
-from pipelines.context import BuildContext
+from pipelines.build_context import BuildContext
 from pipelines.stages import SampleStage, load_sides
 from pipelines.transforms.fit import load_staged
+from schemas.dataset.fitted import FittedValues
 from schemas.errors import SchemaError
-from schemas.fitted import FittedValues
 from schemas.machine import machine_budget, num_cores
 
 Task = TypeVar("Task")

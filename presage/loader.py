@@ -22,18 +22,18 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from presage.batch import Batch, batch_of
 from schemas.config.job import load_job
-from schemas.dataset import Dataset, open_dataset
+from schemas.dataset.layout import EVALUATION, TRAIN
+from schemas.dataset.opened import Dataset, open_dataset
+from schemas.dataset.order import Order
 from schemas.errors import SchemaError, suggest_name
-from schemas.layout import EVALUATION, TRAIN
-from schemas.leases import Lease
-from schemas.order import Order
-from schemas.storage import Location
-from schemas.versions import Versions
+from schemas.storage.leases import Lease
+from schemas.storage.location import Location
+from schemas.storage.versions import Versions
 from trainer.components import order_of
 from trainer.data.decode import BatchSpec, spec_of
 from trainer.data.reader import Reader, prefetch
-from trainer.follow import check_continues, directories_of
-from trainer.metrics import columns_of
+from trainer.evaluation.metrics import columns_of
+from trainer.growing.follow import check_continues, directories_of
 
 Split = Literal["train", "evaluation"]
 _MAX_WORKERS = 256

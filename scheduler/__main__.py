@@ -42,7 +42,7 @@ from scheduler.controller.log import (
 from scheduler.doctor_url import examine_url
 from scheduler.drivers.beam_runners import segment_runner
 from scheduler.drivers.driver import DriverOptions
-from scheduler.drivers.run import (
+from scheduler.drivers.run_jobs import (
     RunRequest,
     check_driver,
     inputs_of,
@@ -51,7 +51,7 @@ from scheduler.drivers.run import (
     run_jobs,
 )
 from scheduler.model.measurements import fit_file, fit_summary
-from scheduler.model.snapshot import Snapshot, take_snapshot
+from scheduler.model.plan_inputs import Snapshot, take_snapshot
 from scheduler.planner.machine_sizes import (
     cluster_schedule,
     fill_budget,
@@ -59,8 +59,8 @@ from scheduler.planner.machine_sizes import (
 )
 from scheduler.planner.policy import counted, plan
 from scheduler.planner.reasons import explain_plan, plan_summary, plan_to_json
-from scheduler.retrain import command as retraining
-from scheduler.retrain.command import render_table, run_rows
+from scheduler.retrain import retrain as retraining
+from scheduler.retrain.retrain import render_table, run_rows
 from scheduler.simulator import command as simulation
 from scheduler.status.board import serving
 from scheduler.status.terminal import board_of, port_of, render, watching
@@ -75,7 +75,7 @@ from schemas.paths import (
     network_warning,
     path_or_url,
 )
-from schemas.storage import Location
+from schemas.storage.location import Location
 
 FILE_WIDTH = 160
 """Columns of tables that are not printed to a terminal."""

@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from scheduler.controller.log import LOG
-from scheduler.drivers.run import probe_cluster
-from schemas.decode import parse_size
+from scheduler.drivers.run_jobs import probe_cluster
 from schemas.errors import PlanError, SchemaError
 from schemas.machine import free_bytes
-from schemas.run_log import read_lines
+from schemas.run.records import read_lines
+from schemas.typed_values import parse_size
 
 SOURCES = Path(__file__).resolve().parents[1]
 """The source tree, or where the packages are installed."""

@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn, TypeVar
 
 from schemas.errors import SchemaError, StorageError
-from schemas.storage import Location
+from schemas.storage.location import Location
 
 T = TypeVar("T")
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from schemas.leases import LEASES
+from schemas.storage.leases import LEASES
 from tests import fork_server
 
 Main = Callable[[Sequence[str]], int]

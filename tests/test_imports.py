@@ -118,7 +118,7 @@ FAULTS = {
     "schemas imports a heavy library": ("schemas/a.py", "from torch import nn"),
     "pipelines imports the trainer": ("pipelines/a.py", "from trainer import reader"),
     "pipelines imports torch": ("pipelines/a.py", "import torch.nn as nn"),
-    "scoring imports torch": ("schemas/scoring.py", "import torch"),
+    "scoring imports torch": ("schemas/run/scoring.py", "import torch"),
     "pipelines imports Beam outside its room": ("pipelines/a.py", "import apache_beam as beam"),
     "trainer imports Beam": ("trainer/a.py", "import apache_beam as beam"),
     "scheduler imports torchrec": ("scheduler/drivers/a.py", "import torchrec"),

@@ -12,12 +12,12 @@ import pytest
 from pipelines import cli as pipelines
 from scheduler import __main__ as scheduler
 from schemas.config.job import load_job
-from schemas.dataset import open_dataset
+from schemas.dataset.manifest import read_root
+from schemas.dataset.opened import open_dataset
 from schemas.errors import SchemaError
 from schemas.features import load_features
-from schemas.manifest import read_root
 from schemas.paths import resolve_beside, schema_path
-from schemas.storage import Location
+from schemas.storage.location import Location
 from tests.object_store import Store
 from tests.pipelines import logs
 from tests.scheduler import small_job
@@ -216,7 +216,7 @@ def test_scheduler_reads_a_job_at_a_url(
 
 
 def test_paths_of_a_job_at_a_url_start_at_its_folder(tmp_path: Path) -> None:
-    from scheduler.retrain.command import _root_of
+    from scheduler.retrain.retrain import _root_of
 
     small_job.write_job(tmp_path, "  retrain: {output: ../days}")
     url = at_url(tmp_path)

@@ -22,11 +22,11 @@ from hypothesis import strategies as st
 from pipelines.build import build
 from pipelines.cli import main
 from pipelines.table.verify import verify
-from schemas.accesses import read_hints
+from schemas.dataset.layout import MANIFEST
 from schemas.errors import PlanError, SchemaError
-from schemas.layout import MANIFEST
-from schemas.run_log import CHECKPOINTS, LEDGER, METRICS, RUN_FILE, SUMMARY, read_summary
-from schemas.storage import Location
+from schemas.oracle.accesses import read_hints
+from schemas.run.records import CHECKPOINTS, LEDGER, METRICS, RUN_FILE, SUMMARY, read_summary
+from schemas.storage.location import Location
 from tests.manifest_changes import (
     CHANGES,
     VALUES,
@@ -40,8 +40,8 @@ from tests.pipelines.appending import addition
 from tests.pipelines.logs import built, write_log
 from tests.shared import hard_links, make_once
 from tests.trainer.runs import run_job
-from trainer.evaluate import evaluate_run
-from trainer.run import verify_run
+from trainer.evaluation.evaluate import evaluate_run
+from trainer.run.folder import verify_run
 
 MEMORY_BYTES = 2 << 30
 """Address space beyond that of the test process."""

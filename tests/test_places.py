@@ -10,7 +10,7 @@ import pytest
 from pipelines import cli as pipelines
 from scheduler import __main__ as scheduler
 from schemas import paths
-from schemas.storage import Location
+from schemas.storage.location import Location
 from tests.scheduler.small_job import write_job
 from tests.shared import Main
 from trainer import __main__ as trainer

@@ -30,17 +30,17 @@ from dataclasses import asdict
 from functools import partial
 
 from schemas.config.job import Job, load_job
+from schemas.dataset.layout import BLOCKS
+from schemas.dataset.manifest import read_dataset
 from schemas.errors import PlanError, SchemaError, pluralize, printable
-from schemas.layout import BLOCKS
 from schemas.machine import num_cores
-from schemas.manifest import read_dataset
 from schemas.paths import network_warning
-from schemas.run_log import EXIT_BEHIND, EXIT_LOST_ROWS, LEDGER, METRICS, RUN_FILE
-from schemas.run_manifest import local_run
-from schemas.storage import Location
+from schemas.run.records import EXIT_BEHIND, EXIT_LOST_ROWS, LEDGER, METRICS, RUN_FILE
+from schemas.run.run_manifest import local_run
+from schemas.storage.location import Location
 from trainer.cli import WRITTEN, build_parser
 from trainer.recovery import Drain, DrainInterrupt, watch_stdin
-from trainer.run import check_no_run, has_run, run_lock
+from trainer.run.folder import check_no_run, has_run, run_lock
 
 __all__ = ["build_parser", "main"]
 
@@ -126,7 +126,7 @@ def _train(arguments: argparse.Namespace) -> int:
     with drain.handle_signals():
         try:
             if arguments.may_fork and arguments.restarts:
-                from trainer.fork_server import run_restarted
+                from trainer.elastic.fork_server import run_restarted
 
                 has_begun = partial(has_run, arguments.output)
                 return run_restarted(arguments.words, drain, arguments.restarts, has_begun)
@@ -165,13 +165,13 @@ def _train_until(drain: Drain, arguments: argparse.Namespace) -> int:
             check_no_run(arguments.output)
     start_forked = None
     if arguments.may_fork and arguments.replicas > 1:
-        from trainer.fork_server import start_fork_server
+        from trainer.elastic.fork_server import start_fork_server
 
         start_forked = start_fork_server()  # its imports run beside ours
-    from schemas.run_log import to_line
-    from trainer.checkpoint.upload import open_output
+    from schemas.run.records import to_line
     from trainer.elastic.launcher import LaunchOptions, start_replica, train_replicas
     from trainer.options import TrainOptions
+    from trainer.run.upload import open_output
     from trainer.runtime import show_progress
     from trainer.train import train
 
@@ -235,12 +235,12 @@ def _replica_until(drain: Drain, arguments: argparse.Namespace) -> int:
 
     import torch
 
-    from trainer.checkpoint.upload import SupersededError
-    from trainer.elastic.context import read_rendezvous
+    from trainer.elastic.attempt import read_rendezvous
     from trainer.elastic.membership import ReplicaOptions
     from trainer.elastic.worker import run_replica
-    from trainer.stores.api import BehindError, RowsLostError
+    from trainer.run.upload import SupersededError
     from trainer.stores.remote.connection import read_access
+    from trainer.stores.store import BehindError, RowsLostError
 
     if arguments.end_with_stdin:
         watch_stdin(drain)
@@ -274,7 +274,7 @@ def _replica_until(drain: Drain, arguments: argparse.Namespace) -> int:
 
 
 def _token_file(arguments: argparse.Namespace) -> Path:
-    from trainer.elastic.context import TOKEN
+    from trainer.elastic.attempt import TOKEN
 
     if arguments.token_file is not None:
         return arguments.token_file
@@ -289,7 +289,7 @@ def _token_file(arguments: argparse.Namespace) -> Path:
 
 def _evaluate(arguments: argparse.Namespace) -> int:
     job = _check_inputs(arguments)
-    from trainer.evaluate import evaluate_run
+    from trainer.evaluation.evaluate import evaluate_run
 
     _set_threads(job)
     with local_run(arguments.run, (RUN_FILE,), (None,)) as run:
@@ -300,7 +300,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from trainer.run import verify_run
+    from trainer.run.folder import verify_run
 
     with local_run(arguments.run, (BLOCKS, LEDGER, METRICS)) as run:
         report = verify_run(run)
@@ -319,7 +319,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _diff(arguments: argparse.Namespace) -> int:
-    from trainer.diff import compare_runs
+    from trainer.run.compare import compare_runs
 
     with (
         local_run(arguments.run, (METRICS,), (None,)) as run,
@@ -341,7 +341,7 @@ def _diff(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    from trainer.publish import COMMANDS
+    from trainer.serve.publish import COMMANDS
 
     summary = COMMANDS[arguments.command](arguments)
     _show(arguments, json.dumps(asdict(summary), sort_keys=True))
@@ -349,7 +349,7 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _erase(arguments: argparse.Namespace) -> int:
-    from trainer.erase import erase_ids
+    from trainer.run.erase import erase_ids
 
     summary = erase_ids(arguments.run, arguments.ids, arguments.table, _work(arguments))
     _show(arguments, json.dumps(summary))

@@ -10,7 +10,7 @@ from schemas.paths import (
     parse_store_address,
     path_or_url,
 )
-from schemas.storage import Location
+from schemas.storage.location import Location
 
 TLS_NAME = "name in the others' certificates; default: the host of their address"
 

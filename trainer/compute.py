@@ -9,11 +9,11 @@ from typing import Generic, TypeVar
 
 import torch
 
-from trainer.context import RunContext
 from trainer.data.collate import Batch, Microbatches, move_batch
 from trainer.data.decode import spec_of
-from trainer.device import device_of
-from trainer.device_worker import DeviceMicrobatchWorker
+from trainer.device.microbatches import DeviceMicrobatchWorker
+from trainer.device.transfer import device_of
+from trainer.run.run_context import RunContext
 from trainer.step import (
     MicrobatchWorker,
     Node,

@@ -24,8 +24,10 @@ import torch
 
 from schemas.arrays import Array
 from schemas.config.train import SAVE, START, WAIT
-from schemas.run_log import StepMetric
-from trainer.agreement import (
+from schemas.run.records import StepMetric
+from trainer.checkpoint.schedule import RunCheckpoints
+from trainer.compute import NO_MICROBATCHES, StepCompute, WholeBatchCompute
+from trainer.elastic.agreement import (
     Agreement,
     CommittedStep,
     LeaveOutcome,
@@ -33,15 +35,13 @@ from trainer.agreement import (
     ReplicaStatus,
     leave_outcome,
 )
-from trainer.compute import NO_MICROBATCHES, StepCompute, WholeBatchCompute
-from trainer.context import RunContext
-from trainer.follow import Span, next_action
-from trainer.frontier import DatasetRefusedError, Frontier
+from trainer.growing.follow import Span, next_action
+from trainer.growing.frontier import DatasetRefusedError, Frontier
 from trainer.recovery import Drain, Watchdog
-from trainer.run import identity_of, write_dataset
-from trainer.run_checkpoints import RunCheckpoints
-from trainer.run_log import LogWriter
-from trainer.run_output import RunOutput
+from trainer.run.folder import identity_of, write_dataset
+from trainer.run.ledger import LogWriter
+from trainer.run.output import RunOutput
+from trainer.run.run_context import RunContext
 from trainer.step import Tree, check_loss, metric_of
 
 READ_AHEAD = 2

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from schemas.entry import process_variables
-from schemas.run_log import StepMetric
+from schemas.run.records import StepMetric
 
 
 class ChildProcess(Protocol):

@@ -16,7 +16,7 @@ from torch import nn
 
 from schemas.config.train import WAIT
 from schemas.errors import SchemaError
-from schemas.run_log import PHASES, StepMetric
+from schemas.run.records import PHASES, StepMetric
 from trainer.components import Components
 from trainer.data.collate import Batch, Microbatches, single_microbatch
 from trainer.embedding.kernels.compiled import merge

@@ -14,8 +14,9 @@ from typing import Any
 
 from schemas.config.job import Job, load_job
 from schemas.config.train import SAVE, START
-from schemas.run_log import METRICS, SUMMARY, RunSummary, StepMetric, read_metrics, read_summary
-from schemas.storage import Location
+from schemas.run.records import METRICS, SUMMARY, RunSummary, StepMetric, read_metrics, read_summary
+from schemas.storage.location import Location
+from trainer.checkpoint.files import PLAN_FILE
 from trainer.checkpoint.load import (
     fingerprint_of,
     has_plan_of,
@@ -26,38 +27,37 @@ from trainer.checkpoint.load import (
     verify_checkpoint,
 )
 from trainer.checkpoint.manager import claim_leftovers
-from trainer.checkpoint.manifest import PLAN_FILE
+from trainer.checkpoint.schedule import RunCheckpoints, copy_bytes_of
 from trainer.components import Components, build_components, layouts_of
 from trainer.compute import StepCompute, WholeBatchCompute, open_compute
-from trainer.context import RunContext
 from trainer.data.decode import BatchSpec, spec_of
-from trainer.device import device_of
-from trainer.embedding.baselines import open_baseline
+from trainer.device.cache import DeviceCache
+from trainer.device.transfer import device_of
 from trainer.embedding.cache import CachedRows, PlannedCache, RowSource
-from trainer.embedding.device_cache import DeviceCache
-from trainer.evaluate import evaluate_components
-from trainer.follow import FollowedDataset, Span, plans_of_span
-from trainer.frontier import Frontier
+from trainer.embedding.run_rows import RunRows
+from trainer.embedding.unplanned import open_baseline
+from trainer.evaluation.evaluate import evaluate_components
+from trainer.evaluation.metrics import Evaluation
+from trainer.growing.follow import FollowedDataset, Span, plans_of_span
+from trainer.growing.frontier import Frontier
 from trainer.loop import Peers, TrainingLoop
-from trainer.metrics import Evaluation
 from trainer.options import TrainOptions
 from trainer.recovery import Drain, Watchdog, resume_hint
-from trainer.run import RunIdentity, read_identity, run_lock, write_summary
-from trainer.run_checkpoints import RunCheckpoints, copy_bytes_of
-from trainer.run_log import truncate_logs
-from trainer.run_output import RunOutput
-from trainer.run_rows import RunRows
-from trainer.setup import (
+from trainer.run.folder import RunIdentity, read_identity, run_lock, write_summary
+from trainer.run.ledger import truncate_logs
+from trainer.run.output import RunOutput
+from trainer.run.run_context import RunContext
+from trainer.run.setup import (
     Rollbacks,
     first_checkpoint,
     open_run,
     with_rollbacks,
 )
+from trainer.run.warm_start import steps_before, summary_of_origin
 from trainer.step import Clock, PhaseTimer
-from trainer.stores.api import RowReader
 from trainer.stores.factory import open_store
 from trainer.stores.future_log import FutureLog, NextUseLookup
-from trainer.warm_start import steps_before, summary_of_origin
+from trainer.stores.store import RowReader
 
 _PAUSE_SEC = 0.05
 """Interval of asking whether the writer has finished the run."""

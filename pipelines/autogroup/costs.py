@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from pipelines.clustering.layout import WINDOWS_RATIO
+from pipelines.clustering.storage_layout import WINDOWS_RATIO
 from schemas.arrays import (
     Array,
     Jagged,
@@ -28,9 +28,9 @@ from schemas.arrays import (
     one_chunk,
     unique_tuples,
 )
+from schemas.dataset.group_files import to_windows
 from schemas.errors import SchemaError
 from schemas.features import Role
-from schemas.group_files import to_windows
 from schemas.hashing import splitmix64
 
 BYTES_PER_VALUE: Mapping[Role, float] = {"sparse": 0.05, "dense": 0.01}

@@ -28,35 +28,35 @@ import pyarrow as pa
 from apache_beam import pvalue
 from apache_beam.transforms.window import GlobalWindows
 
-from pipelines.autogroup.job import with_groups
-from pipelines.beam.build import segment_of_rows, segment_pipeline
-from pipelines.beam.transforms import REJECTED, EachReject, ReadRows, deserialize_results
-from pipelines.beam.transforms import MakeSamples as _SamplesBySql
+from pipelines.autogroup.choose import with_groups
+from pipelines.beam.jobs import segment_of_rows, segment_pipeline
+from pipelines.beam.stage_transforms import REJECTED, EachReject, ReadRows, deserialize_results
+from pipelines.beam.stage_transforms import MakeSamples as _SamplesBySql
 from pipelines.build import finish_segment_files, segment_hashes
+from pipelines.build_context import BuildContext, BuildRequest
 from pipelines.clustering.writer import LOOKUPS
-from pipelines.context import BuildContext, BuildRequest
 from pipelines.prepare import context_of, prepare
 from pipelines.samples.statements import job_steps
 from pipelines.samples.tuples import Tuples
 from pipelines.shuffle import SHUFFLE, SourceRows
 from pipelines.sources.formats import empty_rows
 from pipelines.sources.listing import Folder, folder_of, list_inputs
+from pipelines.sources.raw_rows import ORIGIN, InputSplit, typed_chunks
 from pipelines.sources.rejects import BUILD_REJECTS_SCHEMA, Reject
-from pipelines.sources.rows import ORIGIN, InputSplit, typed_chunks
 from pipelines.stages import REJECTS, SAMPLES
 from pipelines.table.commit import check_admissible, commit_segment, discarded_on_error
+from pipelines.table.expand import ContentHash, content_hash, row_hashes
 from pipelines.table.root import write_copies
-from pipelines.table.rows import ContentHash, content_hash, row_hashes
 from pipelines.transforms.fit import fitted_files, stage_fitted
 from schemas.config.job import Job, load_job
-from schemas.dataset import missing_column_defaults, open_dataset
+from schemas.dataset.layout import SEGMENTS
+from schemas.dataset.manifest import InputFile, hash_of, read_root
+from schemas.dataset.opened import missing_column_defaults, open_dataset
+from schemas.dataset.samples import column_names, read_live_row_group, row_groups, samples_schema
 from schemas.errors import SchemaError, suggest_name, suggest_name_or
 from schemas.features import FeatureSet, load_features
-from schemas.layout import SEGMENTS
-from schemas.manifest import InputFile, hash_of, read_root
 from schemas.paths import path_or_url, schema_path
-from schemas.samples import column_names, read_live_row_group, row_groups, samples_schema
-from schemas.storage import Location
+from schemas.storage.location import Location
 
 SEGMENT = "segment"
 ROWS = "rows"

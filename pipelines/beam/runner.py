@@ -26,10 +26,10 @@ from apache_beam.runners.portability.fn_api_runner.fn_runner import ExtendedProv
 from google.protobuf.json_format import ParseDict
 from google.protobuf.struct_pb2 import Struct
 
-from pipelines.context import IN_PROCESS
+from pipelines.build_context import IN_PROCESS
 from schemas.errors import SchemaError
 from schemas.machine import machine_budget
-from schemas.storage import Location
+from schemas.storage.location import Location
 
 _SIGNATURE_BYTES = 32
 RESULTS = "results"

@@ -1,8 +1,8 @@
 """Score the samples of a dataset with an exported model, on Beam.
 
-Workers import torch (extra `score`) when they load the model (`schemas/scoring.py`). Each row group
-is read as Arrow and scored on one thread in batches of a fixed size, so that neither runner nor
-number of workers change a bit.
+Workers import torch (extra `score`) when they load the model (`schemas/run/scoring.py`). Each row
+group is read as Arrow and scored on one thread in batches of a fixed size, so that neither runner
+nor number of workers change a bit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ import pyarrow.parquet as pq
 from apache_beam.utils.shared import Shared
 
 from pipelines.beam.runner import run_pipeline
-from schemas.dataset import (
+from schemas.dataset.files import sha256_of
+from schemas.dataset.layout import EVALUATION, MANIFEST, SAMPLE_WEIGHT, TRAIN
+from schemas.dataset.manifest import canonical_json
+from schemas.dataset.opened import (
     Dataset,
     Segment,
     missing_column_defaults,
@@ -27,14 +30,11 @@ from schemas.dataset import (
     select_segments,
     select_segments_by_hash,
 )
+from schemas.dataset.samples import blocks_of_row_group, read_joined_row_group
 from schemas.errors import SchemaError
-from schemas.files import sha256_of
-from schemas.layout import EVALUATION, MANIFEST, SAMPLE_WEIGHT, TRAIN
-from schemas.manifest import canonical_json
-from schemas.model import ModelFile, open_model
-from schemas.samples import blocks_of_row_group, read_joined_row_group
-from schemas.scoring import load_model
-from schemas.storage import Location
+from schemas.run.model_file import ModelFile, open_model
+from schemas.run.scoring import load_model
+from schemas.storage.location import Location
 
 SCORE, SCORES = "score", "scores"
 SPLITS = {"all": (TRAIN, EVALUATION), "train": (TRAIN,), "evaluation": (EVALUATION,)}
@@ -163,7 +163,7 @@ class ScoreRowGroups(beam.DoFn):
         """Open the dataset with the launcher's segments, and load the model once per process.
 
         Raises:
-            SchemaError: one of the segments was replaced, or as `schemas.scoring.load_model`.
+            SchemaError: one of the segments was replaced, or as `schemas.run.scoring.load_model`.
         """
         dataset = open_dataset(self.dataset_path)
         try:

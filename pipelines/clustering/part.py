@@ -36,12 +36,12 @@ from schemas.arrays import (
     values_of,
 )
 from schemas.config.job import SAMPLES, DataConfig
+from schemas.dataset.files import FileEntry
+from schemas.dataset.fitted import FittedValues
+from schemas.dataset.layout import BLOCK, EVALUATION, TRAIN, UNIQUE_INDEX, inverse_column, part_path
 from schemas.features import FeatureSet
-from schemas.files import FileEntry
-from schemas.fitted import FittedValues
-from schemas.layout import BLOCK, EVALUATION, TRAIN, UNIQUE_INDEX, inverse_column, part_path
 from schemas.rows import distinct_rows, ids_of
-from schemas.storage import Location
+from schemas.storage.location import Location
 
 
 @dataclass(frozen=True, slots=True)

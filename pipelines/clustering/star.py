@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from pipelines.samples.sql import LIST_INDEX
 from pipelines.samples.tuples import Tuples, hash_session_keys, unique_in_ranges
-from pipelines.sources.rows import ORIGIN, microseconds
+from pipelines.sources.raw_rows import ORIGIN, microseconds
 from pipelines.transforms.apply import apply_transforms
 from schemas.arrays import (
     comparable,
@@ -33,14 +33,14 @@ from schemas.arrays import (
     unique_tuples,
 )
 from schemas.config.job import SAMPLES, DataConfig
-from schemas.errors import SchemaError
-from schemas.fitted import FittedValues
-from schemas.layout import (
+from schemas.dataset.fitted import FittedValues
+from schemas.dataset.layout import (
     BLOCK,
     FILE_SHIFT,
     UNIQUE_INDEX,
     inverse_column,
 )
+from schemas.errors import SchemaError
 
 ORDERED_KEYS = 32
 """Minimum number of a block's session keys that are put in the order of time. It saves 1 to 7 % of

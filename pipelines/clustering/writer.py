@@ -21,7 +21,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from pipelines.clustering.layout import (
+from pipelines.clustering.star import Clustered, SortKeys, Star, cluster, sort_keys, to_star
+from pipelines.clustering.storage_layout import (
     TRIAL_ROWS,
     Encodings,
     GroupLayout,
@@ -36,13 +37,12 @@ from pipelines.clustering.layout import (
     try_columns,
     try_encodings,
 )
-from pipelines.clustering.star import Clustered, SortKeys, Star, cluster, sort_keys, to_star
 from pipelines.samples.tuples import Tuples, concat_tuples, drop_unused_tuples, hash_session_keys
 from schemas.arrays import column_bytes, offsets_of
 from schemas.config.job import DataConfig
-from schemas.files import FileEntry, describe_file
-from schemas.fitted import FittedValues
-from schemas.layout import (
+from schemas.dataset.files import FileEntry, describe_file
+from schemas.dataset.fitted import FittedValues
+from schemas.dataset.layout import (
     BLOCK,
     EVALUATION,
     FILE_SHIFT,
@@ -52,7 +52,7 @@ from schemas.layout import (
     num_unique_column,
     part_path,
 )
-from schemas.storage import Location
+from schemas.storage.location import Location
 
 LOOKUPS = "lookups"
 """Directory of the oracle's input below a segment being built; removed before the commit."""

@@ -8,12 +8,12 @@ from typing import Any
 
 import schemas
 from pipelines.build import build
-from pipelines.context import BuildRequest
-from pipelines.demo_log.log import GeneratorConfig, write_log
+from pipelines.build_context import BuildRequest
+from pipelines.demo_log.generate import GeneratorConfig, write_log
 from schemas.config.job import GenerateConfig, load_job
+from schemas.dataset.manifest import find_root
 from schemas.errors import SchemaError
-from schemas.manifest import find_root
-from schemas.storage import Location
+from schemas.storage.location import Location
 
 SOURCE = Path(schemas.__file__).parent / "demo"
 """Folder of the job and its schema, which every installation has."""

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipelines.init.files import MANY
+from pipelines.init.sample_sources import MANY
 from pipelines.samples.sql import quoted_name
 from schemas.arrays import offsets_of, one_chunk
 

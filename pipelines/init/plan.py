@@ -21,7 +21,7 @@ from pipelines.init.columns import (
     quoted,
     words_of,
 )
-from pipelines.init.files import LogSource
+from pipelines.init.sample_sources import LogSource
 from schemas.arrays import is_text, one_chunk
 from schemas.errors import SchemaError
 

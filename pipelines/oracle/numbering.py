@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from pipelines.clustering.writer import LOOKUPS, merge_blocks
-from pipelines.oracle.files import (
+from pipelines.oracle.table_files import (
     ENTRIES_PER_FILE,
     ArrayFile,
     IndexedLists,
@@ -34,13 +34,13 @@ from pipelines.oracle.files import (
 )
 from schemas.arrays import Jagged, jagged_of, offsets_of
 from schemas.arrays import ranges as consecutive
+from schemas.dataset.files import FileEntry, parquet_file
+from schemas.dataset.layout import BLOCK, FILE_SHIFT, TRAIN, part_path
 from schemas.errors import SchemaError
-from schemas.files import FileEntry, parquet_file
 from schemas.hashing import NUM_SLOTS, slot_of_row
 from schemas.kernels.oracle import FirstUseNumbering
-from schemas.layout import BLOCK, FILE_SHIFT, TRAIN, part_path
-from schemas.oracle import sorted_gaps
-from schemas.storage import Location
+from schemas.oracle.next_uses import sorted_gaps
+from schemas.storage.location import Location
 
 ARRAY_ROWS = 1 << 24
 """Maximum width of a range of rows whose numbers are in an array: 64 MiB."""

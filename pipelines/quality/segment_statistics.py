@@ -24,11 +24,11 @@ from pipelines.quality.column_statistics import (
     sum_buckets,
     sum_tables,
 )
-from schemas.dataset import Segment
+from schemas.dataset.files import read_verified
+from schemas.dataset.layout import EVALUATION, STATISTICS, TRAIN
+from schemas.dataset.opened import Segment
 from schemas.errors import SchemaError
-from schemas.files import read_verified
-from schemas.layout import EVALUATION, STATISTICS, TRAIN
-from schemas.storage import Location
+from schemas.storage.location import Location
 
 SHOWN_VALUES = 20
 """Frequent values in `top_values`."""

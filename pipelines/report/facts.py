@@ -33,20 +33,20 @@ from pipelines.table.indexes import (
     policy_reports,
     table_report,
 )
-from schemas.accesses import TableAccesses, open_table
-from schemas.dataset import Dataset, Segment
+from schemas.dataset.layout import part_path
+from schemas.dataset.manifest import GroupCounts
+from schemas.dataset.opened import Dataset, Segment
+from schemas.dataset.samples import row_groups
 from schemas.errors import SchemaError
-from schemas.layout import part_path
-from schemas.manifest import GroupCounts
-from schemas.miss_ratio import EXACT_OPTIMAL, HitRateCurve, lru_curve, optimal_curve
-from schemas.run_log import (
+from schemas.oracle.accesses import TableAccesses, open_table
+from schemas.oracle.miss_ratio import EXACT_OPTIMAL, HitRateCurve, lru_curve, optimal_curve
+from schemas.run.records import (
     SUMMARY,
     RunSummary,
     read_summary,
 )
-from schemas.run_manifest import local_runs
-from schemas.samples import row_groups
-from schemas.storage import Location
+from schemas.run.run_manifest import local_runs
+from schemas.storage.location import Location
 
 PLAN, BUILD = "plan.json", "build.json"
 PLAN_NUMBERS = (

@@ -12,15 +12,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from pipelines.clustering.layout import (
+from pipelines.clustering.storage_layout import (
     COMPRESSION,
     COMPRESSION_LEVEL,
     choose_encodings,
     open_writer,
 )
 from pipelines.table.commit import anomalies_name
-from schemas.dataset import Dataset, Segment, missing_column_defaults, version_name
-from schemas.layout import (
+from schemas.dataset.layout import (
     BLOCKS,
     DATA_DIRECTORIES,
     FILES,
@@ -30,7 +29,8 @@ from schemas.layout import (
     tombstones_path,
     window_columns,
 )
-from schemas.samples import column_names, live_rows, read_live_row_group, row_groups
+from schemas.dataset.opened import Dataset, Segment, missing_column_defaults, version_name
+from schemas.dataset.samples import column_names, live_rows, read_live_row_group, row_groups
 
 MAX_BYTES = 1 << 30
 """Bytes of expanded rows that are written; of a larger dataset a share of the row groups is."""

@@ -21,12 +21,12 @@ from pipelines.sources.listing import (
     with_all_columns,
 )
 from pipelines.sources.parquet import open_parquet, open_row_groups
-from pipelines.sources.rows import InputSplit, RawRows
+from pipelines.sources.raw_rows import InputSplit, RawRows
 from pipelines.sources.types import type_name
 from schemas.arrays import is_list, one_chunk
 from schemas.config.sources import SourceConfig
+from schemas.dataset.manifest import InputFile
 from schemas.errors import SchemaError, suggest_name
-from schemas.manifest import InputFile
 
 SOURCE = "rows"
 FILES = "**/*.parquet*"

@@ -21,16 +21,16 @@ from pipelines.samples.lookups import (
     key_column,
     microseconds_up,
 )
+from pipelines.sources.raw_rows import ORIGIN, file_and_row, microseconds
 from pipelines.sources.rejects import Reject, python_rows, rejects_table, sorted_rejects
-from pipelines.sources.rows import ORIGIN, file_and_row, microseconds
 from schemas.arrays import comparable, one_chunk, ranges, unique_tuples
 from schemas.config.job import DataConfig
 from schemas.config.sources import EventsConfig
-from schemas.dataset import Segment
+from schemas.dataset.layout import EVENTS, REJECTS_SCHEMA, part_path
+from schemas.dataset.manifest import InputFile
+from schemas.dataset.opened import Segment
 from schemas.errors import SchemaError
-from schemas.layout import EVENTS, REJECTS_SCHEMA, part_path
-from schemas.manifest import InputFile
-from schemas.storage import Location
+from schemas.storage.location import Location
 
 COUNTS = ("features", "without_event", "events", "late", "unmatched", "duplicates")
 """Rows of features, those of them without an event; events, those of them that were too late, that

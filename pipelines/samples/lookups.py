@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 
 from pipelines.samples.sql import tables_in_sql, to_stored_types
 from pipelines.samples.tuples import hash_session_keys, with_one_zero
-from pipelines.sources.rows import ORIGIN, file_and_row
+from pipelines.sources.raw_rows import ORIGIN, file_and_row
 from schemas.arrays import is_text, one_chunk
 from schemas.config.job import DataConfig
 from schemas.config.sources import JoinConfig, SideConfig
+from schemas.dataset.manifest import InputFile
 from schemas.errors import SchemaError, suggest_name
-from schemas.manifest import InputFile
 
 # Columns and keys.
 

@@ -17,13 +17,13 @@ import duckdb
 import numpy as np
 import pyarrow as pa
 
-from pipelines.sources.rows import ORIGIN
+from pipelines.sources.raw_rows import ORIGIN
 from schemas.arrays import one_chunk
 from schemas.config.job import DataConfig
 from schemas.config.parse import position_in_value
 from schemas.config.sources import SqlLimitsConfig
 from schemas.errors import SchemaError
-from schemas.storage import Location
+from schemas.storage.location import Location
 
 
 class ThreadConnections(threading.local):

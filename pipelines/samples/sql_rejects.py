@@ -30,8 +30,8 @@ from pipelines.samples.sql import (
     unparse,
 )
 from pipelines.sources.listing import first_line
+from pipelines.sources.raw_rows import ORIGIN
 from pipelines.sources.rejects import TooManyRunsError, isolate_bad, reason_kinds, row_texts
-from pipelines.sources.rows import ORIGIN
 
 BAD_ROWS_SCHEMA = pa.schema(
     [

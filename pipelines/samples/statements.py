@@ -32,8 +32,8 @@ from pipelines.samples.sql_rejects import (
     remove_marked,
     run_key,
 )
+from pipelines.sources.raw_rows import CHUNK_ROWS, ORIGIN, POSITION_MASK
 from pipelines.sources.rejects import TooManyRunsError, isolate_bad
-from pipelines.sources.rows import CHUNK_ROWS, ORIGIN, POSITION_MASK
 from schemas.arrays import comparable_tuple, hash_keys, one_chunk
 from schemas.config.job import DataConfig
 from schemas.errors import SchemaError

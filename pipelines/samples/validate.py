@@ -15,12 +15,10 @@ from pipelines.samples.sql import LIST_INDEX, function_names, nodes, parse
 from pipelines.samples.sql_rejects import BAD_ROWS_SCHEMA, bad_rows
 from pipelines.samples.statements import PER
 from pipelines.samples.tuples import Tuples
-from pipelines.sources.rows import ORIGIN
+from pipelines.sources.raw_rows import ORIGIN
 from schemas.arrays import is_list, one_chunk
 from schemas.config.job import DataConfig
-from schemas.errors import SchemaError, suggest_name, suggest_name_or
-from schemas.features import ROLES, Feature, FeatureSet
-from schemas.layout import (
+from schemas.dataset.layout import (
     BLOCK,
     TUPLE_INDEX,
     UNIQUE_INDEX,
@@ -28,6 +26,8 @@ from schemas.layout import (
     weights_column,
     window_columns,
 )
+from schemas.errors import SchemaError, suggest_name, suggest_name_or
+from schemas.features import ROLES, Feature, FeatureSet
 
 _HIDDEN = (ORIGIN, LIST_INDEX)
 _NUMBERS = ("dense", "label", "weight")

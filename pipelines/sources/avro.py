@@ -26,8 +26,7 @@ import pyarrow as pa
 
 from pipelines.sources import limits
 from pipelines.sources.listing import Folder, first_line
-from pipelines.sources.rejects import Reject, file_reject, isolate_bad
-from pipelines.sources.rows import (
+from pipelines.sources.raw_rows import (
     InputSplit,
     RawRows,
     SplitsAndRejects,
@@ -35,6 +34,7 @@ from pipelines.sources.rows import (
     typed_chunks,
     with_origins,
 )
+from pipelines.sources.rejects import Reject, file_reject, isolate_bad
 from pipelines.sources.types import type_name
 from schemas.config.sources import SourceConfig
 

@@ -22,8 +22,8 @@ import pyarrow.csv as pc_csv
 
 from pipelines.sources import limits
 from pipelines.sources.listing import Folder
+from pipelines.sources.raw_rows import InputSplit, RawRows, with_origins
 from pipelines.sources.rejects import Reject, file_reject, rest_of_file_reject, sort_key
-from pipelines.sources.rows import InputSplit, RawRows, with_origins
 from pipelines.sources.text_records import (
     SHOWN_BYTES,
     Dialect,
@@ -42,7 +42,7 @@ from pipelines.sources.text_records import (
 )
 from pipelines.sources.types import arrow_type, sql_type
 from schemas.config.sources import SourceConfig
-from schemas.files import owned_buffer
+from schemas.dataset.files import owned_buffer
 
 # Reading.
 

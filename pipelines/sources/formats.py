@@ -37,8 +37,7 @@ from pipelines.sources.parquet import (
     read_parquet,
     split_parquet,
 )
-from pipelines.sources.rejects import Reject, file_reject
-from pipelines.sources.rows import (
+from pipelines.sources.raw_rows import (
     MAX_COPIED_BYTES,
     ORIGIN,
     SPLIT_BYTES,
@@ -48,11 +47,12 @@ from pipelines.sources.rows import (
     SplitsAndRejects,
     with_positions,
 )
+from pipelines.sources.rejects import Reject, file_reject
 from pipelines.sources.text_records import copy_first_lines
 from pipelines.sources.types import arrow_type, check_names, plain_schema
 from schemas.config.sources import FormatName, SourceConfig
+from schemas.dataset.manifest import InputFile
 from schemas.errors import SchemaError, pluralize, suggest_name
-from schemas.manifest import InputFile
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,6 +22,13 @@ import pyarrow.json as pa_json
 
 from pipelines.sources import limits
 from pipelines.sources.listing import Folder, first_line
+from pipelines.sources.raw_rows import (
+    InputSplit,
+    RawRows,
+    SplitsAndRejects,
+    in_chunks,
+    with_origins,
+)
 from pipelines.sources.rejects import (
     Reject,
     file_reject,
@@ -29,7 +36,6 @@ from pipelines.sources.rejects import (
     rest_of_file_reject,
     sort_key,
 )
-from pipelines.sources.rows import InputSplit, RawRows, SplitsAndRejects, in_chunks, with_origins
 from pipelines.sources.text_records import (
     LINE_END,
     SHOWN_BYTES,
@@ -43,7 +49,7 @@ from pipelines.sources.text_records import (
 from pipelines.sources.types import type_text
 from schemas.arrays import is_list, is_text
 from schemas.config.sources import SourceConfig
-from schemas.files import owned_buffer
+from schemas.dataset.files import owned_buffer
 
 # Reading.
 

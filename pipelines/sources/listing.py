@@ -16,14 +16,14 @@ from urllib.parse import unquote
 
 import pyarrow as pa
 
-from pipelines.sources.rows import RawRows
+from pipelines.sources.raw_rows import RawRows
 from pipelines.sources.types import arrow_type
 from schemas.config.sources import SourceConfig
+from schemas.dataset.files import sha256_of
+from schemas.dataset.manifest import InputFile
 from schemas.errors import SchemaError, suggest_name
-from schemas.files import sha256_of
-from schemas.manifest import InputFile
 from schemas.paths import is_below, local_path
-from schemas.storage import Location
+from schemas.storage.location import Location
 
 _READERS = 8
 """Files that are hashed at once."""

@@ -12,8 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipelines.sources.listing import Folder, first_line, is_transient
-from pipelines.sources.rejects import Reject, file_reject
-from pipelines.sources.rows import (
+from pipelines.sources.raw_rows import (
     CHUNK_ROWS,
     InputSplit,
     RawRows,
@@ -22,8 +21,9 @@ from pipelines.sources.rows import (
     typed_chunks,
     with_origins,
 )
+from pipelines.sources.rejects import Reject, file_reject
 from schemas.config.sources import SourceConfig
-from schemas.files import column_ranges, parquet_file
+from schemas.dataset.files import column_ranges, parquet_file
 
 _COPIED_BATCH_ROWS = 1000
 _MAGIC = b"PAR1"

@@ -21,10 +21,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from schemas.files import decode_parquet
-from schemas.layout import REJECTS_SCHEMA
-from schemas.manifest import InputFile
-from schemas.storage import Entry, Location
+from schemas.dataset.files import decode_parquet
+from schemas.dataset.layout import REJECTS_SCHEMA
+from schemas.dataset.manifest import InputFile
+from schemas.storage.location import Entry, Location
 
 T = TypeVar("T")
 

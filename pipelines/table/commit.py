@@ -22,7 +22,7 @@ from pathlib import Path
 
 import pyarrow.compute as pc
 
-from pipelines.context import BuildRequest
+from pipelines.build_context import BuildRequest
 from pipelines.quality.gate import check_limits, parse_schema, pass_gate
 from pipelines.table.compatibility import check_compatible, check_types
 from pipelines.table.indexes import INDEX_PREFIX, PartBuilder, segment_of_part
@@ -30,12 +30,9 @@ from pipelines.table.root import commit_manifest, until_committed, update_root, 
 from pipelines.table.segment import directory_reference
 from pipelines.transforms.fit import check_fitted_files
 from schemas.config.job import Job, parse_job
-from schemas.dataset import Dataset, Segment, open_root, read_tombstones
-from schemas.errors import SchemaError, pluralize
-from schemas.features import FeatureSet
-from schemas.files import read_verified
-from schemas.layout import JOB, MANIFEST, SCHEMA, SEGMENTS
-from schemas.manifest import (
+from schemas.dataset.files import read_verified
+from schemas.dataset.layout import JOB, MANIFEST, SCHEMA, SEGMENTS
+from schemas.dataset.manifest import (
     ERASED_PREFIX,
     DatasetManifest,
     InputFile,
@@ -47,7 +44,10 @@ from schemas.manifest import (
     previous_names,
     read_segment,
 )
-from schemas.storage import Location, StorageError
+from schemas.dataset.opened import Dataset, Segment, open_root, read_tombstones
+from schemas.errors import SchemaError, pluralize
+from schemas.features import FeatureSet
+from schemas.storage.location import Location, StorageError
 
 MAX_POSITION = 99_999
 """Segment ids begin with the position in five digits."""

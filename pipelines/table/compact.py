@@ -23,14 +23,15 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from pipelines.build_context import beam_build, local_options
 from pipelines.clustering.part import build_part, sum_statistics
 from pipelines.clustering.writer import SegmentLayout, choose_segment_layout
-from pipelines.context import beam_build, local_options
 from pipelines.oracle.numbering import number_table, training_blocks
 from pipelines.quality.gate import parse_schema, pass_gate
 from pipelines.samples.event_join import write_late
 from pipelines.samples.sql import LIST_INDEX
 from pipelines.samples.tuples import Tuples, distinct_rows, drop_unused_tuples
+from pipelines.sources.raw_rows import ORIGIN
 from pipelines.sources.rejects import (
     Reject,
     RejectCounts,
@@ -39,7 +40,6 @@ from pipelines.sources.rejects import (
     rejects_table,
     write_rejects,
 )
-from pipelines.sources.rows import ORIGIN
 from pipelines.table.commit import (
     anomalies_text_of,
     discard,
@@ -66,21 +66,15 @@ from pipelines.table.vacuum import check_unused, remove_replaced
 from pipelines.transforms.fit import free_path
 from schemas.arrays import is_list, one_chunk
 from schemas.config.job import DataConfig, Job
-from schemas.dataset import (
-    Dataset,
-    Segment,
-    merge_tombstones,
-    open_dataset,
-    open_root,
-    read_tombstones,
-    read_version,
+from schemas.dataset.files import sha256_of, write_files
+from schemas.dataset.fitted import (
+    VOCABULARIES,
+    encode_table,
+    load_vocabulary_versions,
+    version_path,
 )
-from schemas.errors import SchemaError
-from schemas.features import FeatureSet
-from schemas.files import sha256_of, write_files
-from schemas.fitted import VOCABULARIES, encode_table, load_vocabulary_versions, version_path
-from schemas.group_files import group_schema, read_group
-from schemas.layout import (
+from schemas.dataset.group_files import group_schema, read_group
+from schemas.dataset.layout import (
     BLOCK,
     BLOCKS,
     EVENTS,
@@ -91,8 +85,7 @@ from schemas.layout import (
     inverse_column,
     part_path,
 )
-from schemas.machine import num_cores
-from schemas.manifest import (
+from schemas.dataset.manifest import (
     ERASED_PREFIX,
     DatasetManifest,
     Reference,
@@ -102,8 +95,25 @@ from schemas.manifest import (
     shuffle_key_of,
     write_manifest,
 )
-from schemas.samples import blocks_of_row_group, read_sample_column, row_groups, tuples_of_samples
-from schemas.storage import Location
+from schemas.dataset.opened import (
+    Dataset,
+    Segment,
+    merge_tombstones,
+    open_dataset,
+    open_root,
+    read_tombstones,
+    read_version,
+)
+from schemas.dataset.samples import (
+    blocks_of_row_group,
+    read_sample_column,
+    row_groups,
+    tuples_of_samples,
+)
+from schemas.errors import SchemaError
+from schemas.features import FeatureSet
+from schemas.machine import num_cores
+from schemas.storage.location import Location
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from schemas.config.job import DataConfig, Job
-from schemas.dataset import Dataset
+from schemas.dataset.opened import Dataset
 from schemas.errors import SchemaError, suggest_name_or
 from schemas.features import Feature, FeatureSet
-from schemas.storage import Location
+from schemas.storage.location import Location
 
 PER_SEGMENT_KEYS = frozenset(
     {"sources", "sides", "samples", "split", "on_error", "generate", "schema", "gate"}

@@ -19,7 +19,10 @@ from numpy.typing import NDArray
 from pipelines.table.root import commit_manifest, until_committed, write_copies
 from schemas.arrays import flat_list, is_list, offsets_of, one_chunk
 from schemas.config.job import DataConfig
-from schemas.dataset import (
+from schemas.dataset.files import parquet_file
+from schemas.dataset.layout import TOMBSTONES_SCHEMA, tombstones_path
+from schemas.dataset.manifest import DatasetManifest, Root, read_root
+from schemas.dataset.opened import (
     Dataset,
     Segment,
     encode_tombstones,
@@ -28,13 +31,10 @@ from schemas.dataset import (
     read_tombstones,
     type_from_name,
 )
+from schemas.dataset.samples import blocks_of_row_group, read_sample_column, row_groups
 from schemas.errors import SchemaError, suggest_name
-from schemas.files import parquet_file
-from schemas.layout import TOMBSTONES_SCHEMA, tombstones_path
-from schemas.manifest import DatasetManifest, Root, read_root
-from schemas.samples import blocks_of_row_group, read_sample_column, row_groups
-from schemas.storage import Location
-from schemas.versions import writer_id
+from schemas.storage.location import Location
+from schemas.storage.versions import writer_id
 
 ROLES = ("kept", "sparse")
 """Roles of columns that may hold ids; the session key may have any role."""

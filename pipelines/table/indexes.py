@@ -16,28 +16,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.context import beam_build, local_options
+from pipelines.build_context import beam_build, local_options
 from pipelines.oracle.index import TableTotals, index_table
 from pipelines.quality.segment_statistics import segment_statistics
 from pipelines.table.root import until_committed, update_root
 from pipelines.table.segment import describe_files, publish, remove_partial
-from schemas.accesses import (
-    NextUses,
-    TableAccesses,
-    TableHints,
-    count_distances,
-    open_table,
-    slot_accesses,
-    write_hints,
-)
-from schemas.cache_plan import Plan, cache_too_small, required_rows, summarize
 from schemas.config.job import DataConfig, OrderConfig
 from schemas.config.train import CacheConfig
-from schemas.dataset import Dataset, Index, Segment, open_dataset, select_segments
-from schemas.files import write_files
-from schemas.layout import FILES, TRAIN
-from schemas.machine import num_cores
-from schemas.manifest import (
+from schemas.dataset.files import write_files
+from schemas.dataset.layout import FILES, TRAIN
+from schemas.dataset.manifest import (
     DatasetManifest,
     IndexEntry,
     IndexManifest,
@@ -49,9 +37,21 @@ from schemas.manifest import (
     shuffle_key_of,
     write_manifest,
 )
-from schemas.miss_ratio import lru_curve
-from schemas.order import Order
-from schemas.storage import Location
+from schemas.dataset.opened import Dataset, Index, Segment, open_dataset, select_segments
+from schemas.dataset.order import Order
+from schemas.machine import num_cores
+from schemas.oracle.accesses import (
+    NextUses,
+    TableAccesses,
+    TableHints,
+    count_distances,
+    open_table,
+    slot_accesses,
+    write_hints,
+)
+from schemas.oracle.cache_plan import Plan, cache_too_small, required_rows, summarize
+from schemas.oracle.miss_ratio import lru_curve
+from schemas.storage.location import Location
 
 INDEX_PREFIX = "index-"
 """Names of the directories of indexes begin with it."""

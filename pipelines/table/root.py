@@ -12,14 +12,14 @@ from datetime import datetime, timedelta
 from hashlib import sha256
 from typing import TypeVar
 
-from pipelines.table.rows import VIEW, view_sql
-from schemas.dataset import committed_segment, open_root, version_name
+from pipelines.table.expand import VIEW, view_sql
+from schemas.dataset.files import parse_files
+from schemas.dataset.layout import BLOCKS, FILES, JOB, MANIFEST, SCHEMA, SEGMENTS, tombstones_path
+from schemas.dataset.manifest import DatasetManifest, Root, commit_root, read_root
+from schemas.dataset.opened import committed_segment, open_root, version_name
 from schemas.errors import SchemaError
-from schemas.files import parse_files
-from schemas.layout import BLOCKS, FILES, JOB, MANIFEST, SCHEMA, SEGMENTS, tombstones_path
-from schemas.manifest import DatasetManifest, Root, commit_root, read_root
-from schemas.storage import Location, store_time
-from schemas.versions import Versions, backoff
+from schemas.storage.location import Location, store_time
+from schemas.storage.versions import Versions, backoff
 
 MIN_AGE = timedelta(days=7)
 """Age that files which no manifest has named reach before `vacuum` removes them."""

@@ -18,8 +18,8 @@ from tempfile import TemporaryDirectory
 
 import pyarrow as pa
 
-from pipelines.clustering.layout import DICTIONARY, open_writer
 from pipelines.clustering.part import PartResult
+from pipelines.clustering.storage_layout import DICTIONARY, open_writer
 from pipelines.clustering.writer import LOOKUPS, merge_blocks
 from pipelines.oracle.numbering import NumberedTable
 from pipelines.quality.segment_statistics import segment_slices, statistics_text, write_statistics
@@ -27,18 +27,15 @@ from pipelines.shuffle import SHUFFLE
 from pipelines.sources.rejects import RejectCounts
 from schemas.arrays import join_times
 from schemas.config.job import DataConfig
-from schemas.dataset import split_ranges, type_name
-from schemas.errors import SchemaError
-from schemas.features import FeatureSet
-from schemas.files import (
+from schemas.dataset.files import (
     CheckedFile,
     FileEntry,
     describe_file,
     sha256_of,
     write_files,
 )
-from schemas.group_files import group_schema
-from schemas.layout import (
+from schemas.dataset.group_files import group_schema
+from schemas.dataset.layout import (
     BLOCK,
     BLOCKS,
     DATA_DIRECTORIES,
@@ -48,8 +45,7 @@ from schemas.layout import (
     inverse_column,
     part_path,
 )
-from schemas.local_files import PARTIAL
-from schemas.manifest import (
+from schemas.dataset.manifest import (
     GroupCounts,
     InputFile,
     Reference,
@@ -58,7 +54,11 @@ from schemas.manifest import (
     hash_of,
     write_manifest,
 )
-from schemas.storage import Location
+from schemas.dataset.opened import split_ranges, type_name
+from schemas.errors import SchemaError
+from schemas.features import FeatureSet
+from schemas.storage.local_files import PARTIAL
+from schemas.storage.location import Location
 
 
 def group_counts(results: Sequence[PartResult]) -> dict[str, GroupCounts]:

@@ -14,10 +14,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from pipelines.sources.rows import microseconds
+from pipelines.sources.raw_rows import microseconds
 from pipelines.table.commit import anomalies_text_of, position_of_day
 from pipelines.table.segment import reads_day, rewritten_key, segment_key, sum_bytes
-from schemas.accesses import TableAccesses
 from schemas.arrays import (
     Jagged,
     check_inverse,
@@ -30,21 +29,10 @@ from schemas.arrays import (
     values_of,
 )
 from schemas.config.job import DataConfig
-from schemas.dataset import (
-    Dataset,
-    IndexPart,
-    Segment,
-    access_lists,
-    constant_column,
-    missing_column_defaults,
-    open_dataset,
-    type_name,
-)
-from schemas.errors import SchemaError
-from schemas.files import ListFiles, find_damaged_files
-from schemas.fitted import load_fitted
-from schemas.group_files import read_group
-from schemas.layout import (
+from schemas.dataset.files import ListFiles, find_damaged_files
+from schemas.dataset.fitted import load_fitted
+from schemas.dataset.group_files import read_group
+from schemas.dataset.layout import (
     BLOCK,
     DATA_DIRECTORIES,
     TRAIN,
@@ -54,18 +42,30 @@ from schemas.layout import (
     part_path,
     reuse_schema,
 )
-from schemas.manifest import GroupCounts, IndexEntry, TableCounts, previous_names
-from schemas.oracle import NextUseTracker, unique_per_block
-from schemas.order import Order
-from schemas.reuse import ReuseCounts
-from schemas.rows import ids_of, rows_of_ids
-from schemas.samples import (
+from schemas.dataset.manifest import GroupCounts, IndexEntry, TableCounts, previous_names
+from schemas.dataset.opened import (
+    Dataset,
+    IndexPart,
+    Segment,
+    access_lists,
+    constant_column,
+    missing_column_defaults,
+    open_dataset,
+    type_name,
+)
+from schemas.dataset.order import Order
+from schemas.dataset.samples import (
     blocks_of_row_group,
     read_sample_column,
     row_groups,
     tuples_of_samples,
 )
-from schemas.storage import Location
+from schemas.errors import SchemaError
+from schemas.oracle.accesses import TableAccesses
+from schemas.oracle.next_uses import NextUseTracker, unique_per_block
+from schemas.oracle.reuse import ReuseCounts
+from schemas.rows import ids_of, rows_of_ids
+from schemas.storage.location import Location
 
 SETTINGS = ("batch_samples", "epochs", "shuffle", "seed")
 """Settings of an index that each of its parts repeats."""

@@ -22,9 +22,9 @@ from pipelines.samples.validate import check_type
 from schemas.arrays import combine_hashes, hash_values, is_list, offsets_of, one_chunk, ranges
 from schemas.config.job import SAMPLES, DataConfig
 from schemas.config.transforms import TransformConfig, num_ids_of_transform
+from schemas.dataset.fitted import FittedStats, FittedValues, Vocabulary, stats_key, value_type
 from schemas.errors import SchemaError, suggest_name
 from schemas.features import FeatureSet
-from schemas.fitted import FittedStats, FittedValues, Vocabulary, stats_key, value_type
 from schemas.hashing import hash_rows
 
 

@@ -29,14 +29,12 @@ from numpy.typing import NDArray
 from pipelines.quality.column_statistics import exact_sums, mean_and_deviation
 from pipelines.samples.sql import LIST_INDEX
 from pipelines.samples.tuples import Tuples, in_evaluation
-from pipelines.sources.rows import ORIGIN
+from pipelines.sources.raw_rows import ORIGIN
 from pipelines.transforms.apply import FitInput, apply_transforms, fit_inputs
 from schemas.arrays import is_list, numpy_of, one_chunk
 from schemas.config.job import SAMPLES, DataConfig
-from schemas.dataset import committed_segment
-from schemas.errors import SchemaError
-from schemas.files import read_verified
-from schemas.fitted import (
+from schemas.dataset.files import read_verified
+from schemas.dataset.fitted import (
     FittedStats,
     FittedValues,
     encode_stats,
@@ -50,10 +48,12 @@ from schemas.fitted import (
     value_type,
     version_path,
 )
+from schemas.dataset.layout import SEGMENTS
+from schemas.dataset.manifest import find_root
+from schemas.dataset.opened import committed_segment
+from schemas.errors import SchemaError
 from schemas.hashing import splitmix64
-from schemas.layout import SEGMENTS
-from schemas.manifest import find_root
-from schemas.storage import Location
+from schemas.storage.location import Location
 
 SAMPLE_SIZE = 1 << 16
 """Values from which quantiles are computed: all of a smaller log; of a larger one a rank is off by

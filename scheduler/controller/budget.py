@@ -15,8 +15,8 @@ import numpy as np
 
 from scheduler.controller.state import Action, JobState, State
 from scheduler.model.grid import BookedWorker, Sizes, budget_excess, mib
+from scheduler.model.plan_inputs import Snapshot
 from scheduler.model.predict import Models, fit_models
-from scheduler.model.snapshot import Snapshot
 from scheduler.planner.candidates import find_candidates, predict_candidates
 from scheduler.planner.correction import MIN_REMAINING_SEC, Change, Correction
 from scheduler.planner.policy import describe_sizes, preference

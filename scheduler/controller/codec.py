@@ -23,7 +23,7 @@ from functools import cache, partial
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from scheduler.controller.state import JobState, job_of_document
-from scheduler.model.snapshot import Snapshot
+from scheduler.model.plan_inputs import Snapshot
 
 T = TypeVar("T")
 Codec = tuple[Callable[[Any], Any], Callable[[Any], Any]]

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from scheduler.model.history import History
-from scheduler.model.snapshot import DataFacts
+from scheduler.model.past_runs import History
+from scheduler.model.plan_inputs import DataFacts
 from schemas.config.schedule import ScheduleConfig
 
 Outcome = Literal["done", "left", "failed", "lost", "oom"]

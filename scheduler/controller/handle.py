@@ -49,11 +49,11 @@ from scheduler.controller.state import (
     job_of_document,
 )
 from scheduler.controller.tick import add_steps, forecast_memory, predict_segment_sec, run_tick
-from scheduler.elasticity import CoreReadings
-from scheduler.model.fit import observe
+from scheduler.model.elasticity import CoreReadings
 from scheduler.model.grid import Grid, Sizes
+from scheduler.model.plan_inputs import Snapshot
 from scheduler.model.predict import fit_models, segment_setting, training_setting
-from scheduler.model.snapshot import Snapshot
+from scheduler.model.throughput import observe
 from scheduler.planner.correction import memory_after_oom
 from schemas.config.schedule import ScheduleConfig, WorkerConfig
 

@@ -33,9 +33,9 @@ from scheduler.controller.handle import HANDLERS, handle
 from scheduler.controller.journal import Journal, record
 from scheduler.controller.state import Action, JobState, State
 from scheduler.planner.policy import counted
+from schemas.dataset.files import replace_bytes
 from schemas.errors import SchemaError
-from schemas.files import replace_bytes
-from schemas.run_log import Decision
+from schemas.run.records import Decision
 
 EVENT_TYPES: Mapping[str, type[Event]] = MappingProxyType(
     {kind.__name__: kind for kind in (BudgetSet, Submitted, Tick, *HANDLERS)}

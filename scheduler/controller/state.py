@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from scheduler.controller.events import LoadKnown
-from scheduler.elasticity import CoreReadings, PoolSizes
-from scheduler.model.fit import Window
+from scheduler.model.elasticity import CoreReadings, PoolSizes
 from scheduler.model.grid import Sizes
-from scheduler.model.snapshot import Snapshot
+from scheduler.model.plan_inputs import Snapshot
+from scheduler.model.throughput import Window
 from scheduler.planner.correction import Correction
 from scheduler.planner.machine_sizes import cluster_schedule
 from schemas.config.job import Job, parse_job

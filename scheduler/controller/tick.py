@@ -30,7 +30,7 @@ from scheduler.controller.state import (
     StepPrediction,
     UsageWindow,
 )
-from scheduler.elasticity import (
+from scheduler.model.elasticity import (
     GROWTH,
     MIN_RATIO,
     CoreGrant,
@@ -40,10 +40,10 @@ from scheduler.elasticity import (
     add_readings,
     fit_pool_cores,
 )
-from scheduler.model.fit import predict_seconds
 from scheduler.model.grid import Grid, Sizes
 from scheduler.model.memory import Forecast, forecast, trainer_memory, worker_bytes
 from scheduler.model.predict import segment_setting, training_setting
+from scheduler.model.throughput import predict_seconds
 from scheduler.planner.correction import (
     MEMORY_HEADROOM,
     MIN_GAIN,
@@ -393,8 +393,8 @@ def _least_memory(pool: Pool, sizes: Sizes, work: RemainingWork) -> int:
 
 
 # Cores of trainers and stores: those that they keep busy, unless steps get longer (the rule is in
-# `scheduler/elasticity.py`; this part collects the readings). No process is replaced for it: the
-# booking of running processes changes, which on a cluster is their limit.
+# `scheduler/model/elasticity.py`; this part collects the readings). No process is replaced for it:
+# the booking of running processes changes, which on a cluster is their limit.
 
 CORE_TICKS = 12
 """Ticks at constant sizes and cores that make one reading; at least 60 s."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-from schemas.files import replace_bytes
+from schemas.dataset.files import replace_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -53,14 +53,14 @@ from scheduler.drivers.job_files import (
     store_command,
 )
 from scheduler.drivers.submit import HISTORY
-from scheduler.model.history import PAST_JOBS, format_past_job
+from scheduler.model.past_runs import PAST_JOBS, format_past_job
 from scheduler.model.predict import fit_models, summarize_job
 from schemas.config.job import parse_job
 from schemas.config.train import TrainConfig
+from schemas.dataset.files import replace_bytes
+from schemas.dataset.manifest import find_root
 from schemas.errors import SchemaError, StorageError
-from schemas.files import replace_bytes
-from schemas.manifest import find_root
-from schemas.run_log import (
+from schemas.run.records import (
     EXIT_BEHIND,
     EXIT_HUNG,
     EXIT_LOST_ROWS,
@@ -71,8 +71,8 @@ from schemas.run_log import (
     Decision,
     StepMetric,
 )
-from schemas.run_manifest import RunLogTail, read_run_file
-from schemas.storage import Location
+from schemas.run.run_manifest import RunLogTail, read_run_file
+from schemas.storage.location import Location
 
 P = ParamSpec("P")
 T = TypeVar("T")

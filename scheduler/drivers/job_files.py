@@ -18,16 +18,16 @@ from numpy.typing import NDArray
 from scheduler.controller.events import LoadKnown
 from scheduler.controller.slots import slots_of_range
 from scheduler.drivers.base import Endpoint
-from scheduler.model.snapshot import compute_lookahead
-from schemas.accesses import NextUses, open_table, slot_accesses
+from scheduler.model.plan_inputs import compute_lookahead
 from schemas.config.job import parse_job
 from schemas.config.train import TrainConfig
-from schemas.dataset import open_dataset
+from schemas.dataset.opened import open_dataset
 from schemas.entry import process_variables
 from schemas.hashing import NUM_SLOTS
+from schemas.oracle.accesses import NextUses, open_table, slot_accesses
 from schemas.paths import is_below, schema_path
-from schemas.run_log import STORE_ADDRESS
-from schemas.storage import Location
+from schemas.run.records import STORE_ADDRESS
+from schemas.storage.location import Location
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,16 +18,16 @@ from scheduler.drivers.job_files import (
     environment,
     generate_command,
 )
-from scheduler.model.history import History, read_history
-from scheduler.model.snapshot import Snapshot, facts_of_job
+from scheduler.model.past_runs import History, read_history
+from scheduler.model.plan_inputs import Snapshot, facts_of_job
 from scheduler.planner.machine_sizes import machine_schedule
 from schemas.config.job import GenerateConfig, Job, parse_job
 from schemas.config.schedule import BudgetConfig
+from schemas.dataset.files import replace_bytes
 from schemas.errors import SchemaError
 from schemas.features import load_features
-from schemas.files import replace_bytes
 from schemas.paths import schema_path
-from schemas.storage import Entry, Location
+from schemas.storage.location import Entry, Location
 
 HISTORY = "history"
 """Folder in the scheduler's folder with the measurements of finished jobs."""

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from scheduler.model.fit import Floats, Ints
 from scheduler.model.memory import stores_needed, trainer_memory, worker_bytes
-from scheduler.model.snapshot import DataFacts
+from scheduler.model.plan_inputs import DataFacts
+from scheduler.model.throughput import Floats, Ints
 from schemas.config.schedule import BudgetConfig, ScheduleConfig, WorkerConfig
 from schemas.config.train import TrainConfig
 from schemas.errors import PlanError

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from scheduler.model.fit import (
+from scheduler.model.throughput import (
     TRAINING_TERMS,
     Fit,
     TrainingSetting,

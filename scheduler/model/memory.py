@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.special import stdtrit
 
-from scheduler.model.fit import LEVEL, Floats
-from scheduler.model.snapshot import DataFacts
+from scheduler.model.plan_inputs import DataFacts
+from scheduler.model.throughput import LEVEL, Floats
 from schemas.config.train import TrainConfig
 
 _MIB = 1 << 20

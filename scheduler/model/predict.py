@@ -9,7 +9,17 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from scheduler.model.fit import (
+from scheduler.model.grid import Grid, Sizes, num_segments
+from scheduler.model.memory import (
+    TRAINER_BASE_BYTES,
+    dense_multiplications,
+    encoder_multiplications,
+    trainer_memory,
+    value_bytes,
+)
+from scheduler.model.past_runs import BuildRecord, PastJob, RunRecord
+from scheduler.model.plan_inputs import DataFacts, Snapshot
+from scheduler.model.throughput import (
     ASSUMED_SPREAD,
     WORKERS_EXPONENT,
     Fit,
@@ -21,16 +31,6 @@ from scheduler.model.fit import (
     merge_windows,
     observe,
 )
-from scheduler.model.grid import Grid, Sizes, num_segments
-from scheduler.model.history import BuildRecord, PastJob, RunRecord
-from scheduler.model.memory import (
-    TRAINER_BASE_BYTES,
-    dense_multiplications,
-    encoder_multiplications,
-    trainer_memory,
-    value_bytes,
-)
-from scheduler.model.snapshot import DataFacts, Snapshot
 from schemas.config.schedule import ScheduleConfig
 from schemas.config.train import TrainConfig
 

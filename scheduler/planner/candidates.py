@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from scheduler.model.fit import Floats, Ints
 from scheduler.model.grid import (
     Grid,
     budget_error,
@@ -18,8 +17,9 @@ from scheduler.model.grid import (
     training_resources,
     training_sizes,
 )
+from scheduler.model.plan_inputs import Snapshot
 from scheduler.model.predict import Models, segment_setting, training_setting, training_start_sec
-from scheduler.model.snapshot import Snapshot
+from scheduler.model.throughput import Floats, Ints
 from schemas.config.schedule import ScheduleConfig
 
 EXACT_POINTS = 1_000_000

@@ -25,11 +25,11 @@ from typing import Literal
 
 import numpy as np
 
-from scheduler.model.fit import predict_seconds
 from scheduler.model.grid import Grid, Sizes
 from scheduler.model.memory import Forecast
+from scheduler.model.plan_inputs import Snapshot
 from scheduler.model.predict import Models, segment_setting, training_setting
-from scheduler.model.snapshot import Snapshot
+from scheduler.model.throughput import predict_seconds
 from scheduler.planner.candidates import SEC_PER_HOUR, find_candidates, predict_candidates
 from scheduler.planner.policy import (
     Candidate,

@@ -13,8 +13,8 @@ from itertools import product
 
 from scheduler.model.grid import GIB, MIB, mib
 from scheduler.model.memory import trainer_memory, worker_bytes
+from scheduler.model.plan_inputs import Snapshot
 from scheduler.model.predict import Models, fit_models
-from scheduler.model.snapshot import Snapshot
 from scheduler.planner.candidates import find_candidates
 from schemas.config.schedule import UNLIMITED_CPUS, UNLIMITED_MEMORY, BudgetConfig, ScheduleConfig
 from schemas.errors import PlanError

@@ -15,10 +15,10 @@ from typing import Any, overload
 
 import numpy as np
 
-from scheduler.model.fit import Floats, Ints, Prediction, predict_seconds
 from scheduler.model.grid import Grid, Sizes
+from scheduler.model.plan_inputs import Snapshot
 from scheduler.model.predict import Models, fit_models, segment_setting, training_setting
-from scheduler.model.snapshot import Snapshot
+from scheduler.model.throughput import Floats, Ints, Prediction, predict_seconds
 from scheduler.planner.candidates import Predictions, find_candidates, predict_candidates
 from schemas.config.schedule import BudgetConfig, ScheduleConfig
 from schemas.errors import PlanError

@@ -9,7 +9,6 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from scheduler.model.fit import Prediction
 from scheduler.model.grid import SEGMENT_BATCHES, mib
 from scheduler.model.memory import (
     store_bytes,
@@ -18,7 +17,8 @@ from scheduler.model.memory import (
     trainer_memory,
     worker_bytes,
 )
-from scheduler.model.snapshot import Snapshot
+from scheduler.model.plan_inputs import Snapshot
+from scheduler.model.throughput import Prediction
 from scheduler.planner.policy import (
     TOLERANCE,
     Candidate,

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scheduler.model.fit import Floats, Ints
+from scheduler.model.throughput import Floats, Ints
 from scheduler.planner.candidates import Predictions, pareto_front
 from schemas.config.schedule import BudgetConfig, ScheduleConfig
 

@@ -21,7 +21,7 @@ from scheduler.retrain.records import (
 )
 from schemas.config.schedule import ModelGateConfig, RetrainConfig
 from schemas.errors import PlanError
-from schemas.run_log import EXIT_BEHIND, EXIT_HUNG, EXIT_LOST_ROWS
+from schemas.run.records import EXIT_BEHIND, EXIT_HUNG, EXIT_LOST_ROWS
 
 
 def judge(new: Metrics, old: Metrics | None, limits: ModelGateConfig) -> tuple[str, ...]:

@@ -14,8 +14,8 @@ from typing import Any
 
 from scheduler.drivers.base import Processes, parse_result
 from scheduler.drivers.job_files import local_runner_options, module_command
-from scheduler.model.history import BUILD
-from scheduler.model.snapshot import Snapshot, take_snapshot
+from scheduler.model.past_runs import BUILD
+from scheduler.model.plan_inputs import Snapshot, take_snapshot
 from scheduler.planner.machine_sizes import machine_schedule
 from scheduler.planner.policy import plan
 from scheduler.planner.reasons import plan_summary
@@ -28,7 +28,6 @@ from scheduler.retrain.decide import (
     newest_day,
     next_action,
 )
-from scheduler.retrain.log import Log, read_state
 from scheduler.retrain.records import (
     Attempt,
     Begun,
@@ -43,17 +42,18 @@ from scheduler.retrain.records import (
     State,
     check_folder,
 )
+from scheduler.retrain.root_log import Log, read_state
 from schemas.config.schedule import RetrainConfig
-from schemas.dataset import open_dataset
+from schemas.dataset.layout import EVALUATION, MANIFEST
+from schemas.dataset.manifest import canonical_json, find_root, previous_names
+from schemas.dataset.opened import open_dataset
 from schemas.errors import SchemaError
-from schemas.layout import EVALUATION, MANIFEST
 from schemas.machine import machine_budget
-from schemas.manifest import canonical_json, find_root, previous_names
 from schemas.paths import ALLOW_OUTSIDE
-from schemas.run_log import CHECKPOINTS, RUN_FILE
-from schemas.run_manifest import read_newest_state
-from schemas.storage import Location
-from schemas.versions import Versions
+from schemas.run.records import CHECKPOINTS, RUN_FILE
+from schemas.run.run_manifest import read_newest_state
+from schemas.storage.location import Location
+from schemas.storage.versions import Versions
 
 EXIT_STOPPED = 143
 """Exit status of a command that a signal stopped."""

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args
 
 from scheduler.controller.codec import decode, encode
 from schemas.errors import PlanError
-from schemas.storage import Location
+from schemas.storage.location import Location
 
 DATE = "{date}"
 """Placeholder of the day in the name of a folder."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy.optimize import nnls
 
-from scheduler.model.fit import Floats, Window
+from scheduler.model.throughput import Floats, Window
 from scheduler.simulator.kind_models import MIN_CELLS, KindModels, allowed_sizes
 from scheduler.simulator.views import Capacity, FailurePolicy, JobView, Measurement, Sizes, Snapshot
 

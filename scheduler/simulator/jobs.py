@@ -20,8 +20,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from scipy.interpolate import griddata
 
-from scheduler.model.fit import Floats, TrainingSetting
 from scheduler.model.measurements import read_measurements
+from scheduler.model.throughput import Floats, TrainingSetting
 from scheduler.simulator.views import Sizes
 from schemas.errors import SchemaError, suggest_name
 

@@ -11,7 +11,14 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from scheduler.model.fit import Floats, TrainingSetting, Window, fit_window, merge_windows, observe
+from scheduler.model.throughput import (
+    Floats,
+    TrainingSetting,
+    Window,
+    fit_window,
+    merge_windows,
+    observe,
+)
 from scheduler.planner.correction import MAX_GROWTH
 from scheduler.simulator.views import JobView, Measurement, Sizes, Snapshot
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from scheduler.elasticity import (
+from scheduler.model.elasticity import (
     CoreGrant,
     CoreReadings,
     PoolReadings,
@@ -23,9 +23,9 @@ from scheduler.elasticity import (
     add_readings,
     fit_pool_cores,
 )
-from scheduler.model.fit import Floats
 from scheduler.model.grid import GIB
 from scheduler.model.memory import forecast
+from scheduler.model.throughput import Floats
 from scheduler.planner.candidates import pareto_front
 from scheduler.planner.correction import (
     MEMORY_HEADROOM,

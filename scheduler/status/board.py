@@ -21,8 +21,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from scheduler.controller.log import LogReader
-from scheduler.status.metrics import CONTENT_TYPE, metrics_text
-from scheduler.status.page import page
+from scheduler.status.prometheus import CONTENT_TYPE, metrics_text
+from scheduler.status.status_page import page
 from scheduler.status.view import View, duration, view_of
 from schemas.errors import PlanError, SchemaError
 

@@ -17,7 +17,7 @@ from scheduler.controller.journal import Incident
 from scheduler.controller.log import LOG
 from scheduler.planner.policy import counted
 from scheduler.status.board import Board, serving
-from scheduler.status.page import headline
+from scheduler.status.status_page import headline
 from scheduler.status.view import (
     JobView,
     PoolView,
@@ -32,9 +32,9 @@ from scheduler.status.view import (
     notes_of,
     percent,
 )
+from schemas.dataset.files import replace_bytes
 from schemas.errors import SchemaError, printable
-from schemas.files import replace_bytes
-from schemas.locks import is_locked
+from schemas.storage.locks import is_locked
 
 LATEST = 6
 """Incidents of the live view, newest last; decisions scroll above it."""

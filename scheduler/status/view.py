@@ -28,11 +28,11 @@ from scheduler.controller.state import (
     Status,
 )
 from scheduler.controller.tick import lookahead_steps, predict_step
-from scheduler.model.fit import predict_seconds
 from scheduler.model.grid import GIB, MIB
 from scheduler.model.predict import training_setting
+from scheduler.model.throughput import predict_seconds
 from scheduler.planner.candidates import predict_candidates
-from schemas.run_log import Decision
+from schemas.run.records import Decision
 
 POOLS: tuple[PoolName, ...] = ("segment", "coordinator", "replica", "store")
 

@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 
 import yaml
 
-from schemas.decode import DecodeError, from_json
 from schemas.errors import SchemaError
-from schemas.storage import Location
+from schemas.storage.location import Location
+from schemas.typed_values import DecodeError, from_json
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""The functions of `oracle.cpp`; see the classes and functions of `schemas.oracle`."""
+"""The functions of `oracle.cpp`; see the classes and functions of `schemas.oracle.next_uses`."""
 
 import numpy as np
 from numpy.typing import NDArray

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.migration import KINDS, headline, main, write_job
-from scheduler.model.snapshot import take_snapshot
+from scheduler.model.plan_inputs import take_snapshot
 from scheduler.planner.policy import plan
 
 FOUND = {

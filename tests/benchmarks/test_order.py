@@ -17,9 +17,9 @@ from benchmarks.order import (  # fmt: skip
     training_samples,
     write_variant,
 )
-from pipelines.table.rows import content_hash, expand
-from schemas.dataset import open_dataset
-from schemas.storage import Location
+from pipelines.table.expand import content_hash, expand
+from schemas.dataset.opened import open_dataset
+from schemas.storage.location import Location
 from tests.pipelines import logs
 from tests.shared import json_of
 

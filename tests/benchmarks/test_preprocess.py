@@ -10,8 +10,8 @@ from benchmarks.preprocess import main, measure, sides
 from pipelines.build import build
 from pipelines.transforms.apply import apply_transforms
 from schemas.config.job import SAMPLES
-from schemas.dataset import open_dataset
-from schemas.fitted import load_fitted
+from schemas.dataset.fitted import load_fitted
+from schemas.dataset.opened import open_dataset
 from tests.pipelines import transform_jobs as jobs
 from tests.pipelines.logs import request
 from tests.shared import output_of

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.recovery import CommitWatcher, headline, in_rounds, rejoin_costs
-from schemas.run_log import METRICS, StepMetric
+from schemas.run.records import METRICS, StepMetric
 
 
 def test_rejoin_costs_end_at_the_first_step_of_both_replicas(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from benchmarks.shapes import SHAPES, smallest_file
 from benchmarks.storage import headline, limit_of, main, measure
 from pipelines.cli import main as main_of_pipelines
 from pipelines.report.sizes import chunk_bytes, derived_bytes
-from schemas.dataset import open_dataset
+from schemas.dataset.opened import open_dataset
 from tests.pipelines.logs import IN_PROCESS, built
 from tests.shared import output_of
 

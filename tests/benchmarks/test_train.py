@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.train_sides import Timing
 from benchmarks.train_variants import draw_gradient, measure_embedding
-from schemas.dataset import open_dataset
+from schemas.dataset.opened import open_dataset
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, reader_of
 

@@ -16,9 +16,9 @@ from pathlib import Path
 
 from scheduler.controller.events import Ended
 from scheduler.controller.log import LOG, read_log, replay
-from schemas.run_log import METRICS
-from schemas.run_manifest import RunLogTail
-from schemas.storage import Location
+from schemas.run.records import METRICS
+from schemas.run.run_manifest import RunLogTail
+from schemas.storage.location import Location
 from tests.integration.small_demo import write_small_demo
 
 SMALL = {

@@ -9,16 +9,16 @@ import pytest
 
 from pipelines.build import build
 from schemas.config.job import load_job
-from schemas.dataset import open_dataset
-from schemas.run_log import METRICS, read_metrics
-from schemas.storage import Location
+from schemas.dataset.opened import open_dataset
+from schemas.run.records import METRICS, read_metrics
+from schemas.storage.location import Location
 from tests.pipelines.appending import DEFAULT, EXTRA, addition, changed
 from tests.pipelines.logs import SCHEMA, raw_rows, request, samples_of, write_log
 from tests.trainer.runs import assert_equal, reader_of, run_job
 from trainer.components import order_of
 from trainer.data.decode import spec_of
-from trainer.evaluate import evaluate_run
-from trainer.run import verify_run
+from trainer.evaluation.evaluate import evaluate_run
+from trainer.run.folder import verify_run
 
 EVALUATION_FROM = datetime(2026, 1, 1, 0, 8)
 ROWS = (300, 200)

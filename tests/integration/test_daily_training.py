@@ -9,11 +9,11 @@ import pytest
 
 from pipelines.cli import main as pipelines
 from pipelines.table.verify import verify
-from schemas.layout import JOB, SCHEMA
+from schemas.dataset.layout import JOB, SCHEMA
 from tests.pipelines.logs import IN_PROCESS
 from trainer.__main__ import main as trainer
 from trainer.checkpoint.load import newest_checkpoint, read_dense
-from trainer.run import verify_run
+from trainer.run.folder import verify_run
 
 DAYS = ("2022-05-01", "2022-05-02", "2022-05-03")
 """UTC days of KuaiRand's standard log that two files of it cover wholly."""

@@ -13,21 +13,21 @@ import pytest
 
 from pipelines.cli import main
 from schemas.config.job import load_job
-from schemas.dataset import open_dataset
-from schemas.layout import MANIFEST
-from schemas.manifest import find_root, read_dataset
-from schemas.storage import Location
+from schemas.dataset.layout import MANIFEST
+from schemas.dataset.manifest import find_root, read_dataset
+from schemas.dataset.opened import open_dataset
+from schemas.storage.location import Location
 from tests.conftest import REPOSITORY
 from tests.pipelines.appending import changed
 from tests.pipelines.logs import IN_PROCESS, age, write_log
 from tests.trainer.make_dataset import change_root
 from tests.trainer.paused import paused_at
 from tests.trainer.processes import num_steps, run_until, start_training, train_to_end, wait_for_end
-from trainer.diff import compare_runs
-from trainer.follow import FollowedDataset
+from trainer.growing.follow import FollowedDataset
 from trainer.options import TrainOptions
 from trainer.recovery import Drain
-from trainer.run import verify_run
+from trainer.run.compare import compare_runs
+from trainer.run.folder import verify_run
 
 LOGS = (300, 200, 260, 180, 240)
 """Rows of the log of each segment; its number is the seed."""

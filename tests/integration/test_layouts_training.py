@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from schemas.dataset import open_dataset
+from schemas.dataset.opened import open_dataset
 from tests.pipelines.shifting import STORAGES, built_in_every_layout
 from trainer.data.collate import Batch
 from trainer.data.decode import spec_of

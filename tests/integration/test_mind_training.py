@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from schemas.run_log import SUMMARY, read_summary
+from schemas.run.records import SUMMARY, read_summary
 from tests import real_logs
 from tests.shared import with_long
 from trainer.__main__ import main as trainer_main

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.retrain.log import read_state
 from scheduler.retrain.records import State
-from schemas.storage import Location
+from scheduler.retrain.root_log import read_state
+from schemas.storage.location import Location
 from tests.integration.days import DAYS, Site
 from tests.integration.test_retrain import make_first, make_undisturbed
 from tests.object_store import Store

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from schemas.storage import Location
+from schemas.storage.location import Location
 from tests.integration.scheduled_jobs import (
     Scheduler,
     check_run,

@@ -15,7 +15,7 @@ import polars as pl
 import pytest
 
 from pipelines.cli import main
-from pipelines.clustering.layout import GroupLayout
+from pipelines.clustering.storage_layout import GroupLayout
 from tests.pipelines.logs import IN_PROCESS
 from tests.pipelines.shifting import stored_as
 from tests.schemas.reference import block_order

@@ -11,10 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines.cli import main as pipelines_main
-from schemas.dataset import open_dataset
-from schemas.model_inputs import ModelInputs, build_inputs
-from schemas.run_log import SUMMARY, read_summary
-from schemas.samples import read_joined_row_group
+from schemas.dataset.opened import open_dataset
+from schemas.dataset.samples import read_joined_row_group
+from schemas.run.model_inputs import ModelInputs, build_inputs
+from schemas.run.records import SUMMARY, read_summary
 from tests.pipelines.logs import bytes_of
 from tests.schemas.reference import hash_text
 from trainer.__main__ import main as trainer_main

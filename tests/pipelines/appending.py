@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from pipelines.context import BuildRequest
+from pipelines.build_context import BuildRequest
 from tests.pipelines.logs import SCHEMA, built, request, write_job, write_log
 
 DEFAULT = """tensor_representation_group { key: "" value { tensor_representation { key: "price"

@@ -19,10 +19,10 @@ from pipelines.oracle.numbering import number_table
 from pipelines.workers import keep_freed_memory
 from schemas.arrays import Jagged, offsets_of
 from schemas.config.job import OrderConfig
-from schemas.files import CheckedFile, describe_file
-from schemas.layout import FILE_SHIFT, part_path
-from schemas.order import Order
-from schemas.storage import Location
+from schemas.dataset.files import CheckedFile, describe_file
+from schemas.dataset.layout import FILE_SHIFT, part_path
+from schemas.dataset.order import Order
+from schemas.storage.location import Location
 
 NUM_PARTS, BLOCKS_PER_PART, ROWS_PER_BLOCK = 80, 20, 5_000
 MAX_OPEN_FILES = 64

@@ -16,18 +16,18 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines.build import build
-from pipelines.context import BuildRequest
+from pipelines.build_context import BuildRequest
 from pipelines.table.indexes import INDEX_PREFIX
 from pipelines.table.vacuum import vacuum
-from schemas.dataset import open_dataset, version_name
-from schemas.fitted import FITTED_DIRECTORY, VOCABULARIES
-from schemas.layout import JOB as JOB_FILE
-from schemas.layout import SCHEMA as SCHEMA_FILE
-from schemas.layout import SEGMENTS, tombstones_path
-from schemas.leases import LEASES
-from schemas.manifest import DatasetManifest, encode_manifest, find_root, read_dataset
-from schemas.samples import read_samples
-from schemas.storage import MANIFESTS, Location, store_time
+from schemas.dataset.fitted import FITTED_DIRECTORY, VOCABULARIES
+from schemas.dataset.layout import JOB as JOB_FILE
+from schemas.dataset.layout import SCHEMA as SCHEMA_FILE
+from schemas.dataset.layout import SEGMENTS, tombstones_path
+from schemas.dataset.manifest import DatasetManifest, encode_manifest, find_root, read_dataset
+from schemas.dataset.opened import open_dataset, version_name
+from schemas.dataset.samples import read_samples
+from schemas.storage.leases import LEASES
+from schemas.storage.location import MANIFESTS, Location, store_time
 
 PROCESSES = ["--direct_num_workers=2", "--direct_running_mode=multi_processing"]
 """Options of a command: two worker processes, which exchange rows in files."""

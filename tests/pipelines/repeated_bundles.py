@@ -13,14 +13,14 @@ from typing import Any
 
 from apache_beam.runners.worker.sdk_worker import SdkHarness
 
-from pipelines.beam import build, io, runner, transforms
+from pipelines.beam import io, jobs, runner, stage_transforms
 
-DO_FNS = ((transforms, "_BuildPart"), (build, "_NumberTable"), (runner, "_Save"))
+DO_FNS = ((stage_transforms, "_BuildPart"), (jobs, "_NumberTable"), (runner, "_Save"))
 FUNCTIONS = (
-    (transforms, "write_side"),
-    (transforms, "write_shard"),
-    (transforms, "write_fitted"),
-    (transforms, "write_rejects"),
+    (stage_transforms, "write_side"),
+    (stage_transforms, "write_shard"),
+    (stage_transforms, "write_fitted"),
+    (stage_transforms, "write_rejects"),
     (io, "commit_pending"),
 )
 

@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines.build import build
-from pipelines.clustering.layout import GroupLayout
 from pipelines.clustering.star import Star
+from pipelines.clustering.storage_layout import GroupLayout
 from tests.pipelines.logs import SCHEMA, request
 
 JOB = """

@@ -14,17 +14,17 @@ import pytest
 from pipelines.build import build
 from pipelines.cli import main
 from pipelines.oracle.index import index_table
-from pipelines.table.rows import expand
+from pipelines.table.expand import expand
 from pipelines.table.verify import verify
-from schemas.accesses import TableAccesses, indexed_steps
-from schemas.dataset import Segment, open_dataset
+from schemas.dataset.layout import SEGMENTS
+from schemas.dataset.manifest import commit_root, read_dataset, read_root
+from schemas.dataset.opened import Segment, open_dataset
+from schemas.dataset.samples import read_samples
 from schemas.errors import SchemaError
-from schemas.layout import SEGMENTS
-from schemas.manifest import commit_root, read_dataset, read_root
-from schemas.oracle import next_use
+from schemas.oracle.accesses import TableAccesses, indexed_steps
+from schemas.oracle.next_uses import next_use
 from schemas.rows import rows_of_ids
-from schemas.samples import read_samples
-from schemas.storage import Location
+from schemas.storage.location import Location
 from tests.pipelines.appending import DEFAULT, EXTRA, addition, changed, with_logs
 from tests.pipelines.logs import (
     IN_PROCESS,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pipelines.build import build
-from schemas.dataset import open_dataset
+from schemas.dataset.opened import open_dataset
 from schemas.errors import SchemaError
 from tests.pipelines.appending import DEFAULT, EXTRA, addition, changed, with_logs
 from tests.pipelines.logs import (

@@ -11,7 +11,7 @@ import pytest
 from pipelines.build import build
 from pipelines.table import commit as module
 from pipelines.table.verify import verify
-from schemas.dataset import open_dataset
+from schemas.dataset.opened import open_dataset
 from tests.pipelines.appending import addition, with_logs
 from tests.pipelines.logs import bytes_of, copy_of, unnamed_places, vacuum_later
 

@@ -17,7 +17,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from benchmarks.logs import with_auto
-from pipelines.autogroup.job import (
+from pipelines.autogroup.choose import (
     KeysOfSplit,
     SmallestHashes,
     cells_of,
@@ -31,14 +31,14 @@ from pipelines.autogroup.search import GroupChoice
 from pipelines.build import build
 from pipelines.prepare import prepare
 from pipelines.samples import lookups
-from pipelines.sources.rows import ORIGIN, InputSplit
+from pipelines.sources.raw_rows import ORIGIN, InputSplit
 from pipelines.table.verify import verify
 from pipelines.transforms.apply import columns_of
 from schemas.config.job import load_job
-from schemas.dataset import open_dataset
+from schemas.dataset.opened import open_dataset
 from schemas.errors import SchemaError
 from schemas.features import load_features
-from schemas.storage import Location
+from schemas.storage.location import Location
 from tests import real_logs
 from tests.pipelines import test_executor
 from tests.pipelines.logs import (
@@ -375,7 +375,7 @@ def test_the_first_key_is_chosen_whatever_it_takes() -> None:
 def test_a_log_larger_than_what_is_read_gives_groups_of_its_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipelines.autogroup.job.INPUT_BYTES", 4_000)
+    monkeypatch.setattr("pipelines.autogroup.choose.INPUT_BYTES", 4_000)
     (columns,) = open_dataset(built(tmp_path)).job.data.groups.values()
     assert {"session", "user", "history"} <= {*columns}
 
@@ -390,8 +390,8 @@ def test_a_log_with_one_huge_session_is_sampled_within_its_bound(
         seen.append(int(cells_of(rows).sum()))
         return choose_from(rows, *others)
 
-    monkeypatch.setattr("pipelines.autogroup.job.MAX_CELLS", 200)
-    monkeypatch.setattr("pipelines.autogroup.job.choose_from", choose)
+    monkeypatch.setattr("pipelines.autogroup.choose.MAX_CELLS", 200)
+    monkeypatch.setattr("pipelines.autogroup.choose.choose_from", choose)
     built(tmp_path)
     assert 100 < seen[0] < 300
 

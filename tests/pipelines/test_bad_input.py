@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines.build import build
-from schemas.dataset import open_dataset
+from schemas.dataset.opened import open_dataset
 from schemas.errors import SchemaError
 from tests.pipelines.logs import COLUMNS, raw_rows, request, samples_of, stored_samples, write_job
 

@@ -11,7 +11,7 @@ from pipelines.samples import sql_rejects as bad_rows
 from pipelines.samples.sql import BadRowsError, Connection, run, select_origin, with_list_index
 from pipelines.samples.sql_rejects import SqlResult, map_rows, reject_reason, remove_marked
 from pipelines.samples.statements import PerKey, run_keys
-from pipelines.sources.rows import ORIGIN
+from pipelines.sources.raw_rows import ORIGIN
 from schemas.arrays import comparable_tuple, hash_keys
 
 SIDE = pa.table({"code": [0, 1, 2, 3], "name": ["0", "one", "2", "3"]})

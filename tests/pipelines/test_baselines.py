@@ -18,8 +18,8 @@ from pipelines.report.sizes import (
     write_best,
     write_flat,
 )
-from schemas.dataset import Dataset, open_dataset
-from schemas.samples import column_names
+from schemas.dataset.opened import Dataset, open_dataset
+from schemas.dataset.samples import column_names
 from tests.pipelines.logs import built
 
 

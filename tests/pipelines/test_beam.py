@@ -35,11 +35,11 @@ from pipelines.beam.io import (
 from pipelines.beam.yaml import rows_of_table, tables_of_rows
 from pipelines.build import build
 from pipelines.table.verify import verify
-from schemas.dataset import open_dataset
+from schemas.dataset.manifest import find_root
+from schemas.dataset.opened import open_dataset
+from schemas.dataset.samples import read_samples
 from schemas.errors import SchemaError
-from schemas.manifest import find_root
-from schemas.samples import read_samples
-from schemas.storage import Location
+from schemas.storage.location import Location
 from tests.pipelines.logs import (
     bytes_of,
     raw_rows,

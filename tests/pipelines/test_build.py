@@ -12,13 +12,13 @@ import pytest
 
 from pipelines.build import build
 from pipelines.cli import main
-from pipelines.table.rows import expand
+from pipelines.table.expand import expand
 from pipelines.table.verify import verify
-from schemas.dataset import open_dataset
+from schemas.dataset.manifest import find_root
+from schemas.dataset.opened import open_dataset
+from schemas.dataset.samples import read_samples
 from schemas.errors import SchemaError
-from schemas.manifest import find_root
-from schemas.samples import read_samples
-from schemas.storage import MANIFESTS, Location
+from schemas.storage.location import MANIFESTS, Location
 from tests.pipelines.appending import addition
 from tests.pipelines.logs import (
     IN_PROCESS,

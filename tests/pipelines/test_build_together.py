@@ -10,9 +10,9 @@ from pipelines.build import build
 from pipelines.cli import main
 from pipelines.sources.listing import folder_of
 from pipelines.table.verify import verify
-from schemas.dataset import open_dataset
+from schemas.dataset.opened import open_dataset
 from schemas.errors import SchemaError
-from schemas.storage import Location
+from schemas.storage.location import Location
 from tests.pipelines.logs import (
     IN_PROCESS,
     built,

@@ -24,7 +24,7 @@ from pipelines.samples.tuples import (
     separate_tuples,
 )
 from pipelines.shuffle import partition_of_key
-from pipelines.sources.rows import ORIGIN, microseconds
+from pipelines.sources.raw_rows import ORIGIN, microseconds
 from pipelines.table.verify import verify
 from schemas.config.job import (
     DataConfig,
@@ -35,8 +35,8 @@ from schemas.config.job import (
     TableConfig,
     WindowConfig,
 )
-from schemas.dataset import open_dataset
-from schemas.layout import STATISTICS
+from schemas.dataset.layout import STATISTICS
+from schemas.dataset.opened import open_dataset
 from tests.pipelines.logs import request, samples_of, stored_samples, stored_table, write_job
 from tests.pipelines.logs import write_log as write_small_log
 

@@ -52,7 +52,7 @@ def graph_of(directory: Path, num_files: int, monkeypatch: pytest.MonkeyPatch) -
         found.append(make)
         raise StoppedError
 
-    monkeypatch.setattr("pipelines.beam.build.run_pipeline", stop)
+    monkeypatch.setattr("pipelines.beam.jobs.run_pipeline", stop)
     asked = beam_request(job, directory / "log", directory / "dataset")
     with pytest.raises(StoppedError):
         build(replace(asked, beam_args=beam_options()))

@@ -18,8 +18,8 @@ from urllib.request import urlopen
 import pytest
 
 from pipelines.transforms.fit import fitted_files
-from schemas.fitted import FITTED_DIRECTORY, VOCABULARIES
-from schemas.storage import MANIFESTS, Location
+from schemas.dataset.fitted import FITTED_DIRECTORY, VOCABULARIES
+from schemas.storage.location import MANIFESTS, Location
 from tests import gcs_api
 from tests.external_tools import install_wheel
 from tests.fault_proxy import Faults, fault_proxy
@@ -54,7 +54,7 @@ runner.run_via_runner_api(graph, PipelineOptions([])).wait_until_finish()
 COPY = """
 import sys
 from pathlib import Path
-from schemas.storage import Location
+from schemas.storage.location import Location
 
 for entry in Location.parse(sys.argv[1]).entries():
     path = Path(sys.argv[2], entry.path)

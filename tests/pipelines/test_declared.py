@@ -32,8 +32,8 @@ from schemas.config.transforms import (
     TruncateConfig,
     VocabularyLookupConfig,
 )
+from schemas.dataset.fitted import FittedStats, FittedValues, Vocabulary
 from schemas.errors import SchemaError
-from schemas.fitted import FittedStats, FittedValues, Vocabulary
 
 INTS = st.none() | st.integers(-(2**40), 2**40)
 FLOATS = st.none() | st.floats(-1e6, 1e6, width=32)

@@ -18,11 +18,11 @@ import pytest
 from pipelines.build import build
 from pipelines.cli import main
 from pipelines.table.verify import verify
-from schemas.dataset import open_dataset
-from schemas.leases import Lease
-from schemas.manifest import read_dataset
-from schemas.samples import read_samples
-from schemas.storage import MANIFESTS, Location
+from schemas.dataset.manifest import read_dataset
+from schemas.dataset.opened import open_dataset
+from schemas.dataset.samples import read_samples
+from schemas.storage.leases import Lease
+from schemas.storage.location import MANIFESTS, Location
 from tests.id_search import files_with_id
 from tests.pipelines.appending import KILLED_AT, addition, changed
 from tests.pipelines.logs import (

@@ -10,10 +10,10 @@ import pytest
 from pipelines.build import build
 from pipelines.cli import main
 from pipelines.table.verify import verify
-from schemas.dataset import open_dataset
-from schemas.leases import Lease
-from schemas.manifest import commit_root, previous_names, read_dataset, read_root
-from schemas.storage import Location
+from schemas.dataset.manifest import commit_root, previous_names, read_dataset, read_root
+from schemas.dataset.opened import open_dataset
+from schemas.storage.leases import Lease
+from schemas.storage.location import Location
 from tests.id_search import files_with_id
 from tests.pipelines.appending import addition
 from tests.pipelines.logs import (

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelines.context import LocalOptions, local_options
+from pipelines.build_context import LocalOptions, local_options
 from pipelines.exchange import Exchange, Received, TaskResult
 from pipelines.prepare import SMALL_PARTS, count_parts, holds_in_memory
 from pipelines.samples.tuples import Tuples, separate_tuples

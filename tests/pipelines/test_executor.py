@@ -210,7 +210,7 @@ import resource, sys, time
 import apache_beam as beam
 from apache_beam.runners.portability.fn_api_runner import worker_handlers
 from pipelines.beam.runner import run_pipeline
-from schemas.storage import Location
+from schemas.storage.location import Location
 
 resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
 worker_handlers.DATA_BUFFER_TIME_LIMIT_MS = 100  # instead of 1 s

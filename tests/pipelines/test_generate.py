@@ -18,10 +18,10 @@ from pipelines.demo_log.entities import (
     item_genre,
     item_ids,
 )
-from pipelines.demo_log.log import HISTORIES, LOG_SCHEMA, GeneratorConfig, generate, write_log
+from pipelines.demo_log.generate import HISTORIES, LOG_SCHEMA, GeneratorConfig, generate, write_log
 from pipelines.demo_log.sessions import MAX_HISTORY, MAX_SESSION_SAMPLES, click_logit
 from schemas.config.job import load_job
-from schemas.dataset import open_dataset
+from schemas.dataset.opened import open_dataset
 from tests.shared import error_of, json_of
 
 SMALL = GeneratorConfig(num_samples=20_000, seed=7, span=timedelta(hours=6))

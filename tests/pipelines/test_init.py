@@ -18,18 +18,18 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines.build import build
+from pipelines.build_context import BuildRequest
 from pipelines.cli import main
-from pipelines.context import BuildRequest
-from pipelines.demo_log.log import GeneratorConfig, write_log
-from pipelines.init import files
+from pipelines.demo_log.generate import GeneratorConfig, write_log
+from pipelines.init import sample_sources as files
 from pipelines.init.columns import Column, columns_of
-from pipelines.init.command import init
+from pipelines.init.first_job import init
 from pipelines.init.plan import Feature, num_rows_of
 from pipelines.table.verify import verify
 from schemas.config.job import TableConfig, load_job
 from schemas.rows import rows_of_ids
-from schemas.run_log import SUMMARY, read_summary
-from schemas.storage import Location
+from schemas.run.records import SUMMARY, read_summary
+from schemas.storage.location import Location
 from tests.pipelines.logs import stored_table
 from tests.shared import error_of, json_of
 from trainer.__main__ import main as trainer_main

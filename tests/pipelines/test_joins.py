@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from pipelines.build import build
 from pipelines.samples import lookups
 from pipelines.samples.lookups import common_type, look_up, side_table, sort_side_rows
-from pipelines.sources.rows import ORIGIN
+from pipelines.sources.raw_rows import ORIGIN
 from schemas.config.sources import JoinConfig, SideConfig
 from schemas.errors import SchemaError
-from schemas.storage import Location
+from schemas.storage.location import Location
 from tests.pipelines.logs import bytes_of, request, stored_table
 
 # Look-ups.

@@ -12,17 +12,17 @@ import pytest
 
 from pipelines import executor
 from pipelines.build import build
+from pipelines.build_context import BuildRequest
 from pipelines.clustering import part
 from pipelines.clustering.star import check_num_blocks
 from pipelines.clustering.writer import LOOKUPS
-from pipelines.context import BuildRequest
-from pipelines.table.rows import VIEW, view_sql
+from pipelines.table.expand import VIEW, view_sql
 from pipelines.table.verify import verify
-from schemas.dataset import open_dataset, open_root
+from schemas.dataset.layout import JOB
+from schemas.dataset.manifest import find_root, read_dataset
+from schemas.dataset.opened import open_dataset, open_root
 from schemas.errors import SchemaError
-from schemas.layout import JOB
-from schemas.manifest import find_root, read_dataset
-from schemas.storage import Location
+from schemas.storage.location import Location
 from tests.pipelines.appending import KILLED_AT
 from tests.pipelines.logs import (
     IN_PROCESS,

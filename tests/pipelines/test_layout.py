@@ -19,7 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelines.build import build
-from pipelines.clustering.layout import (
+from pipelines.clustering.star import Star
+from pipelines.clustering.storage_layout import (
     TRIAL_BYTES,
     Encodings,
     GroupLayout,
@@ -34,23 +35,22 @@ from pipelines.clustering.layout import (
     trial_rows,
     try_columns,
 )
-from pipelines.clustering.star import Star
 from pipelines.clustering.writer import sample_sessions
 from pipelines.report.facts import shared_rows
 from pipelines.report.sizes import bytes_by_table, dataset_bytes
 from pipelines.samples.sql import LIST_INDEX
 from pipelines.samples.tuples import Tuples
-from pipelines.sources.rows import ORIGIN
-from pipelines.table.rows import content_hash
+from pipelines.sources.raw_rows import ORIGIN
+from pipelines.table.expand import content_hash
 from pipelines.table.verify import verify
 from schemas.arrays import Jagged, comparable_tuple, join_times, large_list, offsets_of
 from schemas.config.job import DataConfig, SamplesConfig, SessionConfig, SourceConfig
-from schemas.dataset import Dataset, open_dataset
+from schemas.dataset.files import CheckedFile
+from schemas.dataset.group_files import group_schema, read_group
+from schemas.dataset.layout import BLOCK, DATA_DIRECTORIES, UNIQUE_INDEX, window_columns
+from schemas.dataset.opened import Dataset, open_dataset
+from schemas.dataset.samples import read_samples
 from schemas.errors import SchemaError
-from schemas.files import CheckedFile
-from schemas.group_files import group_schema, read_group
-from schemas.layout import BLOCK, DATA_DIRECTORIES, UNIQUE_INDEX, window_columns
-from schemas.samples import read_samples
 from tests.pipelines.logs import bytes_of, request, stored_table
 from tests.pipelines.shifting import STORAGES, built_in_every_layout, stored_as
 

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipelines.beam.transforms import MergePartials
+from pipelines.beam.stage_transforms import MergePartials
 from pipelines.samples.sql import Connection, with_list_index
 from pipelines.samples.sql_rejects import map_rows
 from pipelines.samples.tuples import Tuples, separate_tuples
@@ -28,9 +28,9 @@ from pipelines.transforms.fit import (
     partial_fits,
 )
 from schemas.config.job import DataConfig, load_job
+from schemas.dataset.fitted import FittedStats, FittedValues, encode_stats, load_fitted, stats_path
 from schemas.errors import SchemaError
-from schemas.fitted import FittedStats, FittedValues, encode_stats, load_fitted, stats_path
-from schemas.storage import Location
+from schemas.storage.location import Location
 from tests.pipelines import transform_jobs as jobs
 
 

@@ -24,7 +24,7 @@ from pipelines.sources.avro import (
 )
 from pipelines.sources.formats import empty_rows, input_splits, read_split
 from pipelines.sources.listing import folder_of
-from pipelines.sources.rows import InputSplit
+from pipelines.sources.raw_rows import InputSplit
 from schemas.config.sources import SourceConfig
 from schemas.config.train import ModelConfig, TrainConfig
 from schemas.errors import SchemaError

@@ -17,9 +17,9 @@ from pipelines.build import build
 from pipelines.cli import main
 from pipelines.sources.listing import Folder, folder_of, glob_regex, list_inputs
 from schemas.config.sources import SourceConfig
+from schemas.dataset.manifest import read_dataset
 from schemas.errors import SchemaError
-from schemas.manifest import read_dataset
-from schemas.storage import Location
+from schemas.storage.location import Location
 from tests.pipelines.logs import bytes_of, raw_rows, request, write_job, write_log
 
 GLOBS: dict[str, tuple[str, list[str], list[str]]] = {

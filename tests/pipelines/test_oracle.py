@@ -17,17 +17,17 @@ from pipelines.cli import main
 from pipelines.clustering.part import lookups_table
 from pipelines.clustering.writer import LOOKUPS
 from pipelines.oracle import numbering
-from pipelines.oracle.files import ArrayFile, IndexedLists
 from pipelines.oracle.numbering import number_table, row_ranges
+from pipelines.oracle.table_files import ArrayFile, IndexedLists
 from pipelines.table.verify import verify
 from schemas.arrays import Jagged, jagged_of, offsets_of
-from schemas.dataset import open_dataset
+from schemas.dataset.files import CheckedFile
+from schemas.dataset.layout import FILE_SHIFT, part_path
+from schemas.dataset.opened import open_dataset
 from schemas.errors import SchemaError
-from schemas.files import CheckedFile
 from schemas.hashing import NUM_SLOTS
-from schemas.layout import FILE_SHIFT, part_path
-from schemas.oracle import from_gaps
-from schemas.storage import Location
+from schemas.oracle.next_uses import from_gaps
+from schemas.storage.location import Location
 from tests.fork_server import without_forking
 from tests.pipelines.appending import addition
 from tests.pipelines.logs import built, bytes_of, copy_of, request, write_job, write_log
@@ -39,7 +39,7 @@ def small_files(patch: pytest.MonkeyPatch) -> None:
     for module in ("files", "numbering", "index"):
         patch.setattr(f"pipelines.oracle.{module}.ENTRIES_PER_FILE", 150)
     for lists in ("ACCESSES", "DISTANCES"):
-        patch.setattr(f"pipelines.oracle.files.{lists}_PER_ROW_GROUP", 60)
+        patch.setattr(f"pipelines.oracle.table_files.{lists}_PER_ROW_GROUP", 60)
 
 
 def small_ranges(patch: pytest.MonkeyPatch) -> None:

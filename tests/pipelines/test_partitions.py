@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from pipelines.build import segment_hashes
+from pipelines.build_context import BuildContext, BuildRequest
 from pipelines.cli import main
-from pipelines.context import BuildContext, BuildRequest
 from pipelines.prepare import prepare
 from pipelines.preview import preview
 from pipelines.sources.formats import empty_rows, input_splits, read_split
@@ -23,13 +23,13 @@ from pipelines.sources.listing import (
     typed_partitions,
     undeclared_partitions,
 )
-from pipelines.sources.rows import ORIGIN, InputSplit
+from pipelines.sources.raw_rows import ORIGIN, InputSplit
 from pipelines.sources.types import arrow_type
 from schemas.config.job import load_job
 from schemas.config.sources import ROW_COLUMNS, SourceConfig
 from schemas.errors import SchemaError
 from schemas.features import load_features
-from schemas.storage import Location
+from schemas.storage.location import Location
 from tests.pipelines.logs import stored_table
 
 TYPES = {

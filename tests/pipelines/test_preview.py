@@ -21,7 +21,7 @@ from pipelines.cli import main
 from pipelines.preview import WIDTH, preview
 from pipelines.sources.formats import MAX_FILES, copy_excerpt, input_splits, read_split
 from pipelines.sources.listing import Folder, find_files, folder_of
-from pipelines.sources.rows import ORIGIN, InputSplit
+from pipelines.sources.raw_rows import ORIGIN, InputSplit
 from schemas.config.sources import SourceConfig
 from schemas.errors import SchemaError
 from tests.pipelines import logs, test_joins

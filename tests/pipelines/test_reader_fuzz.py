@@ -15,14 +15,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.init.files import find_sources
+from pipelines.init.sample_sources import find_sources
 from pipelines.sources import csv_files as csv_source
 from pipelines.sources import jsonl as jsonl_source
 from pipelines.sources import limits, text_records
 from pipelines.sources.formats import empty_rows, input_splits, read_split
 from pipelines.sources.listing import folder_of
+from pipelines.sources.raw_rows import ORIGIN, SPLIT_BYTES, InputSplit
 from pipelines.sources.rejects import Reject, rejects_from_table
-from pipelines.sources.rows import ORIGIN, SPLIT_BYTES, InputSplit
 from schemas.config.sources import SourceConfig
 from tests.pipelines.csv_reference import Reference
 from tests.shared import in_pairs

@@ -12,10 +12,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines.build import build
+from pipelines.build_context import BuildContext
 from pipelines.cli import main
-from pipelines.context import BuildContext
 from pipelines.samples.statements import Steps
 from pipelines.sources.listing import folder_of
+from pipelines.sources.raw_rows import ORIGIN
 from pipelines.sources.rejects import (
     MAX_KINDS,
     OTHERS,
@@ -31,15 +32,14 @@ from pipelines.sources.rejects import (
     summary_lines,
     write_rejects,
 )
-from pipelines.sources.rows import ORIGIN
 from pipelines.stages import partition_samples
 from pipelines.table.verify import verify
 from schemas.config.job import load_job
+from schemas.dataset.layout import REJECTS_SCHEMA
+from schemas.dataset.manifest import InputFile
 from schemas.errors import SchemaError
 from schemas.features import load_features
-from schemas.layout import REJECTS_SCHEMA
-from schemas.manifest import InputFile
-from schemas.storage import Location
+from schemas.storage.location import Location
 from tests.pipelines.logs import bytes_of, raw_rows, request, write_job
 from tests.shared import error_of, printed_by
 

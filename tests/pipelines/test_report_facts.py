@@ -7,9 +7,9 @@ import pytest
 
 from pipelines.build import build
 from pipelines.report.facts import MOST_SEGMENTS, quality_facts, read_facts
-from pipelines.report.page import render
+from pipelines.report.report_page import render
 from pipelines.table.commit import anomalies_name
-from schemas.dataset import open_dataset
+from schemas.dataset.opened import open_dataset
 from schemas.errors import SchemaError
 from tests.pipelines.appending import addition, changed
 from tests.pipelines.logs import SCHEMA, built, raw_rows, request, samples_of, write_log

@@ -18,17 +18,17 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines.cli import main
-from pipelines.rewrite.command import decoded
 from pipelines.rewrite.input import check_microseconds, inspect_rows
+from pipelines.rewrite.rewrite import decoded
 from pipelines.sources.formats import read_split
 from pipelines.sources.listing import Folder
-from pipelines.table.rows import content_hash
+from pipelines.table.expand import content_hash
 from pipelines.table.verify import verify
 from schemas.arrays import bytes_per_row
-from schemas.dataset import open_dataset
+from schemas.dataset.manifest import find_root
+from schemas.dataset.opened import open_dataset
 from schemas.errors import SchemaError
-from schemas.manifest import find_root
-from schemas.storage import Location
+from schemas.storage.location import Location
 from tests.pipelines.appending import KILLED_AT
 from tests.pipelines.logs import IN_PROCESS, bytes_of, stored_table
 from tests.pipelines.test_rows import by_view
@@ -222,7 +222,7 @@ def test_flat_keeps_every_type_and_the_schema(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_parts: int, chunk_bytes: int
 ) -> None:
     monkeypatch.setattr("pipelines.clustering.chunks.CHUNK_BYTES", chunk_bytes)
-    monkeypatch.setattr("pipelines.rewrite.command.ORDER_SHARE", 1)  # clustered at any price
+    monkeypatch.setattr("pipelines.rewrite.rewrite.ORDER_SHARE", 1)  # clustered at any price
     folder = folder_of(tmp_path, HELD | ODD)
     size = sum(f.stat().st_size for f in folder.rglob("*.parquet"))
     monkeypatch.setattr("pipelines.prepare.PART_INPUT_BYTES", -(-size // num_parts))
@@ -502,7 +502,7 @@ def test_output_appears_only_after_the_rows_were_compared(
         assert not list((tmp_path / "out").glob("*.parquet"))
         raise SchemaError("compared")
 
-    monkeypatch.setattr("pipelines.rewrite.command._check_equal", compare)
+    monkeypatch.setattr("pipelines.rewrite.rewrite._check_equal", compare)
     for layout in ("star", "flat"):
         assert refused(folder, tmp_path / "out", "--layout", layout) == "error: compared"
 
@@ -572,10 +572,10 @@ def test_rewrite_of_real_sessions(tmp_path: Path, shared_data: Path) -> None:
 
 
 KILLED = {
-    "star": [("pipelines.table.root", "commit_root"), ("pipelines.rewrite.command", "_result")],
+    "star": [("pipelines.table.root", "commit_root"), ("pipelines.rewrite.rewrite", "_result")],
     "flat": [
-        ("pipelines.rewrite.command", "_check_equal"),
-        ("pipelines.rewrite.command", "_result"),
+        ("pipelines.rewrite.rewrite", "_check_equal"),
+        ("pipelines.rewrite.rewrite", "_result"),
     ],
 }
 """By layout, calls at which a rewrite is killed."""

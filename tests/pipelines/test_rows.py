@@ -12,8 +12,8 @@ import pyarrow as pa
 import pytest
 
 from pipelines.build import build
-from pipelines.table.rows import VIEW, ContentHash, _literal, content_hash, value_hashes, view_sql
-from schemas.dataset import open_dataset
+from pipelines.table.expand import VIEW, ContentHash, _literal, content_hash, value_hashes, view_sql
+from schemas.dataset.opened import open_dataset
 from tests import real_logs
 from tests.pipelines.appending import DEFAULT, EXTRA, addition, changed
 from tests.pipelines.logs import SCHEMA, built, bytes_of, request, stored_table, write_log

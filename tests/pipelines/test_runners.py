@@ -14,7 +14,7 @@ from pipelines.beam.io import BuildDataset, ReadSource, WriteDataset
 from pipelines.build import build
 from pipelines.cli import main
 from schemas.errors import SchemaError
-from schemas.storage import Location
+from schemas.storage.location import Location
 from tests.external_tools import build_go_program
 from tests.pipelines.logs import beam_request, bytes_of, write_job, write_log
 

@@ -11,18 +11,18 @@ import pytest
 
 from pipelines.beam.score import SCORE, SCORES, ScoreRowGroups, chosen_samples, row_groups_of
 from pipelines.cli import main
-from schemas.dataset import open_dataset
+from schemas.dataset.layout import MANIFEST
+from schemas.dataset.opened import open_dataset
 from schemas.errors import SchemaError
-from schemas.layout import MANIFEST
-from schemas.scoring import load_model
-from schemas.storage import Location
+from schemas.run.scoring import load_model
+from schemas.storage.location import Location
 from tests.pipelines.logs import bytes_of
 from tests.trainer.exact_metrics import auc, normalized_entropy
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, checkpoint_at, run_job
 from tests.trainer.served import evaluation_logits, evaluation_table
-from trainer.evaluate import evaluate_run
-from trainer.export import export_run
+from trainer.evaluation.evaluate import evaluate_run
+from trainer.serve.export import export_run
 
 pytestmark = pytest.mark.slow
 

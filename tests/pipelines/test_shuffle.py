@@ -19,7 +19,7 @@ from apache_beam.runners.portability.fn_api_runner.fn_runner import FnApiRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelines.beam.shuffle import Destinations, SendSamples
+from pipelines.beam.grouping import Destinations, SendSamples
 from pipelines.cli import main
 from pipelines.samples.tuples import Tuples, hash_session_keys, separate_tuples
 from pipelines.shuffle import (
@@ -115,8 +115,8 @@ def test_builds_on_beam_with_any_workers_and_levels_give_the_same_bytes(
     beam_local = "--runner=FnApiRunner"
     assert dataset_of(log, "several", [beam_local, "--direct_num_workers=3"]) == default
     monkeypatch.setattr("pipelines.shuffle.ELEMENT_BYTES", 1_000)
-    monkeypatch.setattr("pipelines.beam.shuffle.MAX_DESTINATIONS", 2)
-    monkeypatch.setattr("pipelines.beam.shuffle.BUFFER_BYTES", 8_000)
+    monkeypatch.setattr("pipelines.beam.grouping.MAX_DESTINATIONS", 2)
+    monkeypatch.setattr("pipelines.beam.grouping.BUFFER_BYTES", 8_000)
     assert dataset_of(log, "levels", [beam_local]) == default
 
 
@@ -175,8 +175,8 @@ def run_shuffle(
 def test_samples_cross_in_as_many_elements_as_the_scale_model_allows(
     num_parts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipelines.beam.shuffle.MAX_DESTINATIONS", 4)
-    monkeypatch.setattr("pipelines.beam.shuffle.BUFFER_BYTES", 20_000)
+    monkeypatch.setattr("pipelines.beam.grouping.MAX_DESTINATIONS", 4)
+    monkeypatch.setattr("pipelines.beam.grouping.BUFFER_BYTES", 20_000)
     chunks = [chunk(seed, num_rows=200) for seed in range(30)]
     received, counts = run_shuffle(chunks, num_parts, tmp_path)
     rows = [row for part in chunks for row in part.to_pylist()]

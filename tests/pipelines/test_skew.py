@@ -19,20 +19,20 @@ import pytest
 
 from pipelines import executor
 from pipelines.build import build
+from pipelines.build_context import BuildContext
 from pipelines.clustering import chunks
 from pipelines.clustering.chunks import cluster_chunks
 from pipelines.clustering.star import cluster
 from pipelines.clustering.writer import choose_segment_layout
-from pipelines.context import BuildContext
-from pipelines.demo_log.log import GeneratorConfig, write_log
+from pipelines.demo_log.generate import GeneratorConfig, write_log
 from pipelines.exchange import Element, FileRange
 from pipelines.samples.sql import LIST_INDEX
 from pipelines.samples.tuples import Tuples, concat_tuples, separate_tuples
-from pipelines.sources.rows import ORIGIN
+from pipelines.sources.raw_rows import ORIGIN
 from pipelines.table.verify import verify
 from pipelines.workers import Workers
 from schemas.arrays import large_list
-from schemas.dataset import open_dataset
+from schemas.dataset.opened import open_dataset
 from tests.pipelines import logs
 from tests.pipelines.logs import bytes_of
 from tests.pipelines.test_clustering import GROUPS, REPOSITORY, START, data_config
@@ -119,7 +119,7 @@ from pipelines.clustering import chunks
 from pipelines.clustering.part import build_part
 from pipelines.clustering.writer import choose_segment_layout
 from schemas.features import FeatureSet
-from schemas.storage import Location
+from schemas.storage.location import Location
 from tests.pipelines.test_clustering import data_config
 from tests.pipelines.test_skew import Parts
 

@@ -12,7 +12,7 @@ import pytest
 
 from pipelines.beam.runner import pipeline_options
 from pipelines.build import build
-from pipelines.context import BuildRequest
+from pipelines.build_context import BuildRequest
 from pipelines.prepare import prepare
 from pipelines.samples.sql import (
     Connection,
@@ -24,14 +24,14 @@ from pipelines.samples.sql import (
 )
 from pipelines.samples.sql_rejects import run_key
 from pipelines.samples.statements import PerKey, run_keys
-from pipelines.sources.rows import ORIGIN
-from pipelines.table.rows import expand
+from pipelines.sources.raw_rows import ORIGIN
+from pipelines.table.expand import expand
 from schemas.config.job import load_job
 from schemas.config.parse import position_in_value
 from schemas.config.sources import SqlLimitsConfig
 from schemas.errors import SchemaError
 from schemas.features import load_features
-from schemas.storage import Location
+from schemas.storage.location import Location
 from tests.pipelines.logs import request, write_job, write_log
 
 # Errors have line and column in the job file.

@@ -11,7 +11,7 @@ import pytest
 from google.protobuf import text_format
 from tensorflow_metadata.proto.v0 import statistics_pb2
 
-from pipelines.clustering.layout import choose_encodings, open_writer
+from pipelines.clustering.storage_layout import choose_encodings, open_writer
 from pipelines.quality.column_statistics import column_statistics, sum_columns, table_statistics
 from pipelines.quality.segment_statistics import (
     SliceStatistics,
@@ -21,10 +21,10 @@ from pipelines.quality.segment_statistics import (
 )
 from pipelines.samples.sql import Connection, run, select_origin, with_list_index
 from pipelines.samples.sql_rejects import map_rows
-from pipelines.sources.rows import ORIGIN
+from pipelines.sources.raw_rows import ORIGIN
+from schemas.dataset.layout import STATISTICS
 from schemas.errors import SchemaError
-from schemas.layout import STATISTICS
-from schemas.storage import Location
+from schemas.storage.location import Location
 
 
 def text_of(table: pa.Table) -> str:

@@ -15,9 +15,9 @@ import pytest
 from pipelines.sources import parquet
 from pipelines.sources.formats import empty_rows, input_splits, read_split
 from pipelines.sources.listing import Folder, folder_of
-from pipelines.sources.rows import InputSplit
+from pipelines.sources.raw_rows import InputSplit
 from schemas.config.sources import SourceConfig
-from schemas.storage import Location
+from schemas.storage.location import Location
 from tests.fault_proxy import Faults
 from tests.object_store import Store
 from tests.pipelines.private_workers import upload
@@ -107,7 +107,7 @@ def test_a_gigabyte_takes_at_most_fifty_requests(
     """Measured on a file of some scaled gigabytes, whose footer is that of whole ones."""
     monkeypatch.setattr("pipelines.sources.formats.STORED_SPLIT_BYTES", (64 << 20) // SCALE)
     monkeypatch.setattr(parquet, "_REQUEST_BYTES", (96 << 20) // SCALE)
-    monkeypatch.setattr("schemas.storage._READ_BYTES", (33 << 20) // SCALE)
+    monkeypatch.setattr("schemas.storage.location._READ_BYTES", (33 << 20) // SCALE)
     monkeypatch.setattr("pipelines.sources.jsonl._BLOCK_BYTES", (8 << 20) // SCALE)
     faults, url = Faults(), s3_store.new_url()
     path = tmp_path / "log"

@@ -19,9 +19,9 @@ from pipelines.build import build
 from pipelines.samples.event_join import COUNTS, join_events
 from pipelines.table.verify import verify
 from schemas.config.job import load_job
-from schemas.dataset import open_dataset
+from schemas.dataset.manifest import InputFile
+from schemas.dataset.opened import open_dataset
 from schemas.errors import SchemaError
-from schemas.manifest import InputFile
 from tests.pipelines.logs import bytes_of, request, stored_table
 
 JOB = """

@@ -34,20 +34,20 @@ from pipelines.table import commit as commit_module
 from pipelines.table.commit import seal
 from pipelines.table.compact import CompactionRequest, compact_dataset
 from pipelines.table.delete import erase
+from pipelines.table.expand import VIEW, view_sql
 from pipelines.table.indexes import PartBuilder, add_index
 from pipelines.table.root import MIN_AGE
-from pipelines.table.rows import VIEW, view_sql
 from pipelines.table.vacuum import vacuum
 from pipelines.table.verify import verify
-from schemas import dataset as dataset_module
-from schemas.dataset import Dataset, open_dataset
+from schemas.dataset import opened as dataset_module
+from schemas.dataset.files import find_damaged_files
+from schemas.dataset.layout import tombstones_path
+from schemas.dataset.opened import Dataset, open_dataset
 from schemas.errors import SchemaError
-from schemas.files import find_damaged_files
-from schemas.layout import tombstones_path
-from schemas.leases import LEASES, Lease
-from schemas.local_files import PARTIAL
-from schemas.storage import Location
-from schemas.versions import Versions
+from schemas.storage.leases import LEASES, Lease
+from schemas.storage.local_files import PARTIAL
+from schemas.storage.location import Location
+from schemas.storage.versions import Versions
 from tests.pipelines.appending import addition
 from tests.pipelines.logs import IN_PROCESS, age, copy_of, request
 from tests.pipelines.table_model import (

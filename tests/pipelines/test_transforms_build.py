@@ -18,11 +18,11 @@ import pytest
 
 from pipelines import build as build_module
 from pipelines.build import build
-from pipelines.context import BuildRequest
+from pipelines.build_context import BuildRequest
 from pipelines.table.verify import verify
-from schemas.dataset import open_dataset
+from schemas.dataset.fitted import load_fitted
+from schemas.dataset.opened import open_dataset
 from schemas.errors import SchemaError
-from schemas.fitted import load_fitted
 from tests.pipelines import transform_jobs as jobs
 from tests.pipelines.logs import (
     bytes_of,

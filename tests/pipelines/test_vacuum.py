@@ -23,14 +23,14 @@ from pipelines.table.root import MIN_AGE
 from pipelines.table.vacuum import vacuum
 from pipelines.table.verify import verify
 from pipelines.transforms import fit
-from schemas import dataset as dataset_module
-from schemas.dataset import open_dataset, open_root
+from schemas.dataset import opened as dataset_module
+from schemas.dataset.layout import SEGMENTS, TOMBSTONES_SCHEMA
+from schemas.dataset.manifest import DatasetManifest, read_dataset
+from schemas.dataset.opened import open_dataset, open_root
 from schemas.errors import SchemaError
-from schemas.layout import SEGMENTS, TOMBSTONES_SCHEMA
-from schemas.leases import Lease
-from schemas.manifest import DatasetManifest, read_dataset
-from schemas.storage import MANIFESTS, Location, store_time
-from schemas.versions import Versions
+from schemas.storage.leases import Lease
+from schemas.storage.location import MANIFESTS, Location, store_time
+from schemas.storage.versions import Versions
 from tests.foreign import add_foreign, assert_untouched
 from tests.pipelines.appending import addition, changed, with_logs
 from tests.pipelines.logs import (

@@ -14,12 +14,9 @@ import pytest
 
 from pipelines.cli import main
 from pipelines.table.verify import segment_problems, verify
-from schemas.accesses import read_hints
-from schemas.dataset import open_dataset
-from schemas.errors import SchemaError
-from schemas.files import describe_file, parse_files, sha256_of, write_files
-from schemas.layout import FILES, SEGMENTS
-from schemas.manifest import (
+from schemas.dataset.files import describe_file, parse_files, sha256_of, write_files
+from schemas.dataset.layout import FILES, SEGMENTS
+from schemas.dataset.manifest import (
     SegmentManifest,
     commit_root,
     read_dataset,
@@ -27,8 +24,11 @@ from schemas.manifest import (
     read_segment,
     write_manifest,
 )
-from schemas.samples import read_samples
-from schemas.storage import MANIFESTS
+from schemas.dataset.opened import open_dataset
+from schemas.dataset.samples import read_samples
+from schemas.errors import SchemaError
+from schemas.oracle.accesses import read_hints
+from schemas.storage.location import MANIFESTS
 from tests.pipelines.logs import IN_PROCESS, built, copy_of, segment_directory
 from tests.schemas import reference
 from tests.shared import error_of, json_of, output_of, refusal_of
@@ -171,7 +171,7 @@ def test_verify_finds_counts_of_reuse_that_differ(
 ) -> None:
     copy = copy_of(dataset, tmp_path / "dataset")
     with monkeypatch.context() as patched:
-        patched.setattr("schemas.reuse.ReuseCounts.add", lambda *_: None)
+        patched.setattr("schemas.oracle.reuse.ReuseCounts.add", lambda *_: None)
         assert main(["oracle", str(copy), "--reindex", "--epochs", "2", "--json"]) == 0
     (problem,) = {p.rpartition(": ")[2] for p in verify(copy)["problems"]}
     assert problem == "counts of reuse differ from the access lists"

@@ -21,9 +21,9 @@ from pipelines.build import build
 from pipelines.sources.types import plain_type
 from pipelines.table.verify import verify
 from schemas.arrays import is_list
-from schemas.dataset import open_dataset
+from schemas.dataset.opened import open_dataset
+from schemas.dataset.samples import read_samples
 from schemas.errors import SchemaError
-from schemas.samples import read_samples
 from tests.pipelines.logs import request
 
 NUM_ROWS = 40

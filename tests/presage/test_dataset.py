@@ -18,9 +18,9 @@ import torch
 import presage
 from pipelines.build import build
 from pipelines.table.delete import erase
-from pipelines.table.rows import content_hash, expand
+from pipelines.table.expand import content_hash, expand
 from schemas.errors import SchemaError
-from schemas.storage import Location
+from schemas.storage.location import Location
 from tests import real_logs
 from tests.fork_server import without_forking
 from tests.object_store import Store

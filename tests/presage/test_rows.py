@@ -22,7 +22,7 @@ import presage
 from presage.batch import Batch
 from schemas.config.job import load_job
 from schemas.config.train import StoresConfig
-from schemas.dataset import open_dataset
+from schemas.dataset.opened import open_dataset
 from schemas.errors import PlanError, SchemaError
 from tests.conftest import REPOSITORY
 from tests.presage.own_loop import (
@@ -43,7 +43,7 @@ from trainer.components import build_model, dense_optimizer
 from trainer.data.collate import features_of_tables
 from trainer.data.decode import spec_of
 from trainer.embedding.collections import EmbeddingBagCollection, set_rows
-from trainer.rows import EmbeddingRows
+from trainer.embedding.own_loops import EmbeddingRows
 from trainer.step import loss_of
 
 KINDS = ("memory", "mmap", "log", "processes")

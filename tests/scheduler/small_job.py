@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 
 from scheduler.drivers.job_files import JobPaths
-from scheduler.model.history import History, RunRecord
-from scheduler.model.snapshot import DataFacts, Snapshot
+from scheduler.model.past_runs import History, RunRecord
+from scheduler.model.plan_inputs import DataFacts, Snapshot
 from scheduler.planner.candidates import pareto_front
 from schemas.config.job import load_job
 from schemas.config.schedule import ScheduleConfig
-from schemas.run_log import METRICS, SUMMARY, RunSummary, StepMetric, to_line
-from schemas.storage import Location
-from schemas.versions import Versions
+from schemas.run.records import METRICS, SUMMARY, RunSummary, StepMetric, to_line
+from schemas.storage.location import Location
+from schemas.storage.versions import Versions
 
 GIB = 1 << 30
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from scheduler.model.grid import Grid, budget_excess
+from scheduler.model.plan_inputs import Snapshot
 from scheduler.model.predict import fit_models
-from scheduler.model.snapshot import Snapshot
 from scheduler.planner import candidates as module
 from scheduler.planner.candidates import (
     EXACT_POINTS,

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.model.fit import Fit, Window, observe
 from scheduler.model.grid import Sizes
 from scheduler.model.memory import Forecast
+from scheduler.model.plan_inputs import Snapshot
 from scheduler.model.predict import (
     Models,
     default_segments,
@@ -20,7 +20,7 @@ from scheduler.model.predict import (
     segment_setting,
     training_setting,
 )
-from scheduler.model.snapshot import Snapshot
+from scheduler.model.throughput import Fit, Window, observe
 from scheduler.planner.correction import (
     COOL_DOWN_SEC,
     MIN_GAIN,

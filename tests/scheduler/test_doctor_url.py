@@ -11,7 +11,7 @@ import pytest
 from scheduler.__main__ import main
 from scheduler.doctor import Finding, format_finding
 from scheduler.doctor_url import CHECKS, examine_url
-from schemas.storage import Location
+from schemas.storage.location import Location
 from tests.fault_proxy import Faults
 from tests.object_store import Store
 

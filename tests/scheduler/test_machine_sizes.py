@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.model.snapshot import Snapshot, take_snapshot
+from scheduler.model.plan_inputs import Snapshot, take_snapshot
 from scheduler.planner.machine_sizes import CLUSTER_CPUS, cluster_schedule, machine_schedule
 from scheduler.planner.policy import plan
 from schemas.config.schedule import BudgetConfig, ScheduleConfig

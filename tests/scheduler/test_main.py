@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from scheduler.__main__ import main
-from scheduler.model.history import read_history
-from schemas.run_log import SUMMARY
+from scheduler.model.past_runs import read_history
+from schemas.run.records import SUMMARY
 from tests.scheduler.small_job import write_job, write_run
 from tests.shared import json_of, output_of, printed_by, refusal_of
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from scheduler.__main__ import main
-from scheduler.model.fit import TRAINING_TERMS
 from scheduler.model.measurements import parse_holdout, read_measurements
+from scheduler.model.throughput import TRAINING_TERMS
 from schemas.errors import SchemaError
 from tests.shared import error_of, json_of, printed_by
 

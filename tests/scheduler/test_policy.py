@@ -13,12 +13,18 @@ import pytest
 from hypothesis import given, reject
 from hypothesis import strategies as st
 
-from scheduler.model.fit import WORKERS_EXPONENT, SegmentSetting, TrainingSetting, Window, observe
 from scheduler.model.grid import Grid
-from scheduler.model.history import BuildRecord, History
 from scheduler.model.memory import store_bytes, trainer_memory, worker_bytes
+from scheduler.model.past_runs import BuildRecord, History
+from scheduler.model.plan_inputs import Snapshot
 from scheduler.model.predict import TRAINER_START_SEC, fit_models, training_setting
-from scheduler.model.snapshot import Snapshot
+from scheduler.model.throughput import (
+    WORKERS_EXPONENT,
+    SegmentSetting,
+    TrainingSetting,
+    Window,
+    observe,
+)
 from scheduler.planner.candidates import (
     NOTICE_SEC,
     build_timeline,

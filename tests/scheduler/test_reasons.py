@@ -5,9 +5,9 @@ from datetime import timedelta
 
 import pytest
 
-from scheduler.model.fit import Fit
-from scheduler.model.history import BuildRecord, History
-from scheduler.model.snapshot import Snapshot
+from scheduler.model.past_runs import BuildRecord, History
+from scheduler.model.plan_inputs import Snapshot
+from scheduler.model.throughput import Fit
 from scheduler.planner.policy import PlanDecision, plan
 from scheduler.planner.reasons import caveats, confident, reasons
 from schemas.config.schedule import (

@@ -11,21 +11,21 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines.build import build, record_build_speed
+from pipelines.build_context import BuildRequest
 from pipelines.cli import main as build_command
-from pipelines.context import BuildRequest
-from pipelines.demo_log.log import GeneratorConfig, write_log
+from pipelines.demo_log.generate import GeneratorConfig, write_log
 from pipelines.table.verify import verify
 from scheduler.__main__ import main
 from scheduler.drivers.job_files import read_load
-from scheduler.model.history import History
-from scheduler.model.snapshot import VALUE_BYTES, DataFacts, take_snapshot
-from schemas.accesses import indexed_steps
-from schemas.cache_plan import Plan, summarize
+from scheduler.model.past_runs import History
+from scheduler.model.plan_inputs import VALUE_BYTES, DataFacts, take_snapshot
 from schemas.config.job import Job, load_job
-from schemas.dataset import open_dataset
+from schemas.dataset.opened import open_dataset
+from schemas.oracle.accesses import indexed_steps
+from schemas.oracle.cache_plan import Plan, summarize
 from schemas.rows import rows_of_ids
-from schemas.run_log import RUN_FILE
-from schemas.storage import Location
+from schemas.run.records import RUN_FILE
+from schemas.storage.location import Location
 from tests.scheduler.small_job import paths_of, write_job, write_run
 from tests.shared import error_of, json_of, output_of
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from scheduler.model.fit import ASSUMED_SPREAD, Fit, TrainingSetting, Window, fit_window, observe
-from scheduler.model.history import (
+from scheduler.model.past_runs import (
     PAST_JOBS,
     History,
     PastJob,
@@ -18,6 +17,7 @@ from scheduler.model.history import (
     read_history,
     read_past_jobs,
 )
+from scheduler.model.plan_inputs import Snapshot
 from scheduler.model.predict import (
     default_segments,
     default_training,
@@ -26,7 +26,14 @@ from scheduler.model.predict import (
     summarize_job,
     warm_start,
 )
-from scheduler.model.snapshot import Snapshot
+from scheduler.model.throughput import (
+    ASSUMED_SPREAD,
+    Fit,
+    TrainingSetting,
+    Window,
+    fit_window,
+    observe,
+)
 from scheduler.planner.policy import plan
 from scheduler.planner.reasons import caveats
 from schemas.config.schedule import ScheduleConfig

@@ -8,14 +8,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from schemas import layout
 from schemas.arrays import Jagged, is_list, large_list, offsets_of
 from schemas.config.job import parse_job
-from schemas.dataset import Dataset, Segment, access_lists
-from schemas.features import FeatureSet
-from schemas.files import FileEntry, ListFiles, describe_file, sha256_of, write_files
-from schemas.kernels.oracle import FirstUseNumbering
-from schemas.manifest import (
+from schemas.dataset import layout
+from schemas.dataset.files import FileEntry, ListFiles, describe_file, sha256_of, write_files
+from schemas.dataset.manifest import (
     DatasetManifest,
     IndexEntry,
     IndexManifest,
@@ -26,10 +23,13 @@ from schemas.manifest import (
     shuffle_key_of,
     write_manifest,
 )
-from schemas.oracle import from_gaps, sorted_gaps
-from schemas.order import Order
-from schemas.reuse import reuse_bounds
-from schemas.storage import Location
+from schemas.dataset.opened import Dataset, Segment, access_lists
+from schemas.dataset.order import Order
+from schemas.features import FeatureSet
+from schemas.kernels.oracle import FirstUseNumbering
+from schemas.oracle.next_uses import from_gaps, sorted_gaps
+from schemas.oracle.reuse import reuse_bounds
+from schemas.storage.location import Location
 from tests.schemas.reference import next_use
 
 

@@ -9,11 +9,11 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipelines.clustering.layout import open_writer
-from schemas.dataset import IndexPart, Segment, committed_segment, open_dataset, version_name
+from pipelines.clustering.storage_layout import open_writer
+from schemas.dataset.files import CheckedFile, describe_file, find_damaged_files, parse_files
+from schemas.dataset.manifest import read_dataset
+from schemas.dataset.opened import IndexPart, Segment, committed_segment, open_dataset, version_name
 from schemas.errors import SchemaError
-from schemas.files import CheckedFile, describe_file, find_damaged_files, parse_files
-from schemas.manifest import read_dataset
 from tests.schemas.tiny import JOB, SCHEMA, write_dataset
 
 SEGMENT = "segments/00000-tiny"

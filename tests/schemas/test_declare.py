@@ -10,8 +10,8 @@ from typing import Literal
 import pytest
 
 from schemas.config.parse import read_yaml
-from schemas.decode import parse_duration, parse_size
 from schemas.errors import SchemaError
+from schemas.typed_values import parse_duration, parse_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from schemas.errors import SchemaError
-from schemas.run_log import (
+from schemas.run.records import (
     PHASES,
     Decision,
     LedgerEntry,

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from schemas.accesses import TableHints, read_hints, write_hints
 from schemas.errors import SchemaError
+from schemas.oracle.accesses import TableHints, read_hints, write_hints
 
 HINTS = {
     name: TableHints(

@@ -14,10 +14,10 @@ import yaml
 
 from schemas.config.job import Job, load_job
 from schemas.config.schedule import UNLIMITED_CPUS, UNLIMITED_MEMORY, BudgetConfig
-from schemas.decode import parse_duration, parse_size
 from schemas.errors import SchemaError
 from schemas.features import ROLES, load_features
 from schemas.hashing import MAX_ROW
+from schemas.typed_values import parse_duration, parse_size
 
 SMALLEST: dict[str, Any] = {
     "name": "small",

@@ -31,7 +31,7 @@ from schemas.config.job import TableConfig
 from schemas.errors import SchemaError
 from schemas.hashing import hash_rows, salt_of, splitmix64
 from schemas.kernels import arrays as kernels
-from schemas.oracle import distinct
+from schemas.oracle.next_uses import distinct
 from schemas.rows import distinct_rows, rows_of_ids
 from tests.schemas import reference
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from schemas.errors import SchemaError
-from schemas.leases import LEASES, Lease, live_leases, remove_expired
-from schemas.storage import Location, store_time
+from schemas.storage.leases import LEASES, Lease, live_leases, remove_expired
+from schemas.storage.location import Location, store_time
 
 
 @pytest.fixture

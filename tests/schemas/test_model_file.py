@@ -13,13 +13,20 @@ import pyarrow as pa
 import pytest
 
 from schemas.config.job import TableConfig
+from schemas.dataset.layout import MANIFEST
+from schemas.dataset.manifest import canonical_json, hash_of
 from schemas.errors import SchemaError
-from schemas.layout import MANIFEST
-from schemas.manifest import canonical_json, hash_of
-from schemas.model import PROGRAM, Lineage, ModelManifest, open_model, rows_paths, write_model
-from schemas.model_inputs import MIN_SAMPLES, PADDING, ModelInputs, build_inputs
 from schemas.rows import initial_rows
-from schemas.storage import Location
+from schemas.run.model_file import (
+    PROGRAM,
+    Lineage,
+    ModelManifest,
+    open_model,
+    rows_paths,
+    write_model,
+)
+from schemas.run.model_inputs import MIN_SAMPLES, PADDING, ModelInputs, build_inputs
+from schemas.storage.location import Location
 
 INPUTS = ModelInputs(
     dense=("price",),

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.cache_plan import Plan, PlanStep, check_cache_size, required_rows, summarize
 from schemas.config.train import CacheConfig
 from schemas.errors import PlanError
-from schemas.oracle import next_use
+from schemas.oracle.cache_plan import Plan, PlanStep, check_cache_size, required_rows, summarize
+from schemas.oracle.next_uses import next_use
 from tests.schemas.reference import fewest_fetches, next_step, plan_ref
 
 NUM_NUMBERS = 9

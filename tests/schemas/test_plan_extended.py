@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.cache_plan import IndexStep, Plan, required_rows
 from schemas.config.train import CacheConfig
-from schemas.oracle import clip_to_horizon, next_use
+from schemas.oracle.cache_plan import IndexStep, Plan, required_rows
+from schemas.oracle.next_uses import clip_to_horizon, next_use
 
 
 def indexed(trace: list[np.ndarray], first: int, until: int) -> list[IndexStep]:

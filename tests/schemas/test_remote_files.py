@@ -10,12 +10,18 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipelines.clustering.layout import open_writer
-from schemas.accesses import NextUses, TableAccesses
-from schemas.dataset import open_dataset
+from pipelines.clustering.storage_layout import open_writer
+from schemas.dataset.files import (
+    CheckedFile,
+    FileEntry,
+    describe_file,
+    find_damaged_files,
+    sha256_of,
+)
+from schemas.dataset.opened import open_dataset
 from schemas.errors import SchemaError
-from schemas.files import CheckedFile, FileEntry, describe_file, find_damaged_files, sha256_of
-from schemas.storage import Location
+from schemas.oracle.accesses import NextUses, TableAccesses
+from schemas.storage.location import Location
 from tests.fault_proxy import Faults
 from tests.object_store import Store
 from tests.schemas.tiny import write_dataset
@@ -77,7 +83,7 @@ def test_files_of_accesses_are_requested_once_for_each_use(
     epochs: int, whole_bytes: int, tmp_path: Path, s3_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of several files the footers are requested first, to count their rows; small ones whole."""
-    monkeypatch.setattr("schemas.files._WHOLE_BYTES", whole_bytes)
+    monkeypatch.setattr("schemas.dataset.files._WHOLE_BYTES", whole_bytes)
     here = Location.parse(tmp_path / "tiny")
     write_dataset(tmp_path / "tiny")
     requests = Requests()

@@ -25,9 +25,9 @@ import pytest
 from hypothesis import given, reject
 from hypothesis import strategies as st
 
-from schemas import store_client
 from schemas.errors import SchemaError
-from schemas.storage import (
+from schemas.storage import store_client
+from schemas.storage.location import (
     Location,
     StorageError,
     check_conditional_put,
@@ -84,7 +84,7 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> Generator[None]:
 def impatient(monkeypatch: pytest.MonkeyPatch) -> Generator[None]:
     """Clients that give up soon; tests of errors need not wait for all attempts."""
     monkeypatch.setattr(store_client, "MAX_RETRIES", 2)
-    for module in ("schemas.storage", "schemas.store_client"):
+    for module in ("schemas.storage.location", "schemas.storage.store_client"):
         monkeypatch.setattr(f"{module}.RETRY_SEC", 0)
     store_client.open_store.cache_clear()
     yield
@@ -211,7 +211,7 @@ def test_file_is_copied_between_stores_in_chunks(
     (root / "source").write_bytes(data)
     other = Location.parse(f"memory://{uuid.uuid4().hex}")
     with monkeypatch.context() as patch:
-        patch.setattr("schemas.storage.CHUNK_BYTES", 3_000)
+        patch.setattr("schemas.storage.location.CHUNK_BYTES", 3_000)
         patch.delattr(Location, "write_bytes")  # of whole files
         (other / "copy").copy_from(root / "source")
         (root / "back").copy_from(other / "copy")
@@ -219,7 +219,7 @@ def test_file_is_copied_between_stores_in_chunks(
 
 
 def test_open_file_is_read_and_sought(root: Location, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("schemas.storage._READ_BYTES", 100)
+    monkeypatch.setattr("schemas.storage.location._READ_BYTES", 100)
     data = random.Random(9).randbytes(1_000)
     (root / "file").write_bytes(data)
     rng = random.Random(10)
@@ -245,7 +245,7 @@ def test_children_are_those_of_one_level(root: Location) -> None:
 def test_copies_of_files_and_directories_are_equal(
     root: Location, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("schemas.storage.CHUNK_BYTES", 3)
+    monkeypatch.setattr("schemas.storage.location.CHUNK_BYTES", 3)
     with new_folder(root / "a") as folder:
         folder.mkdir(exist_ok=True, parents=True)
         (folder / "b").mkdir()
@@ -349,7 +349,7 @@ def test_exactly_one_of_many_threads_creates_a_file(root: Location) -> None:
 
 RACE = """
 import sys
-from schemas.storage import Location
+from schemas.storage.location import Location
 for line in sys.stdin:
     url = line.strip()
     print(url, Location.parse(url).create(sys.argv[1].encode()), flush=True)
@@ -791,7 +791,7 @@ def child_result(root: Location) -> bytes:
 
 FORKED = """
 import sys
-from schemas.storage import Location
+from schemas.storage.location import Location
 from tests.schemas.test_storage import child_result
 root = Location.parse(sys.argv[1])
 print(child_result(root))
@@ -918,7 +918,7 @@ def test_local_listing_leaves_out_incomplete_and_dangling_files(tmp_path: Path) 
 
 def test_killed_writers_leave_no_file_and_removal_takes_their_rests(tmp_path: Path) -> None:
     root = Location.parse(tmp_path / "root")
-    code = "import os, sys; from schemas.storage import Location\n" + (
+    code = "import os, sys; from schemas.storage.location import Location\n" + (
         "with Location.parse(sys.argv[1]).new_file() as p: p.write_text('x'); os._exit(9)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(root / "a")], check=False)

@@ -11,9 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas import fitted as module
-from schemas.errors import SchemaError
-from schemas.fitted import (
+from schemas.dataset import fitted as module
+from schemas.dataset.fitted import (
     Vocabulary,
     encode_version,
     merge_versions,
@@ -22,6 +21,7 @@ from schemas.fitted import (
     value_type,
     version_path,
 )
+from schemas.errors import SchemaError
 
 INTS = st.integers(-(2**63), 2**63 - 1)
 VALUES = {

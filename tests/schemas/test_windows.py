@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas import group_files as windows
 from schemas.arrays import Jagged, offsets_of
+from schemas.dataset import group_files as windows
+from schemas.dataset.group_files import NULL_LENGTH, Windows, to_windows, window_ranges
 from schemas.errors import SchemaError
-from schemas.group_files import NULL_LENGTH, Windows, to_windows, window_ranges
 from tests.schemas import reference
 
 Lists = list[list[int] | None]

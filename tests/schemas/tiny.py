@@ -9,12 +9,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from schemas import layout
 from schemas.arrays import Jagged, comparable_tuple, large_list, unique_tuples
-from schemas.dataset import open_root, version_name
-from schemas.files import describe_file, write_files
-from schemas.hashing import hash_rows
-from schemas.manifest import (
+from schemas.dataset import layout
+from schemas.dataset.files import describe_file, write_files
+from schemas.dataset.manifest import (
     DatasetManifest,
     GroupCounts,
     InputFile,
@@ -26,9 +24,11 @@ from schemas.manifest import (
     new_index,
     write_manifest,
 )
-from schemas.miss_ratio import OptimalCache
-from schemas.oracle import unique_per_block
-from schemas.storage import Location
+from schemas.dataset.opened import open_root, version_name
+from schemas.hashing import hash_rows
+from schemas.oracle.miss_ratio import OptimalCache
+from schemas.oracle.next_uses import unique_per_block
+from schemas.storage.location import Location
 from tests.schemas.parts import gaps_of, num_entries, numbered, write_index
 
 JOB = """\

@@ -39,6 +39,6 @@ def uploads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         shapes.append(tuple(block.shape))
         return to_fake_device(block)
 
-    for where in ("trainer.device.upload", "trainer.embedding.device.upload"):
+    for where in ("trainer.device.transfer.upload", "trainer.device.embedding.upload"):
         monkeypatch.setattr(where, upload)
     return shapes

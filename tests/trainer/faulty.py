@@ -20,7 +20,7 @@ from trainer.data.collate import Microbatches
 from trainer.elastic.membership import ReplicaOptions
 from trainer.elastic.replica import ReplicaPeers
 from trainer.loop import StepTotal
-from trainer.run_output import RunOutput
+from trainer.run.output import RunOutput
 from trainer.step import MicrobatchWorker
 
 

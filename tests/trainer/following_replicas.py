@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from schemas.run_log import RunSummary
+from schemas.run.records import RunSummary
 from tests.trainer.growing import Versions
 from tests.trainer.processes import num_steps, wait_for
 from tests.trainer.replica_runs import run_replicas

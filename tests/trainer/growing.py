@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from schemas.layout import JOB, SCHEMA, SEGMENTS
-from schemas.manifest import commit_root, find_root, read_dataset
-from schemas.run_log import RunSummary, StepMetric
-from schemas.storage import Location
+from schemas.dataset.layout import JOB, SCHEMA, SEGMENTS
+from schemas.dataset.manifest import commit_root, find_root, read_dataset
+from schemas.run.records import RunSummary, StepMetric
+from schemas.storage.location import Location
 from tests.shared import make_once
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import with_keys

@@ -16,9 +16,8 @@ import pyarrow.parquet as pq
 
 from schemas.arrays import large_list, offsets_of, unique_tuples
 from schemas.config.job import Job, load_job
-from schemas.dataset import open_root, version_name
-from schemas.files import describe_file, sha256_of, write_files
-from schemas.layout import (
+from schemas.dataset.files import describe_file, sha256_of, write_files
+from schemas.dataset.layout import (
     BLOCK,
     BLOCKS,
     FILE_SHIFT,
@@ -34,7 +33,7 @@ from schemas.layout import (
     num_unique_column,
     part_path,
 )
-from schemas.manifest import (
+from schemas.dataset.manifest import (
     DatasetManifest,
     Reference,
     SegmentManifest,
@@ -45,9 +44,10 @@ from schemas.manifest import (
     read_root,
     write_manifest,
 )
-from schemas.oracle import unique_per_block
+from schemas.dataset.opened import open_root, version_name
+from schemas.oracle.next_uses import unique_per_block
 from schemas.rows import rows_of_ids
-from schemas.storage import Location
+from schemas.storage.location import Location
 from tests.schemas.parts import gaps_of, num_entries, numbered, write_index
 
 BLOCK_SAMPLES = 16

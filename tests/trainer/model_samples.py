@@ -10,7 +10,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from schemas.config.train import ModelConfig, TrainConfig
-from schemas.order import Step
+from schemas.dataset.order import Step
 from trainer.data.collate import Batch
 from trainer.data.lookup import Inverse
 

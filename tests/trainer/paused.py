@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from trainer.__main__ import main as train
-from trainer.run_log import LogWriter
+from trainer.run.ledger import LogWriter
 
 
 def paused_at(pipe: Path, step: int) -> tuple[str, str, str]:

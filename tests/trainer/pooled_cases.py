@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from schemas.arrays import offsets_of
-from schemas.order import Step
+from schemas.dataset.order import Step
 from trainer.data.collate import Batch
 from trainer.data.lookup import KeyedBags, inverse_of, table_lookups, vector_layout
 

@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from schemas.run_log import METRICS
-from schemas.storage import Location
+from schemas.run.records import METRICS
+from schemas.storage.location import Location
 from tests.conftest import REPOSITORY
 from tests.fork_server import forked_children
 from tests.trainer.faults import FAULTY, Faults

@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from schemas.run_log import LEDGER, RunSummary, StepMetric
-from schemas.storage import Location
+from schemas.run.records import LEDGER, RunSummary, StepMetric
+from schemas.storage.location import Location
 from tests.trainer.faults import Faults
 from tests.trainer.runs import small_dataset
 from trainer.elastic.launcher import LaunchOptions, LocalReplicas, train_replicas
 from trainer.options import TrainOptions
 from trainer.recovery import Drain
-from trainer.run import read_ledger
+from trainer.run.folder import read_ledger
 
 
 def run_replicas(

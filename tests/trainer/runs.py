@@ -10,22 +10,22 @@ import numpy as np
 import torch
 
 from schemas.config.job import load_job
-from schemas.dataset import open_dataset
-from schemas.run_log import CHECKPOINTS, METRICS, RunSummary, read_metrics
-from schemas.storage import Location
+from schemas.dataset.opened import open_dataset
+from schemas.run.records import CHECKPOINTS, METRICS, RunSummary, read_metrics
+from schemas.storage.location import Location
 from tests.shared import make_once
 from tests.trainer.make_dataset import make_dataset, write_job
+from trainer.checkpoint.files import complete_checkpoints, read_checkpoint_manifest
 from trainer.checkpoint.format import ROW_FILES
 from trainer.checkpoint.load import read_dense, require_checkpoint
-from trainer.checkpoint.manifest import complete_checkpoints, read_checkpoint_manifest
 from trainer.components import Components, build_components, order_of
 from trainer.data.collate import Batch
 from trainer.data.decode import spec_of
 from trainer.data.reader import Reader
-from trainer.diff import compare_runs
 from trainer.embedding.module import Embedding
 from trainer.options import TrainOptions
-from trainer.run import verify_run
+from trainer.run.compare import compare_runs
+from trainer.run.folder import verify_run
 from trainer.train import train
 
 SEGMENTS = [[(400, 50), (333, 30)], [(250, 0)]]

@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 
 from tests.trainer.processes import children_of, suspend
 from trainer.elastic.membership import Membership, ReplicaOptions
-from trainer.stores.api import Records, Store, TableLayout, WriteBack
 from trainer.stores.remote.client import RemoteStore, open_remote_store
 from trainer.stores.remote.connection import Access
 from trainer.stores.remote.ownership import Ranges, ShardControl, SlotMap, mask_of, slot_map_of
+from trainer.stores.store import Records, Store, TableLayout, WriteBack
 
 TOKEN = "a-token-of-tests"
 ACCESS = Access(token=TOKEN, timeout_sec=120.0)

@@ -27,7 +27,7 @@ from tests.trainer.model_samples import (
     gradients,
     random_samples,
 )
-from trainer.data.history import bucket_queries
+from trainer.data.attention_layout import bucket_queries
 from trainer.models import attention
 from trainer.models.attention import AttentionModel
 

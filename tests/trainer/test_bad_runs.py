@@ -10,20 +10,20 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from schemas.dataset import open_dataset
+from schemas.dataset.layout import JOB, MANIFEST, SCHEMA, part_path
+from schemas.dataset.opened import open_dataset
 from schemas.errors import SchemaError
-from schemas.layout import JOB, MANIFEST, SCHEMA, part_path
-from schemas.locks import LOCK
-from schemas.run_log import CHECKPOINTS, METRICS, RUN_FILE, SUMMARY, StepMetric
-from schemas.storage import Location
+from schemas.run.records import CHECKPOINTS, METRICS, RUN_FILE, SUMMARY, StepMetric
+from schemas.storage.location import Location
+from schemas.storage.locks import LOCK
 from tests.foreign import add_foreign, assert_untouched
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import run_job
 from trainer.__main__ import main
-from trainer.checkpoint.manifest import NewCheckpoint, complete_checkpoints
+from trainer.checkpoint.files import NewCheckpoint, complete_checkpoints
 from trainer.data.decode import SAMPLES, BlockCounts, decode, spec_of
 from trainer.options import TrainOptions
-from trainer.run import verify_run
+from trainer.run.folder import verify_run
 from trainer.stores.remote.wal import ShardLog
 from trainer.train import train
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from schemas.arrays import offsets_of
 from schemas.config.job import TableConfig
-from schemas.order import Step
+from schemas.dataset.order import Step
 from trainer.data import batch, collate, shared
 from trainer.data.collate import BlockRange
 from trainer.data.decode import BatchSpec, Lists, RowGroup, padding_row_group

@@ -10,24 +10,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from schemas.accesses import SharedNextUses
 from schemas.config.job import load_job
-from schemas.dataset import open_dataset
-from schemas.run_log import CHECKPOINTS
+from schemas.dataset.opened import open_dataset
+from schemas.oracle.accesses import SharedNextUses
+from schemas.run.records import CHECKPOINTS
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import agents_of_run, is_gone, wait_for
 from tests.trainer.runs import rows_in, steps_of
+from trainer.checkpoint.files import step_of_newest
 from trainer.checkpoint.load import save_checkpoint
 from trainer.checkpoint.manager import CHECKPOINT_LOG
-from trainer.checkpoint.manifest import step_of_newest
+from trainer.checkpoint.schedule import RunCheckpoints
 from trainer.checkpoint.snapshot import SnapshotMemory, memory_path
 from trainer.components import build_components, order_of
-from trainer.context import RunContext
 from trainer.data.decode import spec_of
 from trainer.elastic.peer_state import MemoryRows
-from trainer.follow import Horizon, Span
+from trainer.growing.follow import Horizon, Span
 from trainer.options import TrainOptions
-from trainer.run_checkpoints import RunCheckpoints
+from trainer.run.run_context import RunContext
 
 TABLE = "items"
 

@@ -10,16 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schemas.arrays import Jagged, offsets_of
-from schemas.cache_plan import Plan, required_rows
 from schemas.config.train import CacheConfig
 from schemas.errors import PlanError, SchemaError
-from schemas.oracle import next_use
+from schemas.oracle.cache_plan import Plan, required_rows
+from schemas.oracle.next_uses import next_use
 from tests.schemas.parts import numbered
 from tests.trainer.stores import whole
-from trainer.embedding.baselines import LruCache
 from trainer.embedding.cache import DirectSource, PlannedCache, RowSource, TablePlan
-from trainer.stores.api import Records, TableLayout
+from trainer.embedding.unplanned import LruCache
 from trainer.stores.local import memory_store
+from trainer.stores.store import Records, TableLayout
 
 LAYOUT = TableLayout(table="items", dim=2, state_width=1, dtype="float64", seed=0)
 

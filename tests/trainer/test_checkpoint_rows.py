@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 
 from schemas.errors import SchemaError
 from tests.trainer.stores import largest_file
-from trainer.checkpoint import manifest as manifests
+from trainer.checkpoint import files as manifests
 from trainer.checkpoint.agent import MAX_PARTS, write_snapshot
-from trainer.checkpoint.format import RowPart, merge_newest
-from trainer.checkpoint.load import CheckpointTable
-from trainer.checkpoint.manifest import (
+from trainer.checkpoint.files import (
     complete_checkpoints,
     lock_checkpoints,
     read_checkpoint_manifest,
     verify_files,
 )
+from trainer.checkpoint.format import RowPart, merge_newest
+from trainer.checkpoint.load import CheckpointTable
 from trainer.checkpoint.snapshot import (
     COMMITTED,
     DATA_OFFSET,
@@ -36,8 +36,8 @@ from trainer.checkpoint.snapshot import (
     memory_path,
 )
 from trainer.embedding.changes import Changed, Changes, EvictedDirtyRows, UsedPositions
-from trainer.stores.api import GatheredRows, Records, TableLayout
 from trainer.stores.local import MappedArena
+from trainer.stores.store import GatheredRows, Records, TableLayout
 
 LAYOUT = TableLayout(table="items", dim=3, state_width=1, dtype="float32", seed=3)
 OTHER = TableLayout(table="users", dim=3, state_width=1, dtype="float32", seed=3)

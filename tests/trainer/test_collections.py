@@ -26,7 +26,7 @@ from trainer.embedding.collections import (
     rows_of,
     set_rows,
 )
-from trainer.embedding.state import unpack
+from trainer.embedding.state_tensor import unpack
 
 NUM_ROWS = 20
 RATE, EPS = 0.1, 1e-6

@@ -12,13 +12,13 @@ import torch
 from torch.utils._pytree import tree_map
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from schemas.accesses import SharedNextUses
 from schemas.config.job import Job, load_job
 from schemas.config.train import DenseOptimizerConfig, ModelConfig
-from schemas.dataset import Dataset, open_dataset
+from schemas.dataset.opened import Dataset, open_dataset
 from schemas.errors import SchemaError
-from schemas.run_log import SUMMARY, read_summary
-from schemas.storage import Location
+from schemas.oracle.accesses import SharedNextUses
+from schemas.run.records import SUMMARY, read_summary
+from schemas.storage.location import Location
 from tests.trainer.device_jobs import MODELS, with_device
 from tests.trainer.fake_device import (
     DEVICE,
@@ -29,22 +29,22 @@ from tests.trainer.fake_device import (
 )
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import assert_same_bits, losses_of, parts_of, reader_of, run_job
+from trainer.checkpoint.schedule import copy_bytes_of
 from trainer.components import build_components, order_of, uses_shared_features
 from trainer.compute import StepCompute
-from trainer.context import RunContext
 from trainer.data.collate import Batch, batch_from_kjt, move_batch
 from trainer.data.decode import spec_of
-from trainer.device import to_device
-from trainer.device_worker import DeviceMicrobatchWorker
+from trainer.device.embedding import DeviceLookups
+from trainer.device.microbatches import DeviceMicrobatchWorker
+from trainer.device.transfer import to_device
 from trainer.embedding.cache import DirectSource
-from trainer.embedding.device import DeviceLookups
 from trainer.embedding.kernels.interface import ArenaRows
 from trainer.embedding.module import MicrobatchLookups
-from trainer.evaluate import evaluate_run
-from trainer.follow import Horizon, Span
+from trainer.embedding.run_rows import RunRows
+from trainer.evaluation.evaluate import evaluate_run
+from trainer.growing.follow import Horizon, Span
 from trainer.options import TrainOptions
-from trainer.run_checkpoints import copy_bytes_of
-from trainer.run_rows import RunRows
+from trainer.run.run_context import RunContext
 from trainer.step import MicrobatchWorker, PhaseTimer, train_batch, update_from_sums
 
 
@@ -113,7 +113,7 @@ def fake_device(monkeypatch: pytest.MonkeyPatch, uploads: list[tuple[int, ...]])
     monkeypatch.setattr("torch.save", from_here)
     for where in (
         "trainer.components.device_of",
-        "trainer.evaluate.device_of",
+        "trainer.evaluation.evaluate.device_of",
         "trainer.train.device_of",
         "trainer.compute.device_of",
     ):

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from schemas.layout import SEGMENTS
-from schemas.run_log import CHECKPOINTS, RUN_FILE, SUMMARY
+from schemas.dataset.layout import SEGMENTS
+from schemas.run.records import CHECKPOINTS, RUN_FILE, SUMMARY
 from tests.trainer.growing import commit
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.paused import paused_at, resumed
@@ -27,8 +27,8 @@ from tests.trainer.processes import (
 )
 from tests.trainer.runs import assert_equal
 from trainer.checkpoint.load import newest_checkpoint
-from trainer.diff import compare_runs
 from trainer.recovery import Drain, DrainInterrupt, resume_hint
+from trainer.run.compare import compare_runs
 
 SEGMENT = [[(2000, 1500)]]
 EPOCHS = {"epochs": "2"}

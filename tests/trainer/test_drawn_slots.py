@@ -20,10 +20,10 @@ from schemas.hashing import slot_of_row
 from tests.trainer.local_stores import LocalStore
 from tests.trainer.processes import wait_for
 from tests.trainer.stores import ACCESS, LAYOUT, TableOf, record_of, whole
-from trainer.stores.api import RowsLostError, SlotMapChangedError, StoreUnavailableError
 from trainer.stores.remote import members as members_module
 from trainer.stores.remote.client import RemoteStore, open_remote_store
 from trainer.stores.remote.processes import migrate_slots
+from trainer.stores.store import RowsLostError, SlotMapChangedError, StoreUnavailableError
 
 NUM_ROWS, NUM_EVENTS = 600, 6
 PATIENT = replace(ACCESS, timeout_sec=60.0)

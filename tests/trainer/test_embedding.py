@@ -16,7 +16,7 @@ from trainer.data.lookup import take_unsorted
 from trainer.embedding.kernels.interface import rule_at, state_width
 from trainer.embedding.kernels.torch_ops import update_rows
 from trainer.embedding.module import Embedding
-from trainer.stores.api import Store
+from trainer.stores.store import Store
 
 NUM_ITEMS = 300
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from schemas.config.job import load_job
+from schemas.dataset.layout import MANIFEST
 from schemas.errors import PlanError, SchemaError
-from schemas.layout import MANIFEST
-from schemas.run_log import SUMMARY, read_summary
+from schemas.run.records import SUMMARY, read_summary
 from tests.trainer.embedding_modes import MODES
 from tests.trainer.make_dataset import write_job
 from tests.trainer.runs import (
@@ -26,9 +26,9 @@ from tests.trainer.runs import (
     run_job,
 )
 from tests.trainer.stores import TOKEN, running, start_store
+from trainer.checkpoint.files import PLAN_FILE, read_checkpoint_manifest
 from trainer.checkpoint.format import to_buffers
 from trainer.checkpoint.load import read_cached
-from trainer.checkpoint.manifest import PLAN_FILE, read_checkpoint_manifest
 from trainer.options import TrainOptions
 
 OPTIMIZERS = ("rowwise_adagrad", "adam", "sgd", "adagrad")

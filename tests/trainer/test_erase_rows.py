@@ -14,19 +14,19 @@ import pyarrow as pa
 import pytest
 
 from schemas.config.job import load_job
-from schemas.dataset import encode_tombstones, merge_tombstones, open_dataset
+from schemas.dataset.layout import tombstones_path
+from schemas.dataset.opened import encode_tombstones, merge_tombstones, open_dataset
 from schemas.errors import SchemaError
-from schemas.layout import tombstones_path
 from schemas.rows import rows_of_ids
-from schemas.run_log import CHECKPOINTS
+from schemas.run.records import CHECKPOINTS
 from tests.id_search import files_with_id
 from tests.schemas.reference import hash_text
 from tests.trainer.make_dataset import change_root, write_job
 from tests.trainer.runs import reader_of, rows_in, run_job, small_dataset
-from trainer import erase as erasure
 from trainer.__main__ import main
+from trainer.checkpoint.files import complete_checkpoints, read_checkpoint_manifest
 from trainer.checkpoint.load import verify_checkpoint
-from trainer.checkpoint.manifest import complete_checkpoints, read_checkpoint_manifest
+from trainer.run import erase as erasure
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from schemas.config.job import load_job
-from schemas.dataset import open_dataset
-from schemas.layout import BLOCK, EVALUATION, TRAIN
-from schemas.manifest import canonical_json
-from schemas.storage import Location
+from schemas.dataset.layout import BLOCK, EVALUATION, TRAIN
+from schemas.dataset.manifest import canonical_json
+from schemas.dataset.opened import open_dataset
+from schemas.storage.location import Location
 from tests.trainer.exact_metrics import auc, calibration, gauc, normalized_entropy
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import parts_of, reader_of, run_job
@@ -21,9 +21,9 @@ from tests.trainer.stores import TableOf, whole
 from tests.trainer.test_metrics import session_auc_by_hand
 from trainer.components import Components
 from trainer.data.reader import Reader, prefetch
-from trainer.evaluate import evaluate, evaluate_run
-from trainer.metrics import Evaluation, columns_of
-from trainer.run import verify_run
+from trainer.evaluation.evaluate import evaluate, evaluate_run
+from trainer.evaluation.metrics import Evaluation, columns_of
+from trainer.run.folder import verify_run
 from trainer.step import PhaseTimer, train_batch
 
 

@@ -8,17 +8,17 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from schemas.dataset.layout import SCHEMA
 from schemas.errors import SchemaError
-from schemas.layout import SCHEMA
-from schemas.model import open_model
-from schemas.model_inputs import PADDING, build_inputs
 from schemas.rows import initial_rows
-from schemas.scoring import load_model, probabilities
+from schemas.run.model_file import open_model
+from schemas.run.model_inputs import PADDING, build_inputs
+from schemas.run.scoring import load_model, probabilities
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, checkpoint_at, rows_in, run_job
 from tests.trainer.served import MODELS, evaluation_logits, evaluation_table
 from trainer.__main__ import main
-from trainer.export import export_run
+from trainer.serve.export import export_run
 
 WEIGHTS = ", clicked_weights"
 

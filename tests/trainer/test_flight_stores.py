@@ -28,10 +28,10 @@ from tests.trainer.stores import (
     whole,
 )
 from trainer.__main__ import main
-from trainer.stores.api import Records, StoreUnavailableError, TableLayout
 from trainer.stores.local import memory_store
 from trainer.stores.remote import connection as connection_module
 from trainer.stores.remote.connection import Access, StoreConnection
+from trainer.stores.store import Records, StoreUnavailableError, TableLayout
 
 SHAPES = {
     "float32 with row state": LAYOUT,

@@ -10,11 +10,11 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
+from schemas.dataset.layout import BLOCKS
+from schemas.dataset.manifest import DatasetManifest, read_dataset
 from schemas.errors import PlanError, SchemaError
-from schemas.layout import BLOCKS
-from schemas.manifest import DatasetManifest, read_dataset
-from schemas.run_log import METRICS, RUN_FILE, StepMetric, read_metrics
-from schemas.storage import MANIFESTS
+from schemas.run.records import METRICS, RUN_FILE, StepMetric, read_metrics
+from schemas.storage.location import MANIFESTS
 from tests.shared import in_pairs
 from tests.trainer.growing import (
     GROWING,
@@ -31,8 +31,8 @@ from tests.trainer.growing import (
 )
 from tests.trainer.make_dataset import change_root, write_job
 from tests.trainer.runs import assert_equal, run_job, steps_of
-from trainer.diff import compare_runs
-from trainer.run import verify_run
+from trainer.run.compare import compare_runs
+from trainer.run.folder import verify_run
 
 __all__ = ["job", "versions", "whole"]
 

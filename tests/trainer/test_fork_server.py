@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from schemas.run_log import SUMMARY
+from schemas.run.records import SUMMARY
 from tests.trainer.faults import Faults
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import (

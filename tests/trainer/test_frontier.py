@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from schemas.config.job import OrderConfig, load_job
 from schemas.config.train import FollowConfig
+from schemas.dataset.order import Order
 from schemas.errors import PlanError
-from schemas.order import Order
-from schemas.storage import Location
+from schemas.storage.location import Location
 from tests.trainer.growing import Versions, grown_versions
-from trainer.follow import (
+from trainer.growing.follow import (
     DatasetExtent,
     FollowedDataset,
     Horizon,
@@ -27,10 +27,10 @@ from trainer.follow import (
     horizon_of,
     next_action,
 )
-from trainer.frontier import DatasetRefusedError, Frontier
+from trainer.growing.frontier import DatasetRefusedError, Frontier
 from trainer.options import TrainOptions
 from trainer.recovery import Drain
-from trainer.stores.api import BehindError
+from trainer.stores.store import BehindError
 
 FIRST = DatasetExtent(num_segments=1, sealed=False)
 PREFETCH_STEPS = 3

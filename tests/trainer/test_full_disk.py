@@ -16,8 +16,8 @@ from tests.trainer.replica_runs import run_replicas
 from tests.trainer.runs import assert_equal, checkpoint_at, losses_of, run_job
 from tests.trainer.stores import largest_file
 from trainer.elastic.launcher import start_replica
-from trainer.stores.api import Records, TableLayout
 from trainer.stores.local import MappedTable, mmap_store
+from trainer.stores.store import Records, TableLayout
 
 LAYOUT = TableLayout(table="items", dim=4, state_width=1, dtype="float32", seed=0)
 

@@ -11,18 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schemas.cache_plan import NEVER_AGAIN, required_rows
 from schemas.config.train import CacheConfig
 from schemas.errors import PlanError, SchemaError
+from schemas.oracle.cache_plan import NEVER_AGAIN, required_rows
 from schemas.rows import initial_rows
 from tests.trainer.stores import TableOf, largest_file, whole
 from tests.trainer.test_cache import LAYOUT, index_of, plan_of, run_source
 from trainer.checkpoint.format import NpyFile
 from trainer.embedding.cache import DirectSource, PlannedCache, RowsOfTables
-from trainer.stores.api import GatheredRows, Records, Store, TableLayout, WriteBack
 from trainer.stores.bucket_files import BucketFiles, Entries, SortedRuns
 from trainer.stores.future_log import FutureLog
 from trainer.stores.local import memory_store, mmap_store
+from trainer.stores.store import GatheredRows, Records, Store, TableLayout, WriteBack
 
 
 def log_in(folder: Path, bucket_steps: int, buffer_bytes: int, fan_out: int = 64) -> FutureLog:

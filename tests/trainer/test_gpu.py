@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from schemas.config.job import load_job
-from schemas.run_log import SUMMARY, read_summary
-from schemas.storage import Location
+from schemas.run.records import SUMMARY, read_summary
+from schemas.storage.location import Location
 from tests.fork_server import without_forking
 from tests.trainer.device_jobs import MODELS, with_device
 from tests.trainer.make_dataset import write_job
@@ -16,7 +16,7 @@ from tests.trainer.processes import train_to_end
 from tests.trainer.runs import assert_same_bits, losses_of, parts_of, reader_of, run_job
 from trainer.components import uses_shared_features
 from trainer.data.collate import move_batch
-from trainer.evaluate import evaluate_run
+from trainer.evaluation.evaluate import evaluate_run
 from trainer.step import PhaseTimer, WholeBatchStep, train_batch
 
 pytestmark = pytest.mark.gpu

@@ -15,7 +15,7 @@ from schemas import machine
 from schemas.config.job import load_job
 from schemas.config.schedule import BudgetConfig
 from schemas.errors import pluralize
-from schemas.run_log import LEDGER, METRICS, PHASES, RUN_FILE, read_metrics, read_summary
+from schemas.run.records import LEDGER, METRICS, PHASES, RUN_FILE, read_metrics, read_summary
 from tests.conftest import REPOSITORY
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS

@@ -19,10 +19,10 @@ import yaml
 from benchmarks.memory import CGROUPS, memory_limit
 from pipelines.cli import main as pipelines
 from schemas.machine import SHARED_MEMORY
-from schemas.run_log import CHECKPOINTS
+from schemas.run.records import CHECKPOINTS
 from tests.conftest import REPOSITORY
 from tests.shared import make_once
-from trainer.checkpoint.manifest import complete_checkpoints, read_checkpoint_manifest
+from trainer.checkpoint.files import complete_checkpoints, read_checkpoint_manifest
 
 pytestmark = pytest.mark.nightly
 

@@ -18,7 +18,14 @@ from torchrec.metrics.gauc import compute_gauc_3d
 from torchrec.metrics.ne import compute_ne, get_ne_states
 
 from tests.trainer.exact_metrics import auc, calibration, gauc, normalized_entropy
-from trainer.metrics import GroupAuc, LossSums, SessionAuc, StreamingAuc, loss_sums, ordered_bits
+from trainer.evaluation.metrics import (
+    GroupAuc,
+    LossSums,
+    SessionAuc,
+    StreamingAuc,
+    loss_sums,
+    ordered_bits,
+)
 
 Array = NDArray[Any]
 

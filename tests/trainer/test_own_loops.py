@@ -12,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 
 from schemas.config.job import load_job
-from schemas.dataset import open_dataset
+from schemas.dataset.opened import open_dataset
 from schemas.errors import SchemaError
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, losses_of, parts_of, reader_of, row_gradients, run_job

@@ -11,21 +11,21 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
+from schemas.dataset.layout import MANIFEST
+from schemas.dataset.manifest import canonical_json, hash_of
 from schemas.errors import SchemaError
-from schemas.layout import MANIFEST
-from schemas.manifest import canonical_json, hash_of
-from schemas.model import changed_path, open_changes
+from schemas.run.model_file import changed_path, open_changes
 from tests.trainer.make_dataset import write_job
 from tests.trainer.runs import checkpoint_at, rows_in, run_job
 from trainer.__main__ import main
-from trainer.checkpoint.manifest import (
+from trainer.checkpoint.files import (
     checksum_of,
     folder_name,
     read_checkpoint_manifest,
     write_checkpoint_manifest,
 )
-from trainer.export import export_run
-from trainer.publish import Published, apply_changes, publish
+from trainer.serve.export import export_run
+from trainer.serve.publish import Published, apply_changes, publish
 
 STEPS = (4, 8, 12, 16, 20)
 TABLES = ("users", "items", "pages")

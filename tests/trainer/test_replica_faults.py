@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from schemas.errors import SchemaError
-from schemas.run_log import LEDGER, StepMetric
+from schemas.run.records import LEDGER, StepMetric
 from tests.shared import with_long
 from tests.trainer.faults import Faults
 from tests.trainer.make_dataset import write_job
@@ -19,7 +19,7 @@ from tests.trainer.replica_runs import run_replicas, steps_by_life
 from tests.trainer.runs import assert_equal, reference_run
 from trainer.elastic.launcher import LocalReplicas, start_replica
 from trainer.recovery import Drain, DrainInterrupt
-from trainer.run import read_ledger
+from trainer.run.folder import read_ledger
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -17,12 +17,11 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from schemas.run_log import StepMetric
-from schemas.storage import Location
+from schemas.run.records import StepMetric
+from schemas.storage.location import Location
 from tests.trainer.certificates import make_certificate
 from trainer.__main__ import main
-from trainer.elastic.context import Rendezvous, write_rendezvous
-from trainer.elastic.exchange import GlooGroup, LostPeerError
+from trainer.elastic.attempt import Rendezvous, write_rendezvous
 from trainer.elastic.peer_state import (
     CommittedStep,
     PeerClient,
@@ -31,12 +30,13 @@ from trainer.elastic.peer_state import (
     rows_from_arrays,
 )
 from trainer.elastic.state_copy import RowsCopy
+from trainer.elastic.sums import GlooGroup, LostPeerError
 from trainer.embedding.cache import DirectSource
-from trainer.follow import DatasetExtent
-from trainer.stores.api import Records, TableLayout
+from trainer.growing.follow import DatasetExtent
 from trainer.stores.local import memory_store
 from trainer.stores.remote.connection import Access
 from trainer.stores.remote.wire import Certificate
+from trainer.stores.store import Records, TableLayout
 
 ACCESS = Access(token="secret", timeout_sec=20.0)
 EXTENT = DatasetExtent(num_segments=2, sealed=False)
@@ -115,7 +115,7 @@ from schemas.config.train import TrainConfig
 from trainer.elastic.peer_state import MemoryRows, PeerServer
 from trainer.embedding.cache import DirectSource
 from trainer.embedding.module import Embedding
-from trainer.stores.api import Records, TableLayout
+from trainer.stores.store import Records, TableLayout
 from trainer.stores.local import memory_store
 from trainer.stores.remote.connection import Access
 

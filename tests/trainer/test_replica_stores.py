@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from schemas.run_log import EXIT_LOST_ROWS, RunSummary, StepMetric
+from schemas.run.records import EXIT_LOST_ROWS, RunSummary, StepMetric
 from tests.shared import with_long
 from tests.trainer.faults import Faults
 from tests.trainer.make_dataset import write_job

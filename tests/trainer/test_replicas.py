@@ -17,13 +17,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.errors import SchemaError
-from schemas.run_log import LEDGER, METRICS, LedgerEntry, StepMetric, read_metrics
+from schemas.run.records import LEDGER, METRICS, LedgerEntry, StepMetric, read_metrics
 from tests.trainer.faults import FaultInjector, Faults
 from tests.trainer.processes import suspend
 from tests.trainer.stores import member_of
-from trainer.agreement import Agreement, Member, ReplicaStatus
 from trainer.compute import smooth_speed
-from trainer.elastic.exchange import (
+from trainer.elastic.agreement import Agreement, Member, ReplicaStatus
+from trainer.elastic.membership import Lighthouse
+from trainer.elastic.peer_state import PeerClient, PeerError
+from trainer.elastic.sums import (
     GlooGroup,
     LostPeerError,
     MeetingStore,
@@ -33,10 +35,8 @@ from trainer.elastic.exchange import (
     split_microbatches,
     unpack_sums,
 )
-from trainer.elastic.membership import Lighthouse
-from trainer.elastic.peer_state import PeerClient, PeerError
 from trainer.embedding.kernels.interface import RowSums
-from trainer.run_log import LogWriter
+from trainer.run.ledger import LogWriter
 from trainer.step import Node, PartialSums
 from trainer.stores.remote.connection import Access
 

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from schemas.dataset.layout import MANIFEST
 from schemas.errors import SchemaError
-from schemas.layout import MANIFEST
-from schemas.run_log import METRICS
-from schemas.storage import Location
+from schemas.run.records import METRICS
+from schemas.storage.location import Location
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, checkpoint_at, losses_of, run_job
 from trainer.__main__ import main
+from trainer.checkpoint.files import read_checkpoint_manifest
 from trainer.checkpoint.load import verify_checkpoint
-from trainer.checkpoint.manifest import read_checkpoint_manifest
-from trainer.evaluate import evaluate_run
+from trainer.evaluation.evaluate import evaluate_run
 
 pytestmark = pytest.mark.nightly
 

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from schemas.run_log import METRICS, SUMMARY
-from schemas.storage import Location
+from schemas.run.records import METRICS, SUMMARY
+from schemas.storage.location import Location
 from tests.shared import hard_links
 from tests.trainer.runs import plain_run
 from tests.trainer.url_runs import check_objects, memory_url, newest_of
-from trainer.checkpoint.upload import RunUploader, SupersededError, begin_attempt
-from trainer.run_output import ROWS_LOST, RunOutput
-from trainer.stores.api import RowsLostError
+from trainer.run.output import ROWS_LOST, RunOutput
+from trainer.run.upload import RunUploader, SupersededError, begin_attempt
+from trainer.stores.store import RowsLostError
 
 
 @pytest.fixture

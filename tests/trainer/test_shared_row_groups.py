@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from schemas.dataset import open_dataset
-from schemas.locks import lock_file
+from schemas.dataset.opened import open_dataset
+from schemas.storage.locks import lock_file
 from trainer.data import reader, shared_row_groups
 from trainer.data.decode import RowGroup, spec_of
 from trainer.data.reader import Reader

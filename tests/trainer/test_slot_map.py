@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schemas.decode import from_json
+from schemas.typed_values import from_json
 from tests.trainer.stores import LAYOUT
 from trainer.stores.remote.ownership import (
     Descriptions,

@@ -14,8 +14,8 @@ import pytest
 
 from schemas.config.train import StoresConfig, TrainConfig
 from schemas.errors import SchemaError, StorageError
-from schemas.run_log import STORE_ADDRESS
-from schemas.storage import Location
+from schemas.run.records import STORE_ADDRESS
+from schemas.storage.location import Location
 from tests.conftest import REPOSITORY
 from tests.object_store import Store
 from tests.trainer.certificates import make_certificate

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 from schemas.errors import SchemaError
-from schemas.run_log import read_summary
+from schemas.run.records import read_summary
 from tests.trainer.make_dataset import write_job
 from tests.trainer.processes import suspend, with_keys
 from tests.trainer.runs import assert_equal, reference_run, run_job, small_dataset
 from tests.trainer.stores import kill_stores, log_bytes, log_files, stores_of
-from trainer.run_log import LogWriter
+from trainer.run.ledger import LogWriter
 from trainer.stores.factory import STORE
 from trainer.stores.remote.connection import read_access, resolve_address
 from trainer.stores.remote.processes import TOKEN, migrate_slots

@@ -31,13 +31,13 @@ from tests.trainer.stores import (
     start_store,
     whole,
 )
-from trainer.stores.api import BehindError, SlotMapChangedError
 from trainer.stores.remote import server as server_module
 from trainer.stores.remote.client import RemoteStore
 from trainer.stores.remote.connection import StoreConnection
 from trainer.stores.remote.server import StoreOptions, StoreServer
 from trainer.stores.remote.shard import Shard
 from trainer.stores.remote.wire import Request, record_bytes, rows_batch
+from trainer.stores.store import BehindError, SlotMapChangedError
 
 NUM_ROWS = 200
 ALL = ((0, 4096),)

@@ -33,7 +33,6 @@ from tests.trainer.stores import (
     whole,
 )
 from trainer.__main__ import main
-from trainer.stores.api import RowsLostError, SlotMapChangedError
 from trainer.stores.remote import shard as shard_module
 from trainer.stores.remote.client import RemoteStore
 from trainer.stores.remote.connection import read_access
@@ -41,6 +40,7 @@ from trainer.stores.remote.ownership import MoveRequest, ranges_of
 from trainer.stores.remote.processes import migrate_slots
 from trainer.stores.remote.shard import Shard
 from trainer.stores.remote.wire import ARRIVING, CONTENTS, LEAVING, WRITE, Request
+from trainer.stores.store import RowsLostError, SlotMapChangedError
 
 NUM_ROWS = 3000
 HALF = ((0, 2048),)

@@ -12,9 +12,9 @@ import pytest
 from schemas.rows import initial_bound, initial_rows
 from tests.trainer.stores import LAYOUT, record_of, whole
 from trainer.embedding.cache import CacheSlots
-from trainer.stores import api
-from trainer.stores.api import Records, empty_records, grown
+from trainer.stores import store as api
 from trainer.stores.local import DENSE_MAP_ROWS, ArrayTable, RowMap, memory_store, mmap_store
+from trainer.stores.store import Records, empty_records, grown
 
 
 def table_of(kind: str, folder: Path) -> ArrayTable:

@@ -16,7 +16,7 @@ from typing import Any
 import pyarrow.flight as fl
 import pytest
 
-from schemas.run_log import RENDEZVOUS
+from schemas.run.records import RENDEZVOUS
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import train_to_end, wait_for
 from tests.trainer.replica_runs import run_replicas
@@ -24,9 +24,9 @@ from tests.trainer.stores import member_of
 from tests.trainer.test_draining import SEGMENT
 from tests.trainer.test_replica_leaving import NEVER_SEC
 from tests.trainer.test_replicas import status
-from trainer.diff import compare_runs
 from trainer.elastic.membership import MAX_DEPARTED, Lighthouse, connect_lighthouse
 from trainer.elastic.peer_state import PeerClient, PeerError, PeerServer
+from trainer.run.compare import compare_runs
 from trainer.stores.remote.connection import Access
 
 ACCESS = Access(token="secret", timeout_sec=20.0)

@@ -10,9 +10,16 @@ import pytest
 
 from schemas.config.job import load_job
 from schemas.errors import SchemaError
-from schemas.run_log import EXIT_BEHIND, EXIT_LOST_ROWS, LEDGER, SUMMARY, RunSummary, read_summary
-from schemas.run_manifest import ALL, fetch_run, read_run_file
-from schemas.storage import Location
+from schemas.run.records import (
+    EXIT_BEHIND,
+    EXIT_LOST_ROWS,
+    LEDGER,
+    SUMMARY,
+    RunSummary,
+    read_summary,
+)
+from schemas.run.run_manifest import ALL, fetch_run, read_run_file
+from schemas.storage.location import Location
 from tests.object_store import Store
 from tests.shared import make_once
 from tests.trainer.faults import Faults
@@ -33,12 +40,12 @@ from tests.trainer.stores import StoreProcess, running, start_store
 from tests.trainer.url_hosts import Hosts, statuses
 from tests.trainer.url_runs import check_equal, write_saved_run
 from trainer.__main__ import main
-from trainer.checkpoint import upload
 from trainer.elastic import launcher
-from trainer.elastic.context import TOKEN
+from trainer.elastic.attempt import TOKEN
 from trainer.elastic.launcher import request_leave
 from trainer.elastic.peer_state import REPLICAS
 from trainer.recovery import DrainInterrupt
+from trainer.run import upload
 from trainer.stores.remote.connection import resolve_address
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]

@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 
 from pipelines.report.facts import read_runs
-from scheduler.model.history import BUILD, read_history
+from scheduler.model.past_runs import BUILD, read_history
 from schemas.config.train import CheckpointConfig
+from schemas.dataset.files import replace_bytes
+from schemas.dataset.manifest import encode_manifest
 from schemas.errors import SchemaError
-from schemas.files import replace_bytes
-from schemas.manifest import encode_manifest
-from schemas.run_log import CHECKPOINT_LOG, CHECKPOINTS, LEDGER, METRICS, RUN_FILE, SUMMARY
-from schemas.run_manifest import (
+from schemas.run.records import CHECKPOINT_LOG, CHECKPOINTS, LEDGER, METRICS, RUN_FILE, SUMMARY
+from schemas.run.run_manifest import (
     ALL,
     OBJECTS,
     RunLogTail,
@@ -32,9 +32,9 @@ from schemas.run_manifest import (
     local_run,
     read_newest_state,
 )
-from schemas.scoring import load_model
-from schemas.storage import MANIFESTS, Location, StorageError
-from schemas.versions import Versions
+from schemas.run.scoring import load_model
+from schemas.storage.location import MANIFESTS, Location, StorageError
+from schemas.storage.versions import Versions
 from tests.shared import hard_links, make_once
 from tests.trainer.daily import DATES, make_days, run_days
 from tests.trainer.make_dataset import write_job
@@ -48,13 +48,13 @@ from tests.trainer.url_runs import (
     train_at,
 )
 from trainer.__main__ import main
-from trainer.checkpoint import upload
+from trainer.checkpoint.files import complete_checkpoints
 from trainer.checkpoint.load import newest_checkpoint, verify_checkpoint
-from trainer.checkpoint.manifest import complete_checkpoints
-from trainer.checkpoint.upload import MERGED_BYTES, RunUploader, work_folder
-from trainer.diff import compare_runs
 from trainer.recovery import Drain, DrainInterrupt
-from trainer.run import read_identity
+from trainer.run import upload
+from trainer.run.compare import compare_runs
+from trainer.run.folder import read_identity
+from trainer.run.upload import MERGED_BYTES, RunUploader, work_folder
 
 pytestmark = pytest.mark.slow
 

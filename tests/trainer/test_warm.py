@@ -10,19 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from schemas.dataset import open_dataset, select_segments
+from schemas.dataset.layout import JOB
+from schemas.dataset.manifest import DatasetManifest, read_segment, write_manifest
+from schemas.dataset.opened import open_dataset, select_segments
 from schemas.errors import SchemaError
-from schemas.layout import JOB
-from schemas.manifest import DatasetManifest, read_segment, write_manifest
-from schemas.storage import Location
+from schemas.storage.location import Location
 from tests.trainer.daily import DATES, IN_ORDER, make_days, run_days
 from tests.trainer.make_dataset import bytes_of, change_root, make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, bits_of, losses_of, parts_of, rows_in, run_job
 from trainer.__main__ import main
 from trainer.checkpoint.load import require_checkpoint
-from trainer.evaluate import evaluate_run
-from trainer.run import verify_run
-from trainer.warm_start import rows_used
+from trainer.evaluation.evaluate import evaluate_run
+from trainer.run.folder import verify_run
+from trainer.run.warm_start import rows_used
 
 KINDS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
     "lazy Adam, which counts steps": ({"optimizer": "adam"}, {}),

@@ -26,9 +26,9 @@ from tests.trainer.stores import (
     start_store,
 )
 from trainer.elastic.shared_rows import WriteBuffer
-from trainer.stores.api import BehindError, WriteBack
 from trainer.stores.remote.shard import Shard, ShardTable
 from trainer.stores.remote.wire import Request
+from trainer.stores.store import BehindError, WriteBack
 
 ROWS = np.arange(12)
 sessions = iter(range(10**9))

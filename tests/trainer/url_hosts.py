@@ -8,8 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from schemas.run_log import CHECKPOINTS, RENDEZVOUS, RunSummary
-from schemas.storage import Location
+from schemas.run.records import CHECKPOINTS, RENDEZVOUS, RunSummary
+from schemas.storage.location import Location
 from tests.trainer.faults import Faults
 from tests.trainer.processes import PATIENCE, wait_for
 from tests.trainer.url_runs import newest_of

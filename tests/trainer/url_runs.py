@@ -9,15 +9,22 @@ from pathlib import Path
 from typing import Any
 
 from schemas.config.job import load_job
-from schemas.run_log import RunSummary
-from schemas.run_manifest import ALL, OBJECTS, RunManifest, RunState, fetch_run, read_newest_state
-from schemas.storage import Location
-from schemas.versions import Versions
+from schemas.run.records import RunSummary
+from schemas.run.run_manifest import (
+    ALL,
+    OBJECTS,
+    RunManifest,
+    RunState,
+    fetch_run,
+    read_newest_state,
+)
+from schemas.storage.location import Location
+from schemas.storage.versions import Versions
 from tests.trainer.make_dataset import write_job
 from tests.trainer.runs import assert_equal, run_job, small_dataset
-from trainer.checkpoint.upload import open_output
 from trainer.options import TrainOptions
 from trainer.recovery import Drain
+from trainer.run.upload import open_output
 from trainer.train import train
 
 

@@ -13,17 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schemas.arrays import find_sorted
+from schemas.dataset.layout import MANIFEST
 from schemas.errors import SchemaError
-from schemas.layout import MANIFEST
-from schemas.run_log import CHECKPOINTS
-from trainer.checkpoint.format import (
-    ROW_FILES,
-    RowPart,
-    RowsAndRecords,
-    merge_newest,
-    select,
-)
-from trainer.checkpoint.manifest import (
+from schemas.run.records import CHECKPOINTS
+from trainer.checkpoint.files import (
     DENSE_FILE,
     PLAN_FILE,
     CheckpointManifest,
@@ -35,6 +28,13 @@ from trainer.checkpoint.manifest import (
     missing_base,
     read_checkpoint_manifest,
 )
+from trainer.checkpoint.format import (
+    ROW_FILES,
+    RowPart,
+    RowsAndRecords,
+    merge_newest,
+    select,
+)
 from trainer.checkpoint.snapshot import (
     COMMITTED,
     DENSE,
@@ -45,7 +45,7 @@ from trainer.checkpoint.snapshot import (
     SnapshotMemory,
 )
 from trainer.runtime import is_readable
-from trainer.stores.api import chunks_of
+from trainer.stores.store import chunks_of
 
 # ---- Write a snapshot as a checkpoint ----
 #

@@ -15,7 +15,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from schemas.arrays import Array
 from schemas.errors import SchemaError
-from trainer.stores.api import Records, TableLayout, chunks_of
+from trainer.stores.store import Records, TableLayout, chunks_of
 
 # ---- Named arrays as bytes, in the format of safetensors files, with checksums ----
 #

@@ -15,20 +15,12 @@ from torch import nn
 from schemas.arrays import Array, find_sorted
 from schemas.config.job import Job
 from schemas.config.train import CacheConfig
-from schemas.dataset import Dataset
-from schemas.decode import DecodeError, from_json
+from schemas.dataset.layout import MANIFEST
+from schemas.dataset.opened import Dataset
 from schemas.errors import SchemaError, check_at_least, shown, suggest_name
-from schemas.layout import MANIFEST
-from schemas.run_log import CHECKPOINTS
-from trainer.checkpoint.format import (
-    ArraySpec,
-    RowPart,
-    RowsAndRecords,
-    from_bytes,
-    merge_newest,
-    read_parts,
-)
-from trainer.checkpoint.manifest import (
+from schemas.run.records import CHECKPOINTS
+from schemas.typed_values import DecodeError, from_json
+from trainer.checkpoint.files import (
     DENSE_FILE,
     PLAN_FILE,
     CheckpointManifest,
@@ -38,12 +30,21 @@ from trainer.checkpoint.manifest import (
     read_checkpoint_manifest,
     verify_files,
 )
+from trainer.checkpoint.format import (
+    ArraySpec,
+    RowPart,
+    RowsAndRecords,
+    from_bytes,
+    merge_newest,
+    read_parts,
+)
 from trainer.checkpoint.read_rows import fill_store, verified_chunks
 from trainer.components import Components, layouts_of, order_of
 from trainer.data.decode import spec_of
 from trainer.embedding.cache import CachedRows, arrays_of_cached, cached_of
-from trainer.run import first_difference
-from trainer.stores.api import (
+from trainer.run.folder import first_difference
+from trainer.stores.local import LocalStore
+from trainer.stores.store import (
     Records,
     Store,
     TableLayout,
@@ -51,7 +52,6 @@ from trainer.stores.api import (
     empty_records,
     initial_records,
 )
-from trainer.stores.local import LocalStore
 
 # ---- The dense state as named arrays ----
 #

@@ -15,9 +15,9 @@ from typing import Any
 
 from schemas.arrays import Array
 from schemas.config.train import CheckpointConfig
+from schemas.dataset.manifest import canonical_json
 from schemas.errors import SchemaError
-from schemas.manifest import canonical_json
-from schemas.run_log import CHECKPOINT_LOG
+from schemas.run.records import CHECKPOINT_LOG
 from trainer.checkpoint.agent import recover
 from trainer.checkpoint.load import state_of
 from trainer.checkpoint.snapshot import (
@@ -34,7 +34,7 @@ from trainer.checkpoint.snapshot import (
 from trainer.components import Components
 from trainer.embedding.cache import arrays_of_cached
 from trainer.embedding.changes import Changes
-from trainer.run_rows import RunRows
+from trainer.embedding.run_rows import RunRows
 from trainer.runtime import close_pipes, is_readable, start_child
 
 logger = logging.getLogger(__name__)

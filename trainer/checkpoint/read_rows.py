@@ -15,10 +15,10 @@ import numpy as np
 
 from schemas.arrays import Array
 from schemas.errors import SchemaError
+from trainer.checkpoint.files import CheckpointManifest, check_file, check_hash, check_size
 from trainer.checkpoint.format import ROW_FILES, RowsAndRecords
-from trainer.checkpoint.manifest import CheckpointManifest, check_file, check_hash, check_size
-from trainer.stores.api import Records, TableLayout, chunks_of, empty_records
 from trainer.stores.local import ArrayTable, LocalStore
+from trainer.stores.store import Records, TableLayout, chunks_of, empty_records
 
 _BLOCK_BYTES = 4 << 20
 """Bytes that are read, then hashed."""

@@ -15,18 +15,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.accesses import SharedNextUses
 from schemas.arrays import Array
-from schemas.cache_plan import reuse_distance
 from schemas.config.train import CacheConfig
-from schemas.dataset import Dataset
+from schemas.dataset.opened import Dataset
 from schemas.errors import SchemaError
-from schemas.locks import lock_file
 from schemas.machine import free_bytes
+from schemas.oracle.accesses import SharedNextUses
+from schemas.oracle.cache_plan import reuse_distance
+from schemas.storage.locks import lock_file
 from trainer.checkpoint.format import ROW_FILES, ArraySpec
 from trainer.embedding.changes import Changed
-from trainer.stores.api import Records, TableLayout
 from trainer.stores.remote.wire import record_bytes
+from trainer.stores.store import Records, TableLayout
 
 # ---- Memory that outlives the process that filled it: a file in /dev/shm or on a disk ----
 #

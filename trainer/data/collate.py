@@ -14,10 +14,10 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from schemas.arrays import Array, find_sorted, offsets_of
 from schemas.config.train import ModelConfig
-from schemas.order import Step
+from schemas.dataset.order import Step
 from trainer.data import batch as kernels
+from trainer.data.attention_layout import HistoryLayout, lay_out_histories
 from trainer.data.decode import BatchSpec, RowGroup
-from trainer.data.history import HistoryLayout, lay_out_histories
 from trainer.data.lookup import (
     Inverse,
     KeyedBags,
@@ -29,7 +29,7 @@ from trainer.data.lookup import (
     vector_layout,
 )
 from trainer.data.shared import SharedFeatures, find_dense_group, find_shared_features
-from trainer.device import to_device
+from trainer.device.transfer import to_device
 
 
 @dataclass(frozen=True, slots=True)

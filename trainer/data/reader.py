@@ -20,11 +20,11 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from schemas.arrays import offsets_of
-from schemas.dataset import Dataset, Segment, missing_column_defaults, read_with_defaults
-from schemas.files import CheckedFile
-from schemas.group_files import read_group
-from schemas.layout import DATA_DIRECTORIES, EVALUATION, TRAIN, part_path
-from schemas.order import Order, Step, blocks_of_rank, runs_of_ranks
+from schemas.dataset.files import CheckedFile
+from schemas.dataset.group_files import read_group
+from schemas.dataset.layout import DATA_DIRECTORIES, EVALUATION, TRAIN, part_path
+from schemas.dataset.opened import Dataset, Segment, missing_column_defaults, read_with_defaults
+from schemas.dataset.order import Order, Step, blocks_of_rank, runs_of_ranks
 from trainer.data.collate import (
     Batch,
     BlockRange,

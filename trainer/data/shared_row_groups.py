@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 
 from schemas.arrays import Array
-from schemas.locks import lock_file
 from schemas.machine import SHARED_MEMORY, free_bytes
+from schemas.storage.locks import lock_file
 from trainer.data.decode import Lists, RowGroup, whole_array
 
 MIN_FREE_BYTES = 2 << 30

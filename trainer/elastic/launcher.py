@@ -17,7 +17,7 @@ from pathlib import Path
 from schemas.config.job import Job, load_job
 from schemas.errors import SchemaError
 from schemas.machine import num_cores
-from schemas.run_log import (
+from schemas.run.records import (
     EXIT_BEHIND,
     EXIT_HUNG,
     METRICS,
@@ -26,21 +26,16 @@ from schemas.run_log import (
     StepMetric,
     read_summary,
 )
-from schemas.run_manifest import LOGS, SMALL_FILES, RunLogTail, fetch_run
-from schemas.storage import Location
-from schemas.versions import writer_id
+from schemas.run.run_manifest import LOGS, SMALL_FILES, RunLogTail, fetch_run
+from schemas.storage.location import Location
+from schemas.storage.versions import writer_id
 from trainer.checkpoint.load import newest_checkpoint, step_of
 from trainer.checkpoint.manager import claim_leftovers
-from trainer.checkpoint.upload import (
-    RunUploader,
-    SupersededError,
-    begin_attempt,
-    training_folder,
-)
+from trainer.checkpoint.schedule import check_room, copy_bytes_of
 from trainer.components import layouts_of
 from trainer.data.decode import spec_of
-from trainer.device import device_of
-from trainer.elastic.context import (
+from trainer.device.transfer import device_of
+from trainer.elastic.attempt import (
     TOKEN,
     Rendezvous,
     remove_rendezvous,
@@ -48,13 +43,19 @@ from trainer.elastic.context import (
 )
 from trainer.elastic.membership import Lighthouse
 from trainer.elastic.shared_rows import BUFFER_BYTES, SharedStores, launch_shared_stores
-from trainer.follow import FollowedDataset
+from trainer.growing.follow import FollowedDataset
 from trainer.options import TrainOptions
 from trainer.recovery import Drain, DrainInterrupt, Watchdog, resume_hint
-from trainer.run import run_lock
-from trainer.run_checkpoints import check_room, copy_bytes_of
-from trainer.run_log import truncate_logs
-from trainer.run_output import rows_are_lost
+from trainer.run.folder import run_lock
+from trainer.run.ledger import truncate_logs
+from trainer.run.output import rows_are_lost
+from trainer.run.setup import Rollbacks, first_checkpoint, open_run, with_rollbacks
+from trainer.run.upload import (
+    RunUploader,
+    SupersededError,
+    begin_attempt,
+    training_folder,
+)
 from trainer.runtime import (
     ChildProcess,
     close_pipes,
@@ -63,9 +64,8 @@ from trainer.runtime import (
     request_leave,
     start_child,
 )
-from trainer.setup import Rollbacks, first_checkpoint, open_run, with_rollbacks
-from trainer.stores.api import RowsLostError
 from trainer.stores.remote.wire import write_token
+from trainer.stores.store import RowsLostError
 
 logger = logging.getLogger(__name__)
 

@@ -26,9 +26,9 @@ from typing import Any
 
 from torchft.coordination import LighthouseClient, LighthouseServer, Quorum, QuorumMember
 
-from schemas.decode import from_json
 from schemas.errors import SchemaError
-from trainer.agreement import Agreement, Member, ReplicaStatus
+from schemas.typed_values import from_json
+from trainer.elastic.agreement import Agreement, Member, ReplicaStatus
 from trainer.stores.remote.connection import Access
 from trainer.stores.remote.wire import Certificate, check_address, check_host
 

@@ -19,18 +19,10 @@ from functools import partial
 import numpy as np
 
 from schemas.arrays import Array
-from trainer.agreement import Agreement, CommittedStep, ReplicaStatus
 from trainer.checkpoint.load import load_state, state_of
 from trainer.compute import StepCompute
-from trainer.context import RunContext
 from trainer.data.collate import Microbatches
-from trainer.elastic.exchange import (
-    Exchange,
-    LostPeerError,
-    SplitPlanner,
-    SumsShape,
-    unpack_sums,
-)
+from trainer.elastic.agreement import Agreement, CommittedStep, ReplicaStatus
 from trainer.elastic.membership import Membership, ReplicaOptions
 from trainer.elastic.peer_state import (
     MemoryRows,
@@ -40,8 +32,16 @@ from trainer.elastic.peer_state import (
     PeerServer,
 )
 from trainer.elastic.shared_rows import SharedRows
+from trainer.elastic.sums import (
+    Exchange,
+    LostPeerError,
+    SplitPlanner,
+    SumsShape,
+    unpack_sums,
+)
 from trainer.loop import Agreeing, Peers, StepTotal, TrainingLoop
-from trainer.run_output import RunOutput
+from trainer.run.output import RunOutput
+from trainer.run.run_context import RunContext
 from trainer.step import PartialSums, Tree
 
 

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schemas.arrays import Array
-from schemas.cache_plan import Keyframe
 from schemas.config.train import TrainConfig
-from schemas.storage import Location
+from schemas.oracle.cache_plan import Keyframe
+from schemas.storage.location import Location
 from trainer.checkpoint.load import load_rows, step_of, verify_checkpoint
 from trainer.elastic.peer_state import ROWS, rows_from_arrays, rows_to_arrays
 from trainer.embedding.cache import (
@@ -26,9 +26,12 @@ from trainer.embedding.cache import (
 )
 from trainer.embedding.changes import Changes, EvictedDirtyRows
 from trainer.embedding.module import Embedding
-from trainer.follow import Span, plans_of_span
-from trainer.run_rows import RunRows
-from trainer.stores.api import (
+from trainer.embedding.run_rows import RunRows
+from trainer.growing.follow import Span, plans_of_span
+from trainer.stores.factory import STORE, open_store
+from trainer.stores.remote.client import RemoteStore
+from trainer.stores.remote.processes import TOKEN
+from trainer.stores.store import (
     BehindError,
     Records,
     RowsLostError,
@@ -36,9 +39,6 @@ from trainer.stores.api import (
     WriteBack,
     merge_records,
 )
-from trainer.stores.factory import STORE, open_store
-from trainer.stores.remote.client import RemoteStore
-from trainer.stores.remote.processes import TOKEN
 
 BUFFER_BYTES = 16 << 20
 """Rows in the write buffer: replicas that are that far behind can still read theirs."""

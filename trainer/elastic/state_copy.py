@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 from trainer.embedding.cache import DirectSource
 from trainer.embedding.changes import UsedPositions
-from trainer.stores.api import WriteBack, empty_records
 from trainer.stores.local import LocalStore
+from trainer.stores.store import WriteBack, empty_records
 
 Positions = Mapping[str, NDArray[np.int32]]
 _CHUNK_ROWS = 1 << 12

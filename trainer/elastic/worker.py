@@ -11,11 +11,11 @@ from typing import Any
 
 from schemas.config.job import Job, load_job
 from schemas.config.train import SAVE, WAIT, LimitsConfig
-from schemas.dataset import Dataset
+from schemas.dataset.opened import Dataset
 from schemas.errors import PlanError, SchemaError
 from schemas.paths import path_or_url
-from schemas.run_log import PHASES
-from schemas.storage import Location
+from schemas.run.records import PHASES
+from schemas.storage.location import Location
 from trainer.checkpoint.load import (
     fingerprint_of,
     load_checkpoint,
@@ -25,22 +25,22 @@ from trainer.checkpoint.load import (
 from trainer.components import Components, build_components, layouts_of
 from trainer.compute import StepCompute, WholeBatchCompute
 from trainer.data.decode import BatchSpec
-from trainer.device import select_device
-from trainer.elastic.context import Rendezvous
+from trainer.device.transfer import select_device
+from trainer.elastic.attempt import Rendezvous
 from trainer.elastic.membership import ReplicaOptions
 from trainer.elastic.peer_state import MemoryRows
 from trainer.elastic.replica import ReplicaPeers
 from trainer.elastic.shared_rows import SharedRows, WriteBuffer
-from trainer.follow import FollowedDataset
-from trainer.frontier import Frontier, extent_at_step
+from trainer.growing.follow import FollowedDataset
+from trainer.growing.frontier import Frontier, extent_at_step
 from trainer.options import TrainOptions
 from trainer.recovery import Drain, Watchdog, resume_hint
-from trainer.run import check_run, read_identity
-from trainer.run_output import RunOutput, replica_folder, report_lost_rows
+from trainer.run.folder import check_run, read_identity
+from trainer.run.output import RunOutput, replica_folder, report_lost_rows
 from trainer.step import Clock
-from trainer.stores.api import BehindError, RowsLostError
 from trainer.stores.factory import store_access
 from trainer.stores.remote.client import open_remote_store
+from trainer.stores.store import BehindError, RowsLostError
 from trainer.train import OpenedRows, Process, ResumeHints, train_process
 
 SYNC = "sync"

@@ -21,10 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schemas.arrays import Array, find_sorted
-from schemas.cache_plan import UNUSED, Keyframe, PlanStep
 from schemas.errors import SchemaError
+from schemas.oracle.cache_plan import UNUSED, Keyframe, PlanStep
 from trainer.embedding.changes import Changes, RowsAndArrays, UsedPositions
-from trainer.stores.api import (
+from trainer.stores.local import LocalStore
+from trainer.stores.store import (
     GatheredRows,
     Records,
     Store,
@@ -36,7 +37,6 @@ from trainer.stores.api import (
     enlarge,
     merge_records,
 )
-from trainer.stores.local import LocalStore
 
 RowsOfTables = Mapping[str, NDArray[np.int64]]
 """Table to its distinct ascending rows."""

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schemas.arrays import Array
-from trainer.stores.api import GatheredRows, Records, TableLayout, chunks_of, enlarge
 from trainer.stores.local import Arena, ArrayTable, MappedArena, in_memory
+from trainer.stores.store import GatheredRows, Records, TableLayout, chunks_of, enlarge
 
 _CLEAN = -1
 MEMORY_BYTES = 16 << 20

@@ -31,15 +31,15 @@ from torchrec.modules.embedding_modules import (
 )
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from schemas.accesses import TableHints
 from schemas.config.train import SparseOptimizerConfig
+from schemas.oracle.accesses import TableHints
 from trainer.data.collate import OrderedKeyedTensor, batch_from_kjt
 from trainer.data.lookup import take_unsorted
 from trainer.embedding.fused import ExternalRows, FusedRows, PooledStep, SequenceStep, fused_outputs
 from trainer.embedding.ranks import has_ranks
-from trainer.embedding.state import pack, unpack
-from trainer.run import first_difference
-from trainer.stores.api import Records
+from trainer.embedding.state_tensor import pack, unpack
+from trainer.run.folder import first_difference
+from trainer.stores.store import Records
 
 _CPU = torch.device("cpu")
 T = TypeVar("T", bound="Collection")
@@ -471,7 +471,7 @@ def planner_constraints(tables: Mapping[str, TableHints]) -> dict[str, Parameter
     """Return constraints for `EmbeddingShardingPlanner`, by table.
 
     Args:
-        tables: from `schemas.accesses.read_hints`.
+        tables: from `schemas.oracle.accesses.read_hints`.
     """
     return {
         name: ParameterConstraints(

@@ -1,9 +1,9 @@
 """Rows that collections update in the backward pass, as FBGEMM's fused optimizers do.
 
 `FusedRows` selects rows from where they are: memory, or a source such as
-`trainer.rows.EmbeddingRows`. With several ranks of torch.distributed, every rank has all rows and
-updates them by the mean gradient of all ranks. `FusedRows.defer` keeps gradients for an optimizer,
-which updates the rows later.
+`trainer.embedding.own_loops.EmbeddingRows`. With several ranks of torch.distributed, every rank has
+all rows and updates them by the mean gradient of all ranks. `FusedRows.defer` keeps gradients for
+an optimizer, which updates the rows later.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from trainer.embedding.ranks import (
     sum_gradients,
     world_size,
 )
-from trainer.stores.api import GatheredRows, Records, TableLayout, WriteBack, empty_records
 from trainer.stores.local import memory_store
+from trainer.stores.store import GatheredRows, Records, TableLayout, WriteBack, empty_records
 
 _GRADIENT = 2.0**-100
 """Of the anchor: its square is 0, so that no norm of gradients has it."""
@@ -53,7 +53,7 @@ ApplyGradients = Callable[[Mapping[str, ArenaRows], RowRule], None]
 
 
 class ExternalRows(Protocol):
-    """Holds the rows of collections outside of them, such as `trainer.rows.EmbeddingRows`."""
+    """Holds the rows of collections outside of them, as `own_loops.EmbeddingRows` does."""
 
     version: int
     """Positions of rows that were selected under another version must not be used."""

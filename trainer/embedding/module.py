@@ -33,7 +33,7 @@ from trainer.embedding.kernels.interface import (
     without_readers,
 )
 from trainer.embedding.pooling import Pooling
-from trainer.stores.api import GatheredRows, RowReader, TableLayout, initial_records
+from trainer.stores.store import GatheredRows, RowReader, TableLayout, initial_records
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,8 +18,8 @@ from torch.nn import functional as F
 from torchrec.modules.mlp import MLP
 
 from schemas.config.job import TrainConfig
+from trainer.data.attention_layout import HistoryLayout, QueryBuckets, lay_out_histories
 from trainer.data.collate import Batch
-from trainer.data.history import HistoryLayout, QueryBuckets, lay_out_histories
 from trainer.models.shared_compute import (
     DENSE,
     GroupVectors,

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from schemas.arrays import Array
 from schemas.errors import SchemaError
-from schemas.storage import Location
+from schemas.storage.location import Location
 
 CHUNK_BYTES = 8 << 20
 """Maximum bytes of one read or write."""

@@ -7,8 +7,8 @@ Without them `--embedding` chooses:
 - `uncached` and `lru`: mapped files
 - `cached`: what `train.cache.files` names
 
-A new kind of store implements `trainer.stores.api.Store`, is opened in `open_store`, and is a value
-of `train.cache.files`.
+A new kind of store implements `stores.store.Store`, is opened in `open_store`, and is a value of
+`train.cache.files`.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from dataclasses import replace
 from pathlib import Path
 
 from schemas.config.train import StoresConfig, TrainConfig
+from schemas.dataset.files import replace_bytes
+from schemas.dataset.manifest import canonical_json
 from schemas.errors import SchemaError
-from schemas.files import replace_bytes
-from schemas.manifest import canonical_json
 from schemas.paths import resolve_beside
-from schemas.run_log import STORE_OWNER
-from schemas.storage import Location
-from trainer.stores.api import Store, TableLayout
+from schemas.run.records import STORE_OWNER
+from schemas.storage.location import Location
 from trainer.stores.future_log import log_store
 from trainer.stores.local import memory_store, mmap_store
 from trainer.stores.remote.client import open_remote_store
 from trainer.stores.remote.connection import Access, read_access
 from trainer.stores.remote.processes import TOKEN, StoreProcesses
+from trainer.stores.store import Store, TableLayout
 
 STORE = "store"
 """Folder of the run for rows outside of memory."""

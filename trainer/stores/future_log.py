@@ -24,13 +24,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.accesses import RowNumbering, next_steps
 from schemas.arrays import Array, find_sorted
-from schemas.cache_plan import NEVER_AGAIN
-from schemas.dataset import Dataset
+from schemas.dataset.opened import Dataset
+from schemas.dataset.order import Order
 from schemas.errors import PlanError, SchemaError
-from schemas.order import Order
-from trainer.stores.api import Records, TableLayout, WriteBack, initial_records, merge_records
+from schemas.oracle.accesses import RowNumbering, next_steps
+from schemas.oracle.cache_plan import NEVER_AGAIN
 from trainer.stores.bucket_files import (
     MERGE_CHUNK_BYTES,
     BucketFiles,
@@ -39,6 +38,7 @@ from trainer.stores.bucket_files import (
     clear_directory,
     concatenate_entries,
 )
+from trainer.stores.store import Records, TableLayout, WriteBack, initial_records, merge_records
 
 BUCKET_STEPS = 4
 """Steps per file; the rows that they fetch are in memory at once."""

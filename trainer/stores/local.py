@@ -16,7 +16,14 @@ from schemas.arrays import Array
 from schemas.errors import SchemaError
 from schemas.hashing import splitmix64
 from schemas.kernels import arrays as kernels
-from trainer.stores.api import (
+from trainer.stores.bucket_files import (
+    MERGE_CHUNK_BYTES,
+    BucketFiles,
+    Entries,
+    SortedRuns,
+    clear_directory,
+)
+from trainer.stores.store import (
     GatheredRows,
     Records,
     TableLayout,
@@ -28,13 +35,6 @@ from trainer.stores.api import (
     grown,
     initial_records,
     merge_records,
-)
-from trainer.stores.bucket_files import (
-    MERGE_CHUNK_BYTES,
-    BucketFiles,
-    Entries,
-    SortedRuns,
-    clear_directory,
 )
 
 _MAX_ROWS = 2**31 - 1

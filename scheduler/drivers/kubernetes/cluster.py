@@ -21,7 +21,7 @@ from scheduler.drivers.base import (
     newest_name,
     read_output,
 )
-from scheduler.drivers.kubernetes.api import (
+from scheduler.drivers.kubernetes.api_server import (
     CONFLICT,
     INVALID,
     Changed,
@@ -32,7 +32,14 @@ from scheduler.drivers.kubernetes.api import (
     Watch,
     connect,
 )
-from scheduler.drivers.kubernetes.manifest import (
+from scheduler.drivers.kubernetes.pod import (
+    STOP_SEC,
+    TrackedPod,
+    has_ended,
+    output_of,
+    resize_result,
+)
+from scheduler.drivers.kubernetes.pod_manifest import (
     INSTANCE,
     JOB,
     PROCESS,
@@ -44,13 +51,6 @@ from scheduler.drivers.kubernetes.manifest import (
     resize_patch,
     secret_name,
     secret_of,
-)
-from scheduler.drivers.kubernetes.pod import (
-    STOP_SEC,
-    TrackedPod,
-    has_ended,
-    output_of,
-    resize_result,
 )
 from schemas.errors import PlanError
 

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from scheduler.drivers.base import ExitStatus, ResourceRequest
-from scheduler.drivers.kubernetes.api import millicores, quantity
+from scheduler.drivers.kubernetes.api_server import millicores, quantity
 
 Pod = Mapping[str, Any]
 SIGNALLED = 128

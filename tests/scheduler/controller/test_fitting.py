@@ -9,7 +9,7 @@ from scheduler.controller.events import BudgetSet, Drained, Ended, Read, Resized
 from scheduler.controller.reconcile import RESIZE_RETRY_SEC, is_settled
 from scheduler.controller.state import Action, UsageWindow, job_of_document
 from scheduler.controller.tick import CORE_TICKS, CORES_REDUCED, MAX_READINGS, MIN_CPUS
-from scheduler.elasticity import GROWTH, HEADROOM, NEED_MARGIN, CoreReadings
+from scheduler.model.elasticity import GROWTH, HEADROOM, NEED_MARGIN, CoreReadings
 from scheduler.model.predict import training_setting
 from tests.scheduler.controller.bench import Bench
 from tests.scheduler.controller.world import BUDGET, GIB, check_laws, check_waiting, submitted

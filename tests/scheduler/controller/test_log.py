@@ -40,9 +40,9 @@ from scheduler.controller.log import (
     replay,
 )
 from scheduler.controller.state import Action, State
-from scheduler.model.history import BuildRecord, History
+from scheduler.model.past_runs import BuildRecord, History
+from schemas.dataset.files import replace_bytes
 from schemas.errors import SchemaError
-from schemas.files import replace_bytes
 from tests.scheduler.controller.world import BUDGET, World, run, submitted
 from tests.scheduler.small_job import make_run
 from tests.scheduler.status.recordings import SEEDS, archive_after, record_jobs

@@ -23,7 +23,7 @@ from scheduler.controller.events import (
     Tick,
 )
 from scheduler.controller.state import ENDED_PHASES, Action, State
-from scheduler.model.history import History
+from scheduler.model.past_runs import History
 from schemas.errors import PlanError
 from tests.scheduler.small_job import FACTS, JOB
 

@@ -22,7 +22,7 @@ from scheduler.drivers.job_files import (
 )
 from schemas.config.job import load_job
 from schemas.features import load_features
-from schemas.storage import Location
+from schemas.storage.location import Location
 from tests.scheduler.small_job import paths_of, write_job
 from trainer.__main__ import build_parser as trainer_parser
 

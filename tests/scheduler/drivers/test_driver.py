@@ -16,7 +16,7 @@ from scheduler.drivers.children import Children, ThisMachine
 from scheduler.drivers.driver import Driver, DriverOptions
 from schemas.config.job import parse_job
 from schemas.errors import SchemaError, StorageError
-from schemas.storage import Location
+from schemas.storage.location import Location
 from tests.scheduler.controller.bench import Bench
 from tests.scheduler.controller.world import BUDGET, submitted
 from tests.scheduler.drivers.test_children import until

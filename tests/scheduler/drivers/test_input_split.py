@@ -12,7 +12,7 @@ from scheduler.drivers.job_files import copy_job_file
 from scheduler.drivers.submit import split_input, submit
 from schemas.config.job import load_job
 from schemas.errors import SchemaError
-from schemas.storage import Location
+from schemas.storage.location import Location
 from tests.scheduler.small_job import write_job
 from tests.shared import output_of, refusal_of
 

@@ -10,10 +10,10 @@ from scheduler.controller.state import JobState, PoolName, Process
 from scheduler.drivers.base import Endpoint, ExitStatus
 from scheduler.drivers.children import Children
 from scheduler.drivers.driver import StepTail, ended_event, num_gpus_of, record_history
-from scheduler.model.history import PAST_JOBS, read_past_jobs
+from scheduler.model.past_runs import PAST_JOBS, read_past_jobs
 from schemas.config.train import TrainConfig
-from schemas.run_log import METRICS, SUMMARY, StepMetric, to_line
-from schemas.storage import Location
+from schemas.run.records import METRICS, SUMMARY, StepMetric, to_line
+from schemas.storage.location import Location
 from tests.scheduler.controller.bench import Bench
 from tests.scheduler.controller.world import BUDGET, submitted
 from tests.scheduler.drivers.test_children import until

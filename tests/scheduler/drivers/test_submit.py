@@ -10,14 +10,14 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines.prepare import PART_INPUT_BYTES
-from scheduler.drivers import run as command
+from scheduler.drivers import run_jobs as command
 from scheduler.drivers import submit as module
 from scheduler.drivers.driver import DriverOptions
-from scheduler.drivers.run import RunRequest, plan_jobs
+from scheduler.drivers.run_jobs import RunRequest, plan_jobs
 from scheduler.drivers.submit import submit
 from schemas.config.schedule import BudgetConfig
 from schemas.errors import SchemaError
-from schemas.storage import Location
+from schemas.storage.location import Location
 from tests.scheduler.small_job import write_job
 
 GIB = 1 << 30

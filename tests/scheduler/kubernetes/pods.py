@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from scheduler.drivers.kubernetes.cluster import Cluster, Pods
-from scheduler.drivers.kubernetes.manifest import ClusterConfig
+from scheduler.drivers.kubernetes.pod_manifest import ClusterConfig
 from tests.cluster.servers import Cluster as Servers
 
 PATIENCE_SEC = 90.0

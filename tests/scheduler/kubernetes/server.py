@@ -5,7 +5,7 @@ from collections.abc import Generator, Mapping
 from queue import SimpleQueue
 from typing import Any
 
-from scheduler.drivers.kubernetes.api import RefusedError, UnreachableError, Usage
+from scheduler.drivers.kubernetes.api_server import RefusedError, UnreachableError, Usage
 
 SILENT = UnreachableError("timed out")
 

@@ -15,7 +15,7 @@ from kubernetes.utils import parse_quantity
 
 from scheduler import __main__ as scheduler
 from scheduler.__main__ import build_parser, main
-from scheduler.drivers.kubernetes.manifest import check_volumes, read_cluster
+from scheduler.drivers.kubernetes.pod_manifest import check_volumes, read_cluster
 from schemas.config.schedule import BudgetConfig
 from tests.cluster.kustomize import objects_of
 from tests.cluster.servers import Cluster

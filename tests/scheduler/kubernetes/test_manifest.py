@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler.drivers.base import NO_RESOURCES, ResourceRequest
-from scheduler.drivers.kubernetes.manifest import (
+from scheduler.drivers.kubernetes.pod_manifest import (
     ClusterConfig,
     Task,
     check_volumes,
@@ -22,7 +22,7 @@ from scheduler.drivers.kubernetes.manifest import (
     secret_name,
 )
 from schemas.errors import SchemaError
-from schemas.storage import Location
+from schemas.storage.location import Location
 
 LABEL = re.compile(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?")
 VALUE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from scheduler.drivers.base import ExitStatus, ResourceRequest
-from scheduler.drivers.kubernetes.api import quantity
+from scheduler.drivers.kubernetes.api_server import quantity
 from scheduler.drivers.kubernetes.pod import (
     TrackedPod,
     exit_status_of,

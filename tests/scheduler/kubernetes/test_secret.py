@@ -12,7 +12,7 @@ from cryptography import x509
 from kubernetes import client
 
 from scheduler.drivers.base import CERTIFICATE, KEY, TOKEN, ExitStatus
-from scheduler.drivers.kubernetes.manifest import (
+from scheduler.drivers.kubernetes.pod_manifest import (
     LIFE,
     Task,
     endpoint_of,

@@ -6,14 +6,14 @@ from pathlib import Path
 import pytest
 
 from scheduler.__main__ import main
-from scheduler.retrain.command import run_rows
 from scheduler.retrain.drive import Root, command_of, sizes_of
-from scheduler.retrain.log import Log
 from scheduler.retrain.records import Attempt, Started
+from scheduler.retrain.retrain import run_rows
+from scheduler.retrain.root_log import Log
 from schemas.config.schedule import RetrainConfig
 from schemas.machine import machine_budget
-from schemas.run_log import RUN_FILE
-from schemas.storage import Location
+from schemas.run.records import RUN_FILE
+from schemas.storage.location import Location
 from tests.scheduler.retrain.world import World, good_but_for
 from tests.scheduler.small_job import write_job
 from tests.shared import error_of, json_of, output_of

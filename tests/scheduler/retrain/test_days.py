@@ -7,7 +7,7 @@ import pytest
 
 from scheduler.retrain.records import check_folder, days_between, folder_of_day, parse_days
 from schemas.errors import PlanError
-from schemas.storage import Location
+from schemas.storage.location import Location
 
 TODAY = date(2026, 3, 2)
 

@@ -16,14 +16,14 @@ from pathlib import Path
 import pytest
 
 from scheduler.retrain.drive import Root, newest_checkpoint, read_pointer, write_pointer
-from scheduler.retrain.log import SNAPSHOT_RECORDS, Log, read_state, roll_back
 from scheduler.retrain.records import Begun, Promoted, Record, State, apply_record
+from scheduler.retrain.root_log import SNAPSHOT_RECORDS, Log, read_state, roll_back
 from schemas.config.schedule import RetrainConfig
+from schemas.dataset.layout import MANIFEST
 from schemas.errors import PlanError, SchemaError
-from schemas.layout import MANIFEST
-from schemas.leases import LEASES
-from schemas.storage import Location
-from schemas.versions import Versions
+from schemas.storage.leases import LEASES
+from schemas.storage.location import Location
+from schemas.storage.versions import Versions
 from tests.scheduler.retrain.world import KilledError, World, good_but_for
 
 DAYS = [f"2026-01-0{i}" for i in range(1, 5)]

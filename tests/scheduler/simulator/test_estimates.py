@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from scheduler.elasticity import (
+from scheduler.model.elasticity import (
     GROWTH,
     HEADROOM,
     MIN_RATIO,
@@ -13,7 +13,7 @@ from scheduler.elasticity import (
     add_readings,
     fit_pool_cores,
 )
-from scheduler.model.fit import MAX_PER_CELL, Window, observe
+from scheduler.model.throughput import MAX_PER_CELL, Window, observe
 from scheduler.simulator.jobs import GIB, PEAK, Table
 from scheduler.simulator.kind_models import KindModels, allowed_sizes, fit_presage, make_setting
 from scheduler.simulator.presage import ALL, OFF, Estimates, readings_of

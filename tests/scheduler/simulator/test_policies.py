@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from scheduler.elasticity import HEADROOM
-from scheduler.model.fit import Window, observe
+from scheduler.model.elasticity import HEADROOM
+from scheduler.model.throughput import Window, observe
 from scheduler.simulator.baselines import GoodputPolicy, fit_optimus, fit_pollux
 from scheduler.simulator.command import (
     POLICIES,

@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
 
-from scheduler.status.page import page
+from scheduler.status.status_page import page
 from scheduler.status.view import View
 
 VOID = {"meta", "link", "br", "img", "input"}

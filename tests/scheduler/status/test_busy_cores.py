@@ -3,8 +3,8 @@
 from scheduler.controller.events import Read
 from scheduler.controller.journal import Journal
 from scheduler.controller.log import event_from_json, event_to_json
-from scheduler.status.metrics import metrics_text
-from scheduler.status.page import page
+from scheduler.status.prometheus import metrics_text
+from scheduler.status.status_page import page
 from scheduler.status.view import view_of
 from tests.scheduler.controller.bench import Bench
 from tests.scheduler.controller.world import BUDGET, GIB, submitted

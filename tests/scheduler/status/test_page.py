@@ -10,7 +10,7 @@ from scheduler.controller.handle import handle
 from scheduler.controller.journal import Incident, Journal, record
 from scheduler.controller.log import to_decision
 from scheduler.controller.state import State
-from scheduler.status.page import KIND_LABELS, MARKS, page
+from scheduler.status.status_page import KIND_LABELS, MARKS, page
 from scheduler.status.terminal import render
 from scheduler.status.view import View, view_of
 from tests.scheduler.status.document import check_usable, parsed

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from scheduler.controller.events import LoadKnown
 from scheduler.controller.slots import NUM_RANGES, format_spans
-from scheduler.status.metrics import metrics_text
+from scheduler.status.prometheus import metrics_text
 from scheduler.status.terminal import render
 from scheduler.status.view import Stores, View
 from tests.scheduler.status.document import check_usable, parsed

@@ -11,7 +11,7 @@ from scheduler.__main__ import main
 from scheduler.controller.log import LOG
 from scheduler.status import terminal
 from scheduler.status.terminal import ADDRESS, OFF, port_of, watching
-from schemas.locks import directory_lock
+from schemas.storage.locks import directory_lock
 from tests.scheduler.status.recordings import record_jobs
 from tests.shared import json_of, output_of, refusal_of
 

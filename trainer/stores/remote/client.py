@@ -11,13 +11,6 @@ from numpy.typing import NDArray
 
 from schemas.arrays import Array, offsets_of
 from schemas.hashing import slot_of_row
-from trainer.stores.api import (
-    Records,
-    SlotMapChangedError,
-    StoreUnavailableError,
-    TableLayout,
-    WriteBack,
-)
 from trainer.stores.bucket_files import merge_sorted
 from trainer.stores.remote.connection import Access
 from trainer.stores.remote.coordinator import Coordinator
@@ -33,6 +26,13 @@ from trainer.stores.remote.wire import (
     record_width,
     records_batch,
     rows_batch,
+)
+from trainer.stores.store import (
+    Records,
+    SlotMapChangedError,
+    StoreUnavailableError,
+    TableLayout,
+    WriteBack,
 )
 
 _SendMessage = Callable[[SlotMap, str, NDArray[np.int64]], None]

@@ -21,16 +21,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.flight as fl
 
+from schemas.dataset.files import replace_bytes
 from schemas.errors import SchemaError, StorageError
-from schemas.files import replace_bytes
-from schemas.storage import Location
-from schemas.store_client import RefusedError
-from trainer.stores.api import (
-    BehindError,
-    SlotMapChangedError,
-    StoreUnavailableError,
-    TableLayout,
-)
+from schemas.storage.location import Location
+from schemas.storage.store_client import RefusedError
 from trainer.stores.remote.wire import (
     AUTHORIZATION,
     BEHIND,
@@ -41,6 +35,12 @@ from trainer.stores.remote.wire import (
     read_token,
     records_schema,
     rows_batch,
+)
+from trainer.stores.store import (
+    BehindError,
+    SlotMapChangedError,
+    StoreUnavailableError,
+    TableLayout,
 )
 
 FILE = "file://"

@@ -17,9 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from schemas.decode import from_json
 from schemas.errors import SchemaError
-from trainer.stores.api import SlotMapChangedError, StoreUnavailableError
+from schemas.typed_values import from_json
 from trainer.stores.remote.members import StoreMembers
 from trainer.stores.remote.ownership import (
     MoveRequest,
@@ -38,6 +37,7 @@ from trainer.stores.remote.wire import (
     Request,
     records_batch,
 )
+from trainer.stores.store import SlotMapChangedError, StoreUnavailableError
 
 logger = logging.getLogger(__name__)
 _INTERVAL_SEC = 0.25

@@ -11,14 +11,8 @@ from dataclasses import asdict, replace
 
 import pyarrow as pa
 
-from schemas.decode import from_json
 from schemas.errors import SchemaError
-from trainer.stores.api import (
-    RowsLostError,
-    SlotMapChangedError,
-    StoreUnavailableError,
-    TableLayout,
-)
+from schemas.typed_values import from_json
 from trainer.stores.bucket_files import SortedChunk
 from trainer.stores.remote.connection import Access, StoreConnection, attempts, unreachable_error
 from trainer.stores.remote.ownership import (
@@ -41,6 +35,12 @@ from trainer.stores.remote.wire import (
     block_of,
     record_bytes,
     rows_of,
+)
+from trainer.stores.store import (
+    RowsLostError,
+    SlotMapChangedError,
+    StoreUnavailableError,
+    TableLayout,
 )
 
 logger = logging.getLogger(__name__)

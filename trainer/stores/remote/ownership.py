@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schemas.hashing import NUM_SLOTS, divide_slots
-from trainer.stores.api import TableLayout
+from trainer.stores.store import TableLayout
 
 Ranges = tuple[tuple[int, int], ...]
 """Slot ranges [first, end)."""

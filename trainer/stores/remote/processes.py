@@ -14,10 +14,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from schemas.decode import from_json
 from schemas.errors import SchemaError
+from schemas.typed_values import from_json
 from trainer.runtime import close_pipes, end_children, is_readable, start_child
-from trainer.stores.api import StoreUnavailableError
 from trainer.stores.bucket_files import clear_directory
 from trainer.stores.remote.connection import Access, StoreConnection, unreachable_error
 from trainer.stores.remote.ownership import (
@@ -26,6 +25,7 @@ from trainer.stores.remote.ownership import (
     StoreDescription,
 )
 from trainer.stores.remote.wire import DESCRIBE, MOVE, check_address, write_token
+from trainer.stores.store import StoreUnavailableError
 
 logger = logging.getLogger(__name__)
 _START_SEC = 60.0

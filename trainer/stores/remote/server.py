@@ -20,11 +20,10 @@ import pyarrow as pa
 import pyarrow.flight as fl
 from numpy.typing import NDArray
 
-from schemas.decode import from_json
 from schemas.errors import SchemaError
-from schemas.run_log import STORE_ADDRESS
-from schemas.storage import Location
-from trainer.stores.api import BehindError, SlotMapChangedError, TableLayout
+from schemas.run.records import STORE_ADDRESS
+from schemas.storage.location import Location
+from schemas.typed_values import from_json
 from trainer.stores.remote.connection import publish_address
 from trainer.stores.remote.ownership import MoveRequest, ShardControl, SlotMap
 from trainer.stores.remote.shard import Shard
@@ -58,6 +57,7 @@ from trainer.stores.remote.wire import (
     rows_schema,
     scheme_of,
 )
+from trainer.stores.store import BehindError, SlotMapChangedError, TableLayout
 
 MESSAGE_BYTES, IN_FLIGHT_BYTES = 4 << 20, 64 << 20
 """Maximum size of a message, and of all messages in flight; further calls wait before they are

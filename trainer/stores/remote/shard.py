@@ -20,13 +20,6 @@ from numpy.typing import NDArray
 from schemas.arrays import Array
 from schemas.errors import SchemaError
 from schemas.hashing import slot_of_row
-from trainer.stores.api import (
-    BehindError,
-    Records,
-    SlotMapChangedError,
-    TableLayout,
-    initial_records,
-)
 from trainer.stores.local import ArrayTable
 from trainer.stores.remote.ownership import (
     MoveRequest,
@@ -42,6 +35,13 @@ from trainer.stores.remote.wire import (
     Request,
     check_same_layouts,
     record_width,
+)
+from trainer.stores.store import (
+    BehindError,
+    Records,
+    SlotMapChangedError,
+    TableLayout,
+    initial_records,
 )
 
 logger = logging.getLogger(__name__)

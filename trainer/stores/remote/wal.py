@@ -25,12 +25,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schemas.arrays import Array
-from schemas.decode import from_json
 from schemas.errors import SchemaError
-from schemas.local_files import sync_directory
-from trainer.stores.api import TableLayout
+from schemas.storage.local_files import sync_directory
+from schemas.typed_values import from_json
 from trainer.stores.remote.ownership import ShardControl
 from trainer.stores.remote.wire import record_width
+from trainer.stores.store import TableLayout
 
 MAGIC = b"PRL1"
 _HEADER = struct.Struct("<4sI")

@@ -23,9 +23,9 @@ import pyarrow.flight as fl
 from numpy.typing import NDArray
 
 from schemas.arrays import Array
-from schemas.decode import from_json
 from schemas.errors import SchemaError
-from trainer.stores.api import TableLayout
+from schemas.typed_values import from_json
+from trainer.stores.store import TableLayout
 
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 CONNECT_SEC = 5.0

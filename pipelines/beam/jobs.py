@@ -1,0 +1,251 @@
+"""Beam pipelines: segments, indexes, compacted segments and flat rewrites.
+
+Each table is numbered and indexed by one task.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import apache_beam as beam
+import numpy as np
+import pyarrow as pa
+
+from pipelines.beam.grouping import SendSamples
+from pipelines.beam.runner import run_pipeline
+from pipelines.beam.stage_transforms import (
+    BLOCKS,
+    EVENTS,
+    REJECTED,
+    BuildParts,
+    FitTransforms,
+    MakeSamples,
+    ReadRows,
+    WriteRejects,
+    deserialize_results,
+    encode_blocks,
+    serialize_result,
+)
+from pipelines.build_context import BuildContext
+from pipelines.clustering.part import build_part, sum_statistics
+from pipelines.clustering.writer import SegmentLayout
+from pipelines.oracle.index import TableTotals, index_table
+from pipelines.oracle.numbering import NumberedTable, number_table, training_blocks
+from pipelines.rewrite.rewrite import FlatPart, FlatStage
+from pipelines.samples.event_join import add_counts
+from pipelines.samples.tuples import Tuples
+from pipelines.shuffle import ReceivedSamples, from_ipc
+from pipelines.stages import REJECTS, SAMPLES
+from pipelines.table.compact import StoredPart
+from pipelines.transforms.apply import fit_inputs
+from pipelines.transforms.fit import FITTED
+from pipelines.workers import keep_freed_memory
+from schemas.config.job import TableConfig
+from schemas.dataset.manifest import Reference
+from schemas.dataset.opened import Segment, committed_segment
+from schemas.dataset.order import Order
+from schemas.features import FeatureSet
+from schemas.storage.location import Location
+
+
+def segment_pipeline(
+    pipeline: beam.Pipeline, context: BuildContext
+) -> Mapping[str, beam.PCollection]:
+    """Add the whole build of one segment to a pipeline."""
+    return segment_of_rows(pipeline | "ReadRows" >> ReadRows(context), context)
+
+
+def segment_of_rows(
+    rows: Mapping[str, beam.PCollection], context: BuildContext
+) -> Mapping[str, beam.PCollection]:
+    """Add the build of one segment to a pipeline that has its raw rows.
+
+    `rows` has (source, table) pairs as `SAMPLES`, and `REJECTS`.
+
+    Returns:
+        The outputs of `executor.run_segment`, and the rejects themselves as `REJECTED`.
+    """
+    samples = rows[SAMPLES] | "MakeSamples" >> MakeSamples(context)
+    outputs: dict[str, beam.PCollection] = {}
+    if fit_inputs(context.data):
+        fit = FitTransforms(context.segment_root, context.data, context.fitted)
+        outputs["fitted"] = samples[FITTED] | "FitTransforms" >> fit
+    parts = samples[SAMPLES] | "BuildParts" >> BuildParts(context, outputs.get("fitted"))
+    number = NumberAccesses(context.segment_root, context.data.tables, context.owns_workers)
+    tables = parts[BLOCKS] | "NumberAccesses" >> number
+    rejects = (rows[REJECTS], samples[REJECTS]) | "join rejects" >> beam.Flatten()
+    counts = rejects | "WriteRejects" >> WriteRejects(context)
+    events = samples[EVENTS] | "count events" >> beam.CombineGlobally(add_counts)
+    return {
+        **outputs,
+        "parts": parts[SAMPLES],
+        "tables": tables,
+        "rejects": counts,
+        REJECTED: rejects,
+        "events": events,
+    }
+
+
+def run_segment(context: BuildContext, beam_args: list[str]) -> Mapping[str, list[Any]]:
+    """Build a segment on Beam; return the values of each output, as `executor.run_segment`."""
+
+    def add_transforms(pipeline: beam.Pipeline) -> Mapping[str, beam.PCollection]:
+        outputs = segment_pipeline(pipeline, context)
+        return {name: values for name, values in outputs.items() if name != REJECTED}
+
+    values = run_pipeline(add_transforms, beam_args, context.segment_root, context.num_parts)
+    return {**values, "parts": deserialize_results(values["parts"])}
+
+
+TableTask = tuple[Location, Location, Reference, Order, str]
+"""Directory of a part, segment with its reference and its order alone, and table to index."""
+
+
+def run_index(tasks: Sequence[TableTask], beam_args: list[str]) -> list[TableTotals]:
+    """Index tables in parts of indexes on Beam; there is at least one task."""
+
+    def add_transforms(pipeline: beam.Pipeline) -> dict[str, beam.PCollection]:
+        totals = (
+            pipeline
+            | "list tables" >> beam.Create(tasks)
+            | "spread tables" >> beam.Reshuffle()
+            | "index tables" >> beam.ParDo(_IndexTable())
+        )
+        return {"tables": totals}
+
+    return run_pipeline(add_transforms, beam_args, tasks[0][0], len(tasks))["tables"]
+
+
+# Numbering and indexing of tables.
+
+
+class _NumberTable(beam.DoFn):
+    def __init__(self, root: Location, owns_workers: bool) -> None:
+        self.root, self.owns_workers = root, owns_workers
+
+    def setup(self) -> None:
+        if self.owns_workers:
+            keep_freed_memory()
+
+    def process(self, table: str, blocks: bytes | None) -> Iterator[tuple[str, NumberedTable]]:
+        if blocks is not None:
+            ids = np.frombuffer(blocks, np.int64)
+            yield table, number_table(self.root, table, ids)
+
+
+def _training_blocks(parts: list[bytes]) -> bytes | None:
+    """Return the ids of all training blocks in training order; None without parts."""
+    return training_blocks(map(from_ipc, parts)).tobytes() if parts else None
+
+
+class NumberAccesses(beam.PTransform):
+    """Number the rows of tables: blocks of parts (`encode_blocks`) to (table, `NumberedTable`)."""
+
+    def __init__(self, root: Location, tables: Iterable[str], owns_workers: bool = True) -> None:
+        """Store the settings."""
+        super().__init__()
+        self.owns_workers = owns_workers
+        self.root, self.tables = root, sorted(tables)
+
+    def expand(self, input_or_inputs: beam.PCollection) -> beam.PCollection:
+        """Number each table in one task."""
+        blocks: Any = (
+            input_or_inputs
+            | "all blocks" >> beam.combiners.ToList()
+            | "training blocks" >> beam.Map(_training_blocks)
+        )
+        number = beam.ParDo(
+            _NumberTable(self.root, self.owns_workers), beam.pvalue.AsSingleton(blocks)
+        )
+        return (
+            input_or_inputs.pipeline
+            | "list tables" >> beam.Create(self.tables)
+            | "spread tables" >> beam.Reshuffle()
+            | "number tables" >> number.with_output_types(tuple[str, NumberedTable])
+        )
+
+
+class _IndexTable(beam.DoFn):
+    def setup(self) -> None:
+        keep_freed_memory()
+
+    def process(self, task: TableTask) -> Iterator[TableTotals]:
+        root, directory, reference, order, table = task
+        segment = Segment(directory, reference, committed_segment(directory, reference))
+        yield index_table(root, segment, table, order)
+
+
+# Compaction.
+
+
+class _WritePart(beam.DoFn):
+    def __init__(self, root: Location, layout: SegmentLayout, features: FeatureSet) -> None:
+        self.root, self.layout, self.features = root, layout, features
+
+    def process(self, part: StoredPart) -> Iterator[Any]:
+        number, data = part.file_index, part.data
+        result = build_part(self.root, number, part, data, self.layout, self.features)
+        yield serialize_result(result)
+        yield beam.pvalue.TaggedOutput(BLOCKS, encode_blocks(result))
+
+
+def rewrite_parts(
+    building: Location,
+    parts: Sequence[StoredPart],
+    layout: SegmentLayout,
+    features: FeatureSet,
+    tables: Mapping[str, TableConfig],
+    beam_args: list[str],
+) -> Mapping[str, Any]:
+    """Write the parts of a segment to `building` and number the accesses of its tables.
+
+    Returns:
+        `parts`: results of the parts; `tables`: number of rows of each table.
+    """
+    stage = _WritePart(building, layout, features)
+
+    def add_transforms(pipeline: beam.Pipeline) -> dict[str, beam.PCollection]:
+        written = (
+            pipeline
+            | "list parts" >> beam.Create(parts)
+            | "spread parts" >> beam.Reshuffle()
+            | "write part" >> beam.ParDo(stage).with_outputs(BLOCKS, main=SAMPLES)
+        )
+        number = NumberAccesses(building, tables)
+        return {"parts": written[SAMPLES], "tables": written[BLOCKS] | "NumberAccesses" >> number}
+
+    values = run_pipeline(add_transforms, beam_args, building, len(parts))
+    return {**values, "parts": list(sum_statistics(deserialize_results(values["parts"])))}
+
+
+# Flat rewrite.
+
+
+def _ordered_rows(rows: tuple[str, pa.Table], stage: FlatStage) -> Tuples:
+    return stage.samples(rows[1])
+
+
+def _write_flat(part: tuple[int, Iterable[Any]], stage: FlatStage) -> FlatPart:
+    return stage.write(part[0], ReceivedSamples(part[1]))
+
+
+def flat_pipeline(pipeline: beam.Pipeline, stage: FlatStage) -> Mapping[str, beam.PCollection[Any]]:
+    """Add the clustering of all rows to a pipeline."""
+    rows = pipeline | "ReadRows" >> ReadRows(stage.context)
+    parts = (
+        rows[SAMPLES]
+        | "order columns" >> beam.Map(_ordered_rows, stage).with_output_types(Tuples)
+        | "SendSamples" >> SendSamples(stage.context)
+        | "cluster by session" >> beam.GroupByKey()
+        | "write flat" >> beam.Map(_write_flat, stage)
+    )
+    return {"parts": parts, "rejects": rows[REJECTS]}
+
+
+def run_flat(stage: FlatStage, beam_args: list[str]) -> Mapping[str, list[Any]]:
+    """Rewrite all rows on Beam; return `parts` and `rejects`, as `rewrite.command.run_flat`."""
+    context = stage.context
+    return run_pipeline(
+        lambda p: flat_pipeline(p, stage), beam_args, context.segment_root, context.num_parts
+    )

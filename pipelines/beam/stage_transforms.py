@@ -1,0 +1,625 @@
+"""Beam transforms of a build: thin wrappers of the stages in `stages.py`.
+
+Elements are Arrow tables, never single rows. Raw rows cross a shuffle as LZ4 Arrow IPC bytes,
+samples as `pipelines/shuffle.py` defines.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import apache_beam as beam
+import pyarrow as pa
+from apache_beam import pvalue
+from apache_beam.metrics import Metrics
+from apache_beam.transforms.window import GlobalWindows
+from apache_beam.utils.shared import Shared
+
+from pipelines.beam.grouping import SendSamples
+from pipelines.build_context import BuildContext
+from pipelines.clustering.part import PARTS_PER_SUM, PartResult, build_part, sum_statistics
+from pipelines.clustering.writer import SegmentLayout, choose_segment_layout
+from pipelines.samples.tuples import Tuples
+from pipelines.shuffle import (
+    ReceivedSamples,
+    SourceRows,
+    elements_of,
+    encode_by_target,
+    from_ipc,
+    to_ipc,
+)
+from pipelines.sources.raw_rows import InputSplit
+from pipelines.sources.rejects import (
+    Reject,
+    RejectCounts,
+    range_keys,
+    rejects_from_table,
+    write_rejects,
+)
+from pipelines.stages import (
+    REJECTS,
+    SAMPLES,
+    Outputs,
+    SampleStage,
+    Sides,
+    good_side_rows,
+    keyed_rows,
+    load_sides,
+    look_up_broadcast,
+    look_up_partition,
+    num_lookup_partitions,
+    partition_samples,
+    partition_side,
+    read_rows,
+    split_file,
+    write_side,
+)
+from pipelines.transforms.fit import (
+    FITTED,
+    Partial,
+    add_partial,
+    load_staged,
+    merge_partials,
+    write_fitted,
+    write_shard,
+)
+from pipelines.workers import keep_freed_memory
+from schemas.config.job import DataConfig
+from schemas.dataset.fitted import FittedValues
+from schemas.dataset.layout import BLOCK
+from schemas.errors import SchemaError
+from schemas.storage.location import Location
+
+EVENTS = "events"
+BLOCKS = "blocks"
+REJECTED = "rejected"
+"""Output of a segment's pipeline with the rejects themselves; they are not sent to the launcher."""
+
+_KEYED = tuple[int, tuple[str, bytes]]
+"""Type hint of keyed bytes: with it every runner encodes the key as an int, not as a pickle."""
+
+
+def _tagged(outputs: Outputs) -> Iterator[pvalue.TaggedOutput]:
+    """Yield what stages have produced beside their main results."""
+    partials = [(key, each) for key, several in outputs.partials.items() for each in several]
+    for tag, values in (
+        (REJECTS, outputs.rejects),
+        (FITTED, partials),
+        (EVENTS, outputs.events),
+    ):
+        for value in values:
+            yield pvalue.TaggedOutput(tag, value)
+
+
+class _Counted(beam.DoFn):
+    """DoFn with the counters `in-rows, in-bytes, out-rows, out-bytes`."""
+
+    def __init__(self, context: BuildContext, label: str) -> None:
+        self.context = context
+        self.counters = {
+            name: Metrics.counter(label, name)
+            for name in ("in-rows", "in-bytes", "out-rows", "out-bytes")
+        }
+
+    def setup(self) -> None:
+        if self.context.owns_workers:
+            keep_freed_memory()
+            self._check_root()
+
+    def _check_root(self) -> None:
+        """Raise SchemaError if this worker does not see the directory that the launcher made."""
+        local = self.context.segment_root.local
+        if local is not None and not local.is_dir():
+            raise SchemaError(
+                f"worker does not see the directory of the dataset: {local}; use a directory that "
+                "all workers share, or the URL of an object store"
+            )
+
+    def count_input(self, table: pa.Table) -> None:
+        self.counters["in-rows"].inc(table.num_rows)
+        self.counters["in-bytes"].inc(table.nbytes)
+
+    def count_output(self, table: pa.Table) -> None:
+        self.counters["out-rows"].inc(table.num_rows)
+        self.counters["out-bytes"].inc(table.nbytes)
+
+
+# Read raw rows.
+
+
+def _split_file(file: InputSplit, context: BuildContext) -> Iterator[Any]:
+    outputs = Outputs(context)
+    yield from split_file(outputs, file)
+    yield from _tagged(outputs)
+
+
+class _ReadSplit(_Counted):
+    def process(self, split: InputSplit) -> Iterator[Any]:
+        outputs = Outputs(self.context)
+        for table in read_rows(outputs, split):
+            self.count_output(table)
+            yield split.source, table
+        yield from _tagged(outputs)
+
+
+@dataclass  # not frozen: Beam assigns to its transforms
+class ReadRows(beam.PTransform):
+    """Files to raw rows: (source, table) pairs, and rejects."""
+
+    context: BuildContext
+
+    def expand(self, input_or_inputs: beam.pvalue.PBegin) -> dict[str, beam.PCollection]:
+        """Divide files into splits, distribute these over workers, read them."""
+        split_files = beam.FlatMap(_split_file, self.context)
+        splits = (
+            input_or_inputs
+            | "list files" >> beam.Create(self.context.files())
+            | "split files" >> split_files.with_outputs(REJECTS, main=SAMPLES)
+        )
+        rows = (
+            splits[SAMPLES]
+            | "distribute splits" >> beam.Reshuffle()
+            | "read splits"
+            >> beam.ParDo(_ReadSplit(self.context, "ReadRows"))
+            .with_output_types(SourceRows)
+            .with_outputs(REJECTS, main=SAMPLES)
+        )
+        rejects = (splits[REJECTS], rows[REJECTS]) | "join read rejects" >> beam.Flatten()
+        return {SAMPLES: rows[SAMPLES], REJECTS: rejects}
+
+
+# Look up in side tables.
+
+
+def _good_side_rows(rows: tuple[str, pa.Table], context: BuildContext) -> Iterator[Any]:
+    (name, table), outputs = rows, Outputs(context)
+    yield name, good_side_rows(outputs, name, table)
+    yield from _tagged(outputs)
+
+
+def _write_side(side: tuple[str, Iterable[bytes]], context: BuildContext) -> tuple[str, str]:
+    name, rows = side
+    return name, write_side(context, name, [from_ipc(data) for data in rows])
+
+
+class _SharedSides:
+    """Side tables, loaded once per worker process and shared by its threads."""
+
+    def __init__(self) -> None:
+        self._shared = Shared()
+
+    def get(self, paths: Mapping[str, str], context: BuildContext) -> Sides:
+        tag = str(context.segment_root)
+        return self._shared.acquire(lambda: load_sides(paths, context), tag=tag)
+
+
+def _small_sides(rows: beam.PCollection, context: BuildContext) -> pvalue.AsDict:
+    """Write every small side table to a file; return (name, path) as a side input."""
+    files: Any = (
+        rows
+        | "small sides" >> beam.Filter(lambda row: row[0] in context.broadcast)
+        | "side to bytes" >> beam.MapTuple(lambda name, table: (name, to_ipc(table)))
+        | "group side" >> beam.GroupByKey()
+        | "write side" >> beam.Map(_write_side, context)
+    )
+    return pvalue.AsDict(files)
+
+
+def _partition_samples(
+    samples: pa.Table, context: BuildContext, index: int, num_partitions: int
+) -> Iterator[tuple[int, tuple[str, bytes]]]:
+    for partition, rows in partition_samples(context, index, num_partitions, samples):
+        for content in elements_of(rows):
+            yield partition, ("samples", content)
+
+
+def _partition_side(
+    rows: tuple[str, pa.Table], context: BuildContext, num_partitions: int
+) -> Iterator[tuple[int, tuple[str, bytes]]]:
+    for partition, table in partition_side(context, rows[0], num_partitions, rows[1]):
+        for content in elements_of(table):
+            yield partition, ("side", content)
+
+
+def _look_up_partition(
+    grouped: tuple[int, Iterable[tuple[str, bytes]]], context: BuildContext, index: int
+) -> Iterator[pa.Table]:
+    tables: dict[str, list[pa.Table]] = {"samples": [], "side": []}
+    for kind, content in grouped[1]:
+        tables[kind].append(from_ipc(content))
+    yield from look_up_partition(context, index, tables["samples"], tables["side"])
+
+
+class _JoinSmall(beam.DoFn):
+    def __init__(self, context: BuildContext, index: int) -> None:
+        self.context, self.index, self.sides = context, index, _SharedSides()
+
+    def process(self, samples: pa.Table, paths: Mapping[str, str]) -> Iterator[pa.Table]:
+        yield look_up_broadcast(
+            samples, self.sides.get(paths, self.context), self.context, self.index
+        )
+
+
+def _join_by_key(
+    samples: Any,
+    side_rows: Any,
+    small: pvalue.AsDict,
+    context: BuildContext,
+) -> Any:
+    """Add all look-ups to a pipeline, in order; used when one of the side tables is large."""
+    for index, join in enumerate(context.data.samples.joins):
+        if join.side in context.broadcast:
+            stage = _JoinSmall(context, index)
+            samples = samples | f"look up {index}" >> beam.ParDo(stage, small).with_output_types(
+                pa.Table
+            )
+            continue
+        num_partitions = num_lookup_partitions(context, join.side)
+        side_to_keys = beam.FlatMap(_partition_side, context, num_partitions)
+        samples_to_keys = beam.FlatMap(_partition_samples, context, index, num_partitions)
+        look_up = beam.FlatMap(_look_up_partition, context, index)
+        side = (
+            side_rows
+            | f"side of {index}" >> beam.Filter(lambda row, name=join.side: row[0] == name)
+            | f"spread side {index}" >> side_to_keys.with_output_types(_KEYED)
+        )
+        keyed = samples | f"spread samples {index}" >> samples_to_keys.with_output_types(_KEYED)
+        samples = (
+            (side, keyed)
+            | f"side and samples {index}" >> beam.Flatten()
+            | f"group look-up {index}" >> beam.GroupByKey()
+            | f"look up {index}" >> look_up.with_output_types(pa.Table)
+        )
+    return samples
+
+
+# Fit transforms.
+
+
+class MergePartials(beam.CombineFn):
+    """Merges the partial aggregates of one key, several at a time."""
+
+    def create_accumulator(self) -> list[Partial]:
+        """Return an empty list."""
+        return []
+
+    def add_input(self, mutable_accumulator: list[Partial], element: Partial) -> list[Partial]:
+        """Add one aggregate."""
+        return add_partial(mutable_accumulator, element)
+
+    def merge_accumulators(self, accumulators: Iterable[list[Partial]]) -> list[Partial]:
+        """Merge the aggregates of all accumulators into one."""
+        return merge_partials([partial for partials in accumulators for partial in partials])
+
+    def compact(self, accumulator: list[Partial]) -> list[Partial]:
+        """Merge the aggregates before the accumulator is sent."""
+        return merge_partials(accumulator)
+
+    def extract_output(self, accumulator: list[Partial]) -> Partial:
+        """Return the merged aggregate."""
+        return merge_partials(accumulator)[0]
+
+
+def _write_shard(
+    element: tuple[str, Partial], root: Location, data: DataConfig
+) -> tuple[str, Partial | str]:
+    key, partial = element
+    return key, write_shard(root, data, key, partial)
+
+
+def _write_fitted(
+    partials: list[tuple[str, Any]], root: Location, data: DataConfig, base: Mapping[str, str]
+) -> dict[str, str]:
+    return write_fitted(root / FITTED, dict(partials), data, base)
+
+
+@dataclass  # not frozen: Beam assigns to its transforms
+class FitTransforms(beam.PTransform):
+    """Partial aggregates by key to files of fitted transforms: one mapping of path to sha256."""
+
+    root: Location
+    data: DataConfig
+    base: Mapping[str, str]
+
+    def expand(self, input_or_inputs: beam.PCollection) -> Any:
+        """Merge by key, drop values that cannot enter a vocabulary, write the files."""
+        return (
+            input_or_inputs
+            | "add up" >> beam.CombinePerKey(MergePartials())
+            | "drop rare values" >> beam.Map(_write_shard, self.root, self.data)
+            | "all sums" >> beam.combiners.ToList()
+            | "write fitted files" >> beam.Map(_write_fitted, self.root, self.data, self.base)
+        )
+
+
+# Make samples.
+
+
+class _SampleFn(_Counted):
+    """Base of the DoFns that make samples."""
+
+    stage: SampleStage
+
+    def __init__(self, context: BuildContext, label: str) -> None:
+        super().__init__(context, label)
+        self.shared = _SharedSides()
+
+    def setup(self) -> None:
+        super().setup()
+        self.stage = SampleStage(self.context)
+
+    def load_sides(self, paths: Mapping[str, str] | None) -> None:
+        if paths is not None and not self.stage.sides:
+            self.stage.use_sides(self.shared.get(paths, self.context))
+
+    def emit(self, outputs: Outputs, made: Iterable[Tuples | pa.Table]) -> Iterator[Any]:
+        for samples in made:
+            if isinstance(samples, Tuples):
+                self.count_output(samples.samples)
+            yield samples
+        yield from _tagged(outputs)
+
+
+class _MapRows(_SampleFn):
+    def process(
+        self, rows: tuple[str, pa.Table], paths: Mapping[str, str] | None = None
+    ) -> Iterator[Any]:
+        source, table = rows
+        self.load_sides(paths)
+        self.count_input(table)
+        outputs = Outputs(self.context)
+        yield from self.emit(outputs, self.stage.from_rows(outputs, source, table))
+
+
+class _Finish(_SampleFn):
+    def process(self, samples: pa.Table) -> Iterator[Any]:
+        outputs = Outputs(self.context)
+        return self.emit(outputs, self.stage.finish(outputs, samples))
+
+
+class _SpreadByKey(_Counted):
+    def process(self, rows: tuple[str, pa.Table]) -> Iterator[Any]:
+        (source, table), outputs = rows, Outputs(self.context)
+        self.count_input(table)
+        partition_of_row, good = keyed_rows(outputs, source, table)
+        for partition, content in encode_by_target(good, partition_of_row):
+            self.counters["out-bytes"].inc(len(content))
+            yield partition, (source, content)
+        yield from _tagged(outputs)
+
+
+class _SqlPerKey(_SampleFn):
+    def process(
+        self,
+        grouped: tuple[int, Iterable[tuple[str, bytes]]],
+        paths: Mapping[str, str] | None = None,
+    ) -> Iterator[Any]:
+        self.load_sides(paths)
+        rows: dict[str, list[pa.Table]] = {}
+        for source, data in grouped[1]:
+            rows.setdefault(source, []).append(from_ipc(data))
+        outputs = Outputs(self.context)
+        yield from self.emit(outputs, self.stage.from_keys(outputs, grouped[0], rows))
+
+
+@dataclass  # not frozen: Beam assigns to its transforms
+class MakeSamples(beam.PTransform):
+    """Raw rows to samples by the job's SQL, in chunks (`Tuples`), and rejects."""
+
+    context: BuildContext
+
+    def expand(self, input_or_inputs: beam.PCollection) -> Any:
+        """Group by key if the SQL needs it, run the SQL, look up, then check and sample."""
+        context, rows, rejects = self.context, input_or_inputs, []
+        small: list[pvalue.AsDict] = []
+        side_rows = None
+        if context.data.sides:
+            good = (
+                rows
+                | "rows of sides" >> beam.Filter(self._is_side)
+                | "good side rows"
+                >> beam.FlatMap(_good_side_rows, context)
+                .with_output_types(SourceRows)
+                .with_outputs(REJECTS, main=SAMPLES)
+            )
+            side_rows, small = good[SAMPLES], [_small_sides(good[SAMPLES], context)]
+            rejects.append(good[REJECTS])
+            rows = rows | "rows of sources" >> beam.Filter(lambda row: not self._is_side(row))
+        tags = (REJECTS, FITTED, EVENTS)
+        if context.shard is None:
+            stage = self._typed(beam.ParDo(_MapRows(context, "MapRows"), *small))
+            outputs = rows | "map rows" >> stage.with_outputs(*tags, main=SAMPLES)
+        else:
+            spread_rows = rows | "spread by key" >> beam.ParDo(
+                _SpreadByKey(context, "SpreadByKey")
+            ).with_outputs(REJECTS, main=SAMPLES)
+            rejects.append(spread_rows[REJECTS])
+            stage = self._typed(beam.ParDo(_SqlPerKey(context, "SqlPerKey"), *small))
+            outputs = (
+                spread_rows[SAMPLES]
+                | "by range" >> beam.Map(_identity).with_output_types(_KEYED)
+                | "group by key" >> beam.GroupByKey()
+                | "sql per key" >> stage.with_outputs(*tags, main=SAMPLES)
+            )
+        rejects.append(outputs[REJECTS])
+        events = outputs[EVENTS]
+        if not context.lookups_are_broadcast:
+            assert side_rows is not None, "look-ups need side tables"
+            complete = _join_by_key(outputs[SAMPLES], side_rows, small[0], context)
+            stage = beam.ParDo(_Finish(context, "Finish")).with_output_types(Tuples)
+            outputs = complete | "finish" >> stage.with_outputs(*tags, main=SAMPLES)
+            rejects.append(outputs[REJECTS])
+        return {
+            REJECTS: rejects | "join key rejects" >> beam.Flatten(),
+            EVENTS: events,
+            **{name: outputs[name] for name in (SAMPLES, FITTED)},
+        }
+
+    def _typed(self, stage: beam.ParDo) -> beam.ParDo:
+        """Declare that the SQL yields samples, or tables if look-ups by key follow."""
+        complete = self.context.lookups_are_broadcast
+        return stage.with_output_types(Tuples if complete else pa.Table)
+
+    def _is_side(self, row: tuple[str, pa.Table]) -> bool:
+        return row[0] in self.context.data.sides
+
+
+# Write rejects.
+
+
+def _spread_rejects(table: pa.Table, context: BuildContext) -> Iterator[tuple[int, bytes]]:
+    return encode_by_target(table, range_keys(table, context.listing))
+
+
+def _write_rejects(rejects: tuple[int, Iterable[bytes]], context: BuildContext) -> RejectCounts:
+    tables = (from_ipc(content) for content in rejects[1])
+    return write_rejects(context.segment_root, rejects[0], tables)
+
+
+@dataclass  # not frozen: Beam assigns to its transforms
+class WriteRejects(beam.PTransform):
+    """Tables of rejects to files, one for each range of the input, and their counts."""
+
+    context: BuildContext
+
+    def expand(self, input_or_inputs: beam.PCollection) -> Any:
+        """Group the rejects of neighbouring rows."""
+        spreading = beam.FlatMap(_spread_rejects, self.context)
+        return (
+            input_or_inputs
+            | "spread rejects" >> spreading.with_output_types(tuple[int, bytes])
+            | "by range" >> beam.GroupByKey()
+            | "write rejects" >> beam.Map(_write_rejects, self.context)
+        )
+
+
+class EachReject(beam.PTransform):
+    """Tables of rejects to single `Reject`s, for pipelines of users."""
+
+    def expand(self, input_or_inputs: beam.PCollection) -> Any:
+        """Flatten the tables."""
+        return input_or_inputs | beam.FlatMap(rejects_from_table).with_output_types(Reject)
+
+
+# Write parts.
+
+
+class _SmallestPartition(beam.DoFn):
+    """Keeps the elements of the smallest partition of each bundle, so all of the smallest one."""
+
+    def start_bundle(self) -> None:
+        self.number = -1
+        self.elements: list[bytes] = []
+
+    def process(self, sent: tuple[int, bytes]) -> None:
+        number, element = sent
+        if not self.elements or number < self.number:
+            self.number, self.elements = number, []
+        if number == self.number:
+            self.elements.append(element)
+
+    def finish_bundle(self) -> Any:
+        for element in self.elements:
+            yield GlobalWindows.windowed_value((self.number, element))
+
+
+def _choose_layout(
+    samples: tuple[int, Iterable[Any]], first: int, files: Mapping[str, str], context: BuildContext
+) -> Iterator[SegmentLayout]:
+    """Yield the layout by the samples of the first partition."""
+    if samples[0] == first:
+        fitted = load_staged(context.segment_root, files, context.data)
+        rows = ReceivedSamples(samples[1])
+        yield choose_segment_layout(rows, context.data, fitted, context.num_parts)
+
+
+class _BuildPart(_Counted):
+    fitted: FittedValues | None = None
+
+    def process(
+        self, samples: tuple[int, Iterable[Any]], layout: SegmentLayout, files: Mapping[str, str]
+    ) -> Iterator[Any]:
+        (number, sent), context = samples, self.context
+        root, data, features = context.segment_root, context.data, context.features
+        if self.fitted is None:
+            self.fitted = load_staged(root, files, data)
+        rows = ReceivedSamples(sent)
+        result = build_part(root, number, rows, data, layout, features, self.fitted)
+        self.counters["in-rows"].inc(result.num_samples)
+        yield result.file_index // PARTS_PER_SUM, serialize_result(result)
+        yield pvalue.TaggedOutput(BLOCKS, encode_blocks(result))
+
+
+def serialize_result(result: PartResult) -> bytes:
+    """Return a result as bytes.
+
+    Beam traverses every element to estimate its size; for 70 results this took 13 s.
+    """
+    return pickle.dumps(result, pickle.HIGHEST_PROTOCOL)
+
+
+def deserialize_results(results: Iterable[bytes]) -> list[PartResult]:
+    """Undo `serialize_result` for results in any order; return them in the order of parts."""
+    return sorted((pickle.loads(r) for r in results), key=lambda r: r.file_index)
+
+
+def encode_blocks(result: PartResult) -> bytes:
+    """Return the columns of a part's blocks that determine the training order, as bytes."""
+    return to_ipc(result.blocks.select([BLOCK, "split", "window"]))
+
+
+@dataclass  # not frozen: Beam assigns to its transforms
+class BuildParts(beam.PTransform):
+    """Samples to parts: group by partition, cluster by session, deduplicate per block, write.
+
+    Results of parts for the commit are in `SAMPLES` (`serialize_result`), blocks in
+    `BLOCKS` (`encode_blocks`).
+    """
+
+    context: BuildContext
+    fitted: beam.PCollection | None = None
+    """Files of fitted transforms, one mapping of path to sha256; None without transforms to fit."""
+
+    def expand(self, input_or_inputs: beam.PCollection) -> Any:
+        """Group samples by partition, determine the layout from the first, write all."""
+        context = self.context
+        files = {} if self.fitted is None else pvalue.AsSingleton(self.fitted)
+        samples: Any = input_or_inputs | "SendSamples" >> SendSamples(context)
+        parts = samples | "cluster by session" >> beam.GroupByKey()
+        smallest = beam.ParDo(_SmallestPartition()).with_output_types(tuple[int, bytes])
+        candidates = samples | "smallest partition" >> smallest
+        first: Any = (
+            candidates
+            | "partition numbers" >> beam.Keys()
+            | "first partition" >> beam.CombineGlobally(min).without_defaults()
+        )
+        number = pvalue.AsSingleton(first, default_value=None)
+        layout_stage = beam.FlatMap(_choose_layout, number, files, context)
+        layout: Any = (
+            candidates
+            | "group candidates" >> beam.GroupByKey()
+            | "choose layout" >> layout_stage.with_output_types(SegmentLayout)
+        )
+        layout_input = pvalue.AsSingleton(layout, default_value=None)
+        stage = beam.ParDo(_BuildPart(context, "BuildParts"), layout_input, files)
+        built = parts | "build part" >> stage.with_output_types(tuple[int, bytes]).with_outputs(
+            BLOCKS, main=SAMPLES
+        )
+        results: Any = (
+            built[SAMPLES]
+            | "group results" >> beam.GroupByKey()
+            | "sum statistics" >> beam.FlatMapTuple(_sum_statistics).with_output_types(bytes)
+        )
+        return {SAMPLES: results, BLOCKS: built[BLOCKS]}
+
+
+def _sum_statistics(_: int, results: Iterable[bytes]) -> Iterator[bytes]:
+    """Return the results of the parts of a sum, in any order, with the sum in the first."""
+    return map(serialize_result, sum_statistics(deserialize_results(results)))
+
+
+def _identity(pair: tuple[int, Any]) -> tuple[int, Any]:
+    return pair

@@ -1,0 +1,1 @@
+"""The files of a dataset: manifests, columns, samples, and their order."""

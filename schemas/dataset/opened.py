@@ -1,0 +1,677 @@
+"""Open a dataset and select segments; deleted samples; columns that older segments lack."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from itertools import count, pairwise, takewhile
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from schemas.arrays import Jagged, jagged_of, offsets_of
+from schemas.config.job import Job, OrderConfig, parse_job
+from schemas.dataset.files import (
+    CheckedFile,
+    DecodedListCache,
+    FileEntry,
+    ListFiles,
+    decode_parquet,
+    encode_parquet,
+    in_turn,
+    parse_files,
+    read_verified,
+    rows_before,
+)
+from schemas.dataset.layout import (
+    BLOCK,
+    BLOCKS,
+    EVALUATION,
+    FILE_SHIFT,
+    FILES,
+    JOB,
+    MANIFEST,
+    SCHEMA,
+    SEGMENTS,
+    TOMBSTONES_SCHEMA,
+    TRAIN,
+    num_unique_column,
+    part_path,
+    reuse_schema,
+    tombstones_path,
+)
+from schemas.dataset.manifest import (
+    DatasetManifest,
+    IndexEntry,
+    IndexManifest,
+    Reference,
+    SegmentManifest,
+    new_index,
+    previous_names,
+    read_index,
+    read_root,
+    read_segment,
+    shuffle_key_of,
+)
+from schemas.dataset.order import Order
+from schemas.errors import SchemaError, pluralize, shown
+from schemas.features import FeatureSet, parse_features
+from schemas.oracle.next_uses import from_gaps
+from schemas.oracle.reuse import reuse_bounds
+from schemas.storage.location import Location
+
+Number = TypeVar("Number", bound=np.generic)
+_NO_TOMBSTONES = pa.Table.from_batches([], schema=TOMBSTONES_SCHEMA)  # `empty_table` imports pandas
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One committed segment.
+
+    Attributes:
+        reference: its entry in the root manifest.
+        tombstones: positions of its deleted samples, see `TOMBSTONES_SCHEMA`.
+    """
+
+    directory: Location
+    reference: Reference
+    manifest: SegmentManifest
+    tombstones: pa.Table = field(default_factory=lambda: _NO_TOMBSTONES)
+
+    @property
+    def id(self) -> str:
+        """Position in the dataset, and hash of job, schema and input."""
+        return self.reference.id
+
+    @property
+    def day(self) -> str | None:
+        """Day of its logs, if it has one."""
+        return self.reference.day
+
+    @cached_property
+    def files(self) -> dict[str, FileEntry]:
+        """Path to entry of every file."""
+        path = self.directory / FILES
+        return parse_files(read_verified(path, self.manifest.files_sha256), path)
+
+    @cached_property
+    def blocks(self) -> pa.Table:
+        """One row per block in training order, with the columns of `layout.blocks_schema`."""
+        return decode_parquet(read_verified(self.directory / BLOCKS, self.manifest.blocks_sha256))
+
+    @cached_property
+    def splits(self) -> dict[str, tuple[int, int]]:
+        """First position and number of blocks of each split that has blocks.
+
+        Raises:
+            SchemaError: those of the manifest are others.
+        """
+        stored = split_ranges(self.blocks)
+        claimed = {name: bounds for name, bounds in self.manifest.splits.items() if bounds[1]}
+        if claimed != stored:
+            raise SchemaError(
+                f"splits must be those of {BLOCKS}, {stored}, got {shown(claimed)}; rebuild it",
+                file=str(self.directory / MANIFEST),
+            )
+        return stored
+
+    def file(self, path: str, texts_as_codes: bool = False, by_column: bool = False) -> CheckedFile:
+        """Return a file of the segment; raise SchemaError if the segment does not list it."""
+        if path not in self.files:
+            raise SchemaError(
+                f"file is not listed: {path!r}; rebuild the dataset",
+                file=str(self.directory / FILES),
+            )
+        return CheckedFile(self.directory, self.files[path], texts_as_codes, by_column)
+
+    def positions(self, split: str) -> NDArray[np.int64]:
+        """Return the positions of a split's blocks in `blocks`."""
+        first, count = self.splits.get(split, (0, 0))
+        return np.arange(first, first + count)
+
+    def row_groups(self, split: str) -> bytes:
+        """Return the row groups of a split's blocks, as in `Order.row_groups`."""
+        positions = self.positions(split)
+        keys = (self.column("file") << FILE_SHIFT | self.column("row_group"))[positions]
+        _, first, inverse = np.unique(keys, return_index=True, return_inverse=True)
+        return np.argsort(np.argsort(first))[inverse].astype(np.int32).tobytes()
+
+    def column(self, name: str) -> NDArray[np.int64]:
+        """Return a numeric column of `blocks` as int64."""
+        return self.blocks[name].to_numpy().astype(np.int64)
+
+    def num_unique(self, group: str) -> NDArray[np.int64]:
+        """Return the number of unique tuples of a group in each block."""
+        return self.column(num_unique_column(group))
+
+    @cached_property
+    def block_ids(self) -> NDArray[np.int64]:
+        """Block ids in training order."""
+        return self.column(BLOCK)
+
+    def deleted_rows(self, file_index: int, row_group: int) -> NDArray[np.int64]:
+        """Return the rows of the deleted samples in a row group, ascending.
+
+        They have weight 0 in training and are omitted wherever samples are listed.
+        """
+        if not self.tombstones.num_rows:
+            return np.empty(0, np.int64)
+        selected = (self.column("file") == file_index) & (self.column("row_group") == row_group)
+        starts = offsets_of(self.column("num_samples")[selected])[:-1]
+        return deleted_rows(self.tombstones, self.block_ids[selected], starts)
+
+    @property
+    def deleted_samples(self) -> pa.Table:
+        """`block` and `sample_index` of each deleted sample, once whatever it was deleted for."""
+        return self.tombstones.group_by([BLOCK, "sample_index"]).aggregate([])
+
+    @property
+    def num_deleted_per_block(self) -> NDArray[np.int64]:
+        """Deleted samples of each block."""
+        if not self.tombstones.num_rows:
+            return np.zeros(self.blocks.num_rows, np.int64)
+        counts = np.zeros(self.blocks.num_rows, np.int64)
+        order = np.argsort(self.block_ids)
+        blocks = self.deleted_samples[BLOCK].to_numpy()
+        np.add.at(counts, order[np.searchsorted(self.block_ids, blocks, sorter=order)], 1)
+        return counts
+
+    def access_files(self, table: str) -> list[CheckedFile]:
+        """Return the files of a table's access lists, in the order of the training blocks.
+
+        Raises:
+            SchemaError: there are none.
+        """
+        return self._files_of("access", table)
+
+    def edge_files(self, table: str) -> list[CheckedFile]:
+        """Return the files of a table's rows, in the order of their numbers."""
+        return self._files_of("edges", table)
+
+    def _files_of(self, folder: str, table: str) -> list[CheckedFile]:
+        paths = _parts_in(self.files, folder, table)
+        if not paths:
+            raise SchemaError(
+                f"table has no files in {folder}/: {table!r}; rebuild the dataset",
+                file=str(self.directory / MANIFEST),
+            )
+        return list(map(self.file, paths))
+
+    def rows(self, table: str) -> NDArray[np.int64]:
+        """Return the row of each dense number."""
+        return _columns(self.edge_files(table), np.int64, "row")[0]
+
+
+@dataclass(frozen=True)
+class IndexPart:
+    """The part of an index for one segment."""
+
+    directory: Location
+    manifest: IndexManifest
+
+    @cached_property
+    def files(self) -> dict[str, FileEntry]:
+        """Path to entry of every file."""
+        path = self.directory / FILES
+        return parse_files(read_verified(path, self.manifest.files_sha256), path)
+
+    def steps(self, table: str, cache: DecodedListCache | None = None) -> ListFiles:
+        """Return the int32 next-use distances of each step of the stored epochs, on demand.
+
+        They are those within segment and epoch, in ascending order of the segment's own numbers.
+        """
+        return ListFiles(self._files(table), step_distances, cache)
+
+    def uses(self, table: str, epoch: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Return the first and last step of the segment that uses each number in an epoch."""
+        files = self._files(table, f"uses-{epoch:05d}")
+        first, last = _columns(files, np.int32, "first_step", "last_step")
+        return first, last
+
+    def reuse(self, table: str, columns: Sequence[str]) -> dict[str, NDArray[np.int32]]:
+        """Return columns of the reuse of a table's rows, by step of the stored epochs.
+
+        Columns of distances that the steps of the segment do not have are left out.
+        """
+        files = self._files(table, "reuse")
+        names = set(reuse_schema(reuse_bounds(self.manifest.num_steps)).names)
+        stored = [name for name in columns if name in names]
+        return dict(zip(stored, _columns(files, np.int32, *stored), strict=True))
+
+    def _files(self, *folders: str) -> list[CheckedFile]:
+        paths = _parts_in(self.files, *folders)
+        return [CheckedFile(self.directory, self.files[path]) for path in paths]
+
+
+def split_ranges(blocks: pa.Table) -> dict[str, tuple[int, int]]:
+    """Return (first position, number of blocks) of each split that has blocks."""
+    names = blocks["split"].to_pylist()
+    counts = {name: names.count(name) for name in (TRAIN, EVALUATION)}
+    return {n: (names.index(n), counts[n]) for n in (TRAIN, EVALUATION) if counts[n]}
+
+
+def _parts_in(files: Mapping[str, FileEntry], *folders: str) -> list[str]:
+    paths = (part_path(number, *folders) for number in count())
+    return list(takewhile(files.__contains__, paths))
+
+
+def _columns(
+    files: Sequence[CheckedFile], dtype: type[Number], *names: str
+) -> list[NDArray[Number]]:
+    """Return columns of consecutive files, joined."""
+    for file in files[:1]:
+        file.prefetch()
+    offsets = rows_before(files).tolist()
+    columns = [np.empty(offsets[-1], dtype) for _ in names]
+    for file, (start, end) in zip(in_turn(files), pairwise(offsets), strict=True):
+        table = file.read(list(names))
+        for name, column in zip(names, columns, strict=True):
+            column[start:end] = table[name].to_numpy()
+    return columns
+
+
+@dataclass(frozen=True)
+class Index:
+    """An index over the segments of a dataset, all or selected.
+
+    Attributes:
+        directory: directory that holds the parts.
+        entry: its settings, and the parts of all segments.
+        order: global order over the segments.
+        parts: the part of each segment, in dataset order.
+    """
+
+    directory: Location
+    entry: IndexEntry
+    order: Order
+    parts: tuple[IndexPart, ...]
+
+    @property
+    def oracle_bytes(self) -> int:
+        """Bytes of the parts."""
+        return sum(part.manifest.oracle_bytes for part in self.parts)
+
+    def num_accesses(self, table: str) -> int:
+        """Return the entries of a table, summed over all steps of the run."""
+        per_epoch = [sum(part.manifest.num_accesses.get(table, ())) for part in self.parts]
+        return sum(per_epoch) * (self.order.epochs // self.order.distinct_epochs)
+
+
+def access_lists(file: CheckedFile, row_group: int) -> Jagged:
+    """Decode a row group of access lists: the ascending dense numbers of each block."""
+    return from_gaps(jagged_of(file.read_row_group(row_group, ["gaps"])["gaps"]))
+
+
+def step_distances(file: CheckedFile, row_group: int) -> Jagged:
+    """Decode a row group of an index: the distances of each step's entries."""
+    return jagged_of(file.read_row_group(row_group, ["distances"])["distances"])
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A dataset whose manifests, job and schema have been verified.
+
+    Attributes:
+        manifest: root manifest.
+        job: job that it was built with.
+        unselected: segments left out by `select_segments`.
+    """
+
+    directory: Location
+    manifest: DatasetManifest
+    job: Job
+    features: FeatureSet
+    segments: tuple[Segment, ...]
+    unselected: tuple[Segment, ...] = ()
+
+    @cached_property
+    def column_types(self) -> Mapping[str, str]:
+        """Type of every column of any segment, selected or not."""
+        types: dict[str, str] = {}
+        for segment in (*self.unselected, *self.segments):
+            types.update(segment.manifest.columns)
+        return types
+
+    @cached_property
+    def _parts(self) -> dict[Location, IndexPart]:
+        """Parts of indexes by directory: their lists of files are read once."""
+        return {}
+
+    def order(
+        self, batch_samples: int, epochs: int, shuffle: str, seed: int, split: str = TRAIN
+    ) -> Order:
+        """Return the global order of a run over a split.
+
+        Raises:
+            SchemaError: `batch_samples` is not a multiple of the block size.
+        """
+        block = self.job.data.block_samples
+        if batch_samples % block:
+            raise SchemaError(
+                f"batch_samples must be a multiple of block_samples, got {batch_samples} and "
+                f"{block}; use {max(1, batch_samples // block) * block}"
+            )
+        config = OrderConfig(shuffle="blocks" if shuffle == "blocks" else "none", seed=seed)
+        counts = tuple(len(s.positions(split)) for s in self.segments)
+        keys = tuple(shuffle_key_of(segment.reference) for segment in self.segments)
+        row_groups = tuple(segment.row_groups(split) for segment in self.segments)
+        return Order(counts, batch_samples // block, epochs, config, keys, row_groups)
+
+    def index_entry(self, order: Order) -> IndexEntry:
+        """Return the index with the settings of an order; one without parts if there is none."""
+        samples = order.blocks_per_batch * self.job.data.block_samples
+        new = new_index(samples, order.epochs, order.config.shuffle, order.config.seed)
+        return next((e for e in self.manifest.indexes if e.settings == new.settings), new)
+
+    def complete_indexes(self) -> list[IndexEntry]:
+        """Return the indexes that have a part of every segment; the default one comes first."""
+        ids = {segment.id for segment in self.segments}
+        return [entry for entry in self.manifest.indexes if ids <= entry.parts.keys()]
+
+    def open_index(self, entry: IndexEntry) -> Index:
+        """Open the parts of an index that has one of every segment.
+
+        Raises:
+            SchemaError: a file is missing or changed, or belongs to another segment.
+        """
+        directory = self.directory / entry.id
+        order = self.order(entry.batch_samples, entry.epochs, entry.shuffle, entry.seed)
+        parts: list[IndexPart] = []
+        for segment in (s.reference for s in self.segments):
+            reference = entry.parts[segment.id]
+            path = directory / reference.directory
+            part = self._parts.setdefault(path, IndexPart(path, _committed_part(path, reference)))
+            if part.manifest.segment_sha256 != segment.manifest_sha256:
+                raise SchemaError(
+                    f"part must be of the segment {segment.id} with sha256 "
+                    f"{segment.manifest_sha256[:12]}, got {part.manifest.segment_sha256[:12]}; "
+                    "restore the dataset",
+                    file=str(path / MANIFEST),
+                )
+            parts.append(part)
+        return Index(directory, entry, order, tuple(parts))
+
+    def index_for(self, order: Order) -> Index:
+        """Return the index of an order over the segments.
+
+        Raises:
+            SchemaError: it is not built; the message has the command that builds it.
+        """
+        entry = self.index_entry(order)
+        num_parts = sum(segment.id in entry.parts for segment in self.segments)
+        if num_parts == len(self.segments) and entry in self.manifest.indexes:
+            return self.open_index(entry)
+        names = ("batch_samples", "epochs", "shuffle", "seed")
+        settings = {name: getattr(entry, name) for name in names}
+        closest = [f"parts of {num_parts} of {pluralize(len(self.segments), 'segment')}"]
+        if not num_parts:
+            differences = [
+                [f"{n}={getattr(other, n)}" for n in names if getattr(other, n) != settings[n]]
+                for other in self.complete_indexes()
+            ]
+            closest = min(differences, key=len, default=["none"])
+        expected = ", ".join(f"{name}={value}" for name, value in settings.items())
+        flags = " ".join(f"--{n.replace('_', '-')} {value}" for n, value in settings.items())
+        raise SchemaError(
+            f"dataset must have an index for {expected}, got {', '.join(closest)}; run "
+            f"python -m pipelines oracle {self.directory} --reindex {flags}",
+            file=str(self.directory),
+        )
+
+
+def version_name(name: str, sha256: str) -> str:
+    """Return the name of the job or schema file with a hash, in a dataset.
+
+    Example:
+        >>> version_name("job.yaml", "0123456789abcdef")
+        'job.yaml.0123456789ab'
+    """
+    return f"{name}.{sha256[:12]}"
+
+
+def read_version(root: Location, name: str, sha256: str) -> bytes:
+    """Read the job or schema file that a root manifest names by its hash.
+
+    Raises:
+        SchemaError: it is missing or changed.
+    """
+    return read_verified(root / version_name(name, sha256), sha256)
+
+
+_OPEN_THREADS = 16
+
+
+# Committed files do not change: the manifests of segments and of parts of indexes are read once.
+committed_segment = lru_cache(maxsize=1 << 14)(read_segment)
+_committed_part = lru_cache(maxsize=1 << 14)(read_index)
+
+
+def open_dataset(path: str | Path | Location) -> Dataset:
+    """Open the newest version of a dataset.
+
+    The manifests, the job and the schema are verified now, other files when they are read.
+
+    Raises:
+        SchemaError: a file is missing or changed, or has another format.
+    """
+    directory = Location.parse(path)
+    root = read_root(directory)
+    while True:
+        try:
+            return open_root(directory, root.manifest)
+        except SchemaError:
+            newest = read_root(directory)
+            if newest.version.number == root.version.number:
+                raise
+            root = newest  # the other was replaced, and its files may have been removed
+
+
+def open_root(directory: Location, manifest: DatasetManifest) -> Dataset:
+    """Open one version of a dataset; raises as `open_dataset`."""
+    name = directory / version_name(JOB, manifest.job_sha256)
+    job = parse_job(read_verified(name, manifest.job_sha256).decode(), str(name))
+    name = directory / version_name(SCHEMA, manifest.schema_sha256)
+    features = parse_features(read_verified(name, manifest.schema_sha256).decode(), str(name))
+    tombstones = read_tombstones(directory, manifest.tombstones_sha256)
+    places = [directory / SEGMENTS / r.directory for r in manifest.segments]
+    with ThreadPoolExecutor(_OPEN_THREADS) as pool:
+        manifests = list(pool.map(committed_segment, places, manifest.segments))
+    segments = tuple(
+        Segment(place, reference, segment, tombstones_of_segment(tombstones, reference.id))
+        for place, reference, segment in zip(places, manifest.segments, manifests, strict=True)
+    )
+    return Dataset(directory, manifest, job, features, segments)
+
+
+# Deleted samples, in one small file that the root manifest names. Data files do not change and
+# nothing is renumbered: a sample with a tombstone has weight 0 until its segment is compacted
+# without it. The file holds positions, and no values of the samples.
+
+
+def merge_tombstones(tables: Sequence[pa.Table]) -> pa.Table:
+    """Merge tombstones, sorted: each sample and reason once, with its earliest time."""
+    table = pa.concat_tables([_NO_TOMBSTONES, *tables])
+    keys = ["segment", "block", "sample_index", "file_row", "reason"]
+    merged = table.group_by(keys).aggregate([("erased_at", "min")])
+    merged = merged.rename_columns([*keys, "erased_at"]).cast(TOMBSTONES_SCHEMA)
+    return merged.sort_by([(name, "ascending") for name in keys]).combine_chunks()
+
+
+def encode_tombstones(table: pa.Table) -> tuple[bytes, str]:
+    """Return the bytes of the file and their sha256, hex."""
+    data = encode_parquet(table)
+    return data, hashlib.sha256(data).hexdigest()
+
+
+def read_tombstones(root: Location, sha256: str | None) -> pa.Table:
+    """Read the tombstone file with a hash; no tombstones if it is None.
+
+    Raises:
+        SchemaError: the file is missing or changed, or has other columns.
+    """
+    if sha256 is None:
+        return _NO_TOMBSTONES
+    path = root / tombstones_path(sha256)
+    table = decode_parquet(read_verified(path, sha256))
+    if not table.schema.equals(TOMBSTONES_SCHEMA):
+        raise SchemaError("tombstones must have the columns of the format", file=str(path))
+    return table
+
+
+def tombstones_of_segment(table: pa.Table, segment_id: str) -> pa.Table:
+    """Return the tombstones of one segment."""
+    if not table.num_rows:
+        return table  # a comparison imports pandas
+    return table.filter(pc.call_function("equal", [table["segment"], segment_id]))
+
+
+def deleted_rows(
+    tombstones: pa.Table, blocks: NDArray[np.int64], starts: NDArray[np.int64]
+) -> NDArray[np.int64]:
+    """Return the rows of consecutive blocks that have a tombstone, distinct and ascending.
+
+    Args:
+        tombstones: of one segment.
+        blocks: (num_blocks,) ascending ids.
+        starts: (num_blocks,) first row of each.
+
+    Example:
+        >>> table = pa.Table.from_pydict(
+        ...     {"block": [7, 9], "sample_index": [2, 0]}
+        ... )
+        >>> deleted_rows(table, np.array([5, 7]), np.array([0, 16])).tolist()
+        [18]
+    """
+    block = tombstones["block"].to_numpy()
+    sample_index = tombstones["sample_index"].to_numpy().astype(np.int64)
+    index = np.minimum(np.searchsorted(blocks, block), len(blocks) - 1)
+    matches = blocks[index] == block
+    return np.unique(starts[index[matches]] + sample_index[matches])
+
+
+# Selection of segments, as a dataset of their own, for daily training. Nothing is copied: steps
+# count from 0.
+
+
+def select_segments(dataset: Dataset, names: Sequence[str]) -> Dataset:
+    """Return a dataset of the segments with some ids or days, in dataset order.
+
+    Raises:
+        SchemaError: the dataset has no segment of a name.
+    """
+    for name in names:
+        if not any(name in _names_of(segment) for segment in dataset.segments):
+            known = ", ".join(_names_of(segment)[-1] for segment in dataset.segments[-3:])
+            raise SchemaError(
+                f"dataset has no segment {name!r}; the last are {known}",
+                file=str(dataset.directory),
+            )
+    return _where(dataset, lambda segment: not set(_names_of(segment)).isdisjoint(names))
+
+
+def select_segments_by_hash(dataset: Dataset, manifest_hashes: Sequence[str]) -> Dataset:
+    """Return a dataset of the segments with the given manifest hashes.
+
+    Raises:
+        SchemaError: the dataset has no segment with a hash.
+    """
+    hashes = segment_hashes(dataset)
+    for sha256 in manifest_hashes:
+        if sha256 not in hashes.values():
+            raise SchemaError(
+                f"dataset has no segment with sha256 {sha256[:12]}, which the run trained; a new "
+                "version has replaced it: train a new run",
+                file=str(dataset.directory),
+            )
+    return _where(dataset, lambda segment: hashes[segment.id] in manifest_hashes)
+
+
+def segment_hashes(dataset: Dataset) -> dict[str, str]:
+    """Return the manifest hash of each segment, by id."""
+    return {reference.id: reference.manifest_sha256 for reference in dataset.manifest.segments}
+
+
+def all_segment_hashes(dataset: Dataset) -> dict[str, frozenset[str]]:
+    """Return the manifest hash and previous names of each segment, by id."""
+    lineage = dataset.manifest.lineage
+    return {
+        name: previous_names(lineage, name) | {sha256}
+        for name, sha256 in segment_hashes(dataset).items()
+    }
+
+
+def _names_of(segment: Segment) -> tuple[str, ...]:
+    return (segment.id,) if segment.day is None else (segment.id, segment.day)
+
+
+def _where(dataset: Dataset, is_selected: Callable[[Segment], bool]) -> Dataset:
+    selected = tuple(segment for segment in dataset.segments if is_selected(segment))
+    unselected = tuple(segment for segment in dataset.segments if not is_selected(segment))
+    ids = {segment.id for segment in selected}
+    root = dataset.manifest
+    references = tuple(reference for reference in root.segments if reference.id in ids)
+    return replace(
+        dataset,
+        manifest=replace(root, segments=references),
+        segments=selected,
+        unselected=(*dataset.unselected, *unselected),
+    )
+
+
+# Schema evolution: defaults for columns that were declared after a segment was built. Types come
+# from the manifests of segments that have the column, values from the schema; without a default
+# they are null. A table whose features are all missing has no rows in the segment.
+
+
+def type_name(kind: pa.DataType) -> str:
+    """Return the name of an Arrow type; lists of any width have the same name.
+
+    Example:
+        >>> type_name(pa.large_list(pa.int64())), type_name(pa.timestamp("us"))
+        ('list<int64>', 'timestamp[us]')
+    """
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        return f"list<{type_name(kind.value_type)}>"
+    return "string" if pa.types.is_large_string(kind) else str(kind)
+
+
+def type_from_name(name: str) -> pa.DataType:
+    """Return the Arrow type of a name of `type_name`; raise SchemaError if it is unknown."""
+    if name.startswith("list<") and name.endswith(">"):
+        return pa.large_list(type_from_name(name[5:-1]))
+    try:
+        return pa.type_for_alias(name)
+    except ValueError as error:
+        raise SchemaError(f"unknown column type: {name!r}; rebuild the dataset") from error
+
+
+def missing_column_defaults(dataset: Dataset, segment: Segment) -> dict[str, pa.Scalar]:
+    """Return the default of each column that a segment was built without."""
+    features = {f.name: f for f in dataset.features.features}
+    return {
+        name: pa.scalar(features[name].default if name in features else None, type_from_name(kind))
+        for name, kind in dataset.column_types.items()
+        if name not in segment.manifest.columns
+    }
+
+
+def read_with_defaults(
+    read: Callable[[list[str]], pa.Table], columns: Sequence[str], defaults: Mapping[str, pa.Scalar]
+) -> pa.Table:
+    """Read columns of a file, at least one; those in `defaults` are constants."""
+    table = read([c for c in columns if c not in defaults])
+    for name in (c for c in columns if c in defaults):
+        table = table.append_column(name, constant_column(defaults[name], table.num_rows))
+    return table.select(list(columns))
+
+
+def constant_column(value: pa.Scalar, num_rows: int) -> pa.Array:
+    """Return a column with one value, or null, in every row."""
+    return pa.repeat(value, num_rows) if value.is_valid else pa.nulls(num_rows, value.type)

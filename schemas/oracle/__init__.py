@@ -1,0 +1,1 @@
+"""The oracle: accesses to rows, their next uses, and the cache plan."""

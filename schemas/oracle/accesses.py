@@ -1,0 +1,694 @@
+"""Accesses of a whole dataset, step by step over all segments; statistics for sharding planners.
+
+Steps are decoded on demand. Memory per table: 8 bytes per row for the row of each number, with
+several segments 4 bytes per row and segment for their numbers, and one or more decoded files. Next
+uses that cross segments or epochs are in a temporary file of 4 bytes per row and segment, for
+shuffled blocks also per epoch, for others of 12 bytes while they are linked.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import count, islice
+from pathlib import Path
+from tempfile import TemporaryFile
+from threading import Lock
+from typing import Any
+from weakref import WeakValueDictionary
+
+import numpy as np
+from numpy.typing import NDArray
+
+from schemas.arrays import Array, Jagged, jagged_of, offsets_of, stable_order
+from schemas.dataset.files import (
+    CheckedFile,
+    DecodedListCache,
+    ListFiles,
+    replace_bytes,
+    rows_before,
+)
+from schemas.dataset.layout import reuse_columns
+from schemas.dataset.opened import Dataset, Index, access_lists
+from schemas.dataset.order import Order
+from schemas.errors import SchemaError
+from schemas.hashing import NUM_SLOTS, slot_of_row
+from schemas.kernels import oracle as kernels
+from schemas.oracle.next_uses import NEVER, number_by_appearance, union
+from schemas.oracle.reuse import StepReuse, bounds_up_to, next_bound, peak_cache_rows
+from schemas.storage.location import Location
+from schemas.typed_values import from_json
+
+REUSE_BINS = 32
+"""Bin i counts next-use distances from 2**i to 2**(i + 1) - 1 steps."""
+
+
+def slot_accesses(
+    steps: Iterable[NDArray[np.integer]],
+    rows: NDArray[np.int64],
+    num_steps: int,
+    periods: int = 16,
+    slot_ranges: int = 16,
+) -> NDArray[np.int64]:
+    """Count the accesses of a table by equal periods of a run and equal slot ranges.
+
+    `steps` are the numbers of each step, `rows` the row of each number.
+
+    Returns:
+        (periods, slot_ranges), with at most as many periods as steps.
+    """
+    periods = max(1, min(periods, num_steps))
+    slot_range = slot_of_row(rows) * slot_ranges // NUM_SLOTS
+    slots = np.zeros((periods, slot_ranges), np.int64)
+    for train_step, numbers in enumerate(steps):
+        period = train_step * periods // num_steps
+        slots[period] += np.bincount(slot_range[numbers], minlength=slot_ranges)
+    return slots
+
+
+def count_distances(steps: Iterable[NDArray[np.integer]]) -> tuple[NDArray[np.int64], int]:
+    """Count next-use distances by their power of two, and those of rows not used again.
+
+    Returns:
+        reuse: (REUSE_BINS,) int64.
+        never: the number of `NEVER`.
+    """
+    reuse, never = np.zeros(REUSE_BINS, np.int64), 0
+    for distances in steps:
+        reused = distances[distances != NEVER]
+        never += len(distances) - len(reused)
+        reuse += np.bincount(np.frexp(reused)[1] - 1, minlength=REUSE_BINS)
+    return reuse, never
+
+
+DECODED_CACHE_BYTES = 256 << 20
+"""Cache of decoded lists of one table, for shuffled blocks and several passes."""
+READ_THREADS = 4
+"""Segments of which a file is read at once."""
+MERGE_CHUNK_ROWS = 1 << 21
+"""Rows that `merge_dictionaries` processes at once."""
+
+
+class RowNumbering:
+    """Numbers of a table's rows over the segments of a dataset, by first use.
+
+    Attributes:
+        rows: (num_unique_rows,) int64, the table row of each number.
+        is_used: for each segment whether it uses the table.
+        counts: for each segment the number of its rows.
+        maps: for each segment the number of each of its own numbers; None if they are equal.
+    """
+
+    def __init__(self, dataset: Dataset, table: str) -> None:
+        """Read the rows of the segments and merge them."""
+        self.is_used = [table in segment.manifest.tables for segment in dataset.segments]
+        used = [s for s, uses in zip(dataset.segments, self.is_used, strict=True) if uses]
+        with ThreadPoolExecutor(READ_THREADS) as pool:
+            each = map if len(used) == 1 else pool.map
+            rows = list(each(lambda s: s.rows(table), used)) or [np.empty(0, np.int64)]
+        self.rows, maps = rows[0], list[Array]()
+        if len(rows) > 1:
+            maps, self.rows = merge_dictionaries(rows)
+        counts, of_used = iter(map(len, rows)), iter([None, *maps[1:]])
+        self.counts = [next(counts) if uses else 0 for uses in self.is_used]
+        self.maps = [next(of_used) if uses else None for uses in self.is_used]
+
+    def of_segment(self, segment: int) -> Array | slice:
+        """Return the number of each of a segment's own numbers, to index an array."""
+        numbers = self.maps[segment]
+        return slice(self.counts[segment]) if numbers is None else numbers
+
+
+def num_unique_rows(dataset: Dataset, table: str) -> int:
+    """Return the number of distinct rows of a table over all segments."""
+    used = [segment for segment in dataset.segments if table in segment.manifest.tables]
+    if len(used) == 1:
+        return used[0].manifest.tables[table].num_unique_rows
+    return len(RowNumbering(dataset, table).rows)
+
+
+def merge_dictionaries(rows: Sequence[NDArray[np.int64]]) -> tuple[list[Array], NDArray[np.int64]]:
+    """Merge the numberings of several segments by first use, one slot range at a time.
+
+    Args:
+        rows: for each segment the row of each number.
+
+    Returns:
+        numbers: for each segment the dataset's number of each of its numbers, int32 if they fit.
+        all_rows: the row of each number of the dataset.
+
+    Example:
+        >>> numbers, all_rows = merge_dictionaries([np.array([7, 3]), np.array([5, 7])])
+        >>> [n.tolist() for n in numbers], all_rows.tolist()
+        ([[0, 1], [2, 0]], [7, 3, 5])
+    """
+    joined = np.concatenate(rows)
+    first = np.empty(len(joined), smallest_int_type(len(joined)))  # first position of each row
+    for positions in _split_by_slot(joined):
+        codes, distinct = number_by_appearance(joined[positions])
+        first_of_code = np.empty(len(distinct), np.int64)
+        first_of_code[codes[::-1]] = positions[::-1]
+        first[positions] = first_of_code[codes]
+    new = first == np.arange(len(first), dtype=first.dtype)
+    numbers = np.cumsum(new, dtype=first.dtype)
+    numbers -= 1
+    boundaries = np.cumsum([len(r) for r in rows])[:-1]
+    return np.split(numbers[first], boundaries), joined[new]
+
+
+def smallest_int_type(count: int) -> type[np.signedinteger]:
+    """Return int32 if it can hold `count`, int64 otherwise."""
+    return np.int32 if count <= np.iinfo(np.int32).max else np.int64
+
+
+def _split_by_slot(rows: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
+    """Yield the ascending positions of the rows of each slot range."""
+    num_ranges = min(NUM_SLOTS, -(-len(rows) // MERGE_CHUNK_ROWS))
+    if num_ranges <= 1:
+        yield np.arange(len(rows))
+        return
+    slot_range = np.empty(len(rows), np.int16)
+    for start in range(0, len(rows), MERGE_CHUNK_ROWS):
+        chunk = slice(start, start + MERGE_CHUNK_ROWS)
+        slot_range[chunk] = slot_of_row(rows[chunk]) * num_ranges // NUM_SLOTS
+    for index in range(num_ranges):
+        yield np.flatnonzero(slot_range == index)
+
+
+class ListsOfSegments:
+    """Lists of segments, opened on demand; only the last one has a decoded file beside a cache."""
+
+    def __init__(self, open_lists: Callable[[int], ListFiles]) -> None:
+        self._open_lists = open_lists
+        self._opened: dict[int, ListFiles] = {}
+        self._last = 0
+
+    def of(self, segment: int) -> ListFiles:
+        """Return the lists of a segment, given by its index."""
+        if segment not in self._opened:
+            self._opened[segment] = self._open_lists(segment)
+        if segment != self._last and self._last in self._opened:
+            self._opened[self._last].release()
+        self._last = segment
+        return self._opened[segment]
+
+
+class TableAccesses:
+    """Accesses of one table under one order. Not thread-safe.
+
+    Attributes:
+        numbering: numbers of the rows.
+        rows: (num_unique_rows,) int64, the table row of each number.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        table: str,
+        order: Order,
+        cache: DecodedListCache | None = None,
+        numbering: RowNumbering | None = None,
+    ) -> None:
+        """Read the row of each number, unless the numbering of the dataset is given.
+
+        Access lists are read on demand; tables may share a cache of decoded files.
+        """
+        self.numbering = RowNumbering(dataset, table) if numbering is None else numbering
+        self.rows = self.numbering.rows
+        if cache is None:
+            cache = DecodedListCache(DECODED_CACHE_BYTES)
+        self._order = order
+        self._lists = ListsOfSegments(
+            lambda s: ListFiles(dataset.segments[s].access_files(table), _decode_narrow, cache)
+        )
+
+    def numbers(self, train_step: int) -> NDArray[np.int64]:
+        """Return the ascending numbers of a step's rows, its entries."""
+        numbers, is_ascending = self._numbers(train_step)
+        return numbers if is_ascending else np.sort(numbers)
+
+    def entries(
+        self, train_step: int, distances: NDArray[np.int32]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
+        """Return the ascending numbers of a step's rows, and their next-use distances.
+
+        Args:
+            train_step: the step.
+            distances: those of `NextUses`, in ascending order of the segment's own numbers.
+        """
+        numbers, is_ascending = self._numbers(train_step)
+        if is_ascending:
+            return numbers, distances
+        order = np.argsort(numbers)
+        return numbers[order], distances[order]
+
+    def _numbers(self, train_step: int) -> tuple[NDArray[np.int64], bool]:
+        """Return a step's numbers by those of its segment, and whether they surely ascend."""
+        step = self._order.step(train_step)
+        if not self.numbering.is_used[step.segment]:
+            return np.empty(0, np.int64), True
+        lists = self._lists.of(step.segment)
+        own = union([lists[p] for p in np.sort(step.positions).tolist()])
+        numbers = self.numbering.maps[step.segment]
+        if numbers is None:
+            return own.astype(np.int64), True
+        return numbers[own].astype(np.int64), False
+
+    def steps(self) -> Iterator[NDArray[np.int64]]:
+        """Yield the entries of each step of the run."""
+        for train_step in range(self._order.num_steps):
+            yield self.numbers(train_step)
+
+
+def _decode_narrow(file: CheckedFile, row_group: int) -> Jagged:
+    """Decode a row group of access lists, in int32 if the numbers fit."""
+    lists = access_lists(file, row_group)
+    dtype = smallest_int_type(int(lists.values.max(initial=0)) + 1)
+    return Jagged(lists.values.astype(dtype, copy=False), lists.offsets)
+
+
+HEAP_BYTES = 64 << 20
+"""Next uses beyond the segment that are kept in memory; more are in a temporary file."""
+
+
+class NextUses:
+    """Next uses of a table's rows over a whole run, step by step. Not thread-safe.
+
+    The parts of the index have the next uses within a segment and an epoch. The next use of a row
+    after its last one there follows from the first uses in all later segments and epochs, in one
+    pass from the last to the first. If blocks are not shuffled, one pass serves all epochs: each is
+    the one before, shifted by its steps.
+
+    The last uses of a segment and epoch are in the order of step and number: the i-th distance
+    `NEVER` of its lists belongs to the i-th row in this order, so no access list is read.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        index: Index,
+        table: str,
+        numbering: RowNumbering | None = None,
+        cache: DecodedListCache | None = None,
+    ) -> None:
+        """Link segments and epochs; distances within them are read on demand."""
+        self._order, self._parts, self._table = index.order, index.parts, table
+        self._dataset, self._numbering = dataset, numbering
+        self._peaks: dict[tuple[int, ...], int] = {}  # of caches, by their settings
+        self._lists = ListsOfSegments(lambda segment: index.parts[segment].steps(table, cache))
+        # by segment and distinct epoch: the step of the next use after the last one, in the order
+        # of last uses, and the first entry of each step
+        self._later: dict[tuple[int, int], tuple[NDArray[np.int32], NDArray[np.int64]]] = {}
+        if len(index.parts) > 1 or index.order.epochs > 1:
+            self._link(self.numbering)
+
+    @property
+    def numbering(self) -> RowNumbering:
+        """Numbers of the table's rows, read when they are first needed."""
+        if self._numbering is None:
+            self._numbering = RowNumbering(self._dataset, self._table)
+        return self._numbering
+
+    @property
+    def num_rows(self) -> int:
+        """Distinct rows of the table over all segments."""
+        if self._numbering is None:
+            return num_unique_rows(self._dataset, self._table)
+        return len(self._numbering.rows)
+
+    def __len__(self) -> int:
+        """Return the number of steps."""
+        return self._order.num_steps
+
+    def __getitem__(self, train_step: int) -> NDArray[np.int32]:
+        """Return the distances of a step's entries, in ascending order of the segment's numbers."""
+        epoch, segment, step = self._order.locate(train_step)
+        lists = self._lists.of(segment)
+        if not len(lists):
+            return np.empty(0, np.int32)
+        stored = min(epoch, self._order.distinct_epochs - 1)
+        distances = lists[stored * self._order.steps_per_segment[segment] + step]
+        if not self._later:
+            return distances
+        distances = distances.copy()
+        distances[distances == NEVER] = self._distances_beyond(train_step, epoch, segment, step)
+        return distances
+
+    def __iter__(self) -> Iterator[NDArray[np.int32]]:
+        """Yield the distances of each step."""
+        return map(self.__getitem__, range(len(self)))
+
+    def reuse(self, distance: int, end_step: int | None = None) -> StepReuse:
+        """Return the reuse within a distance, or within the bound of reuse that follows it.
+
+        Uses from `end_step` on, that of a segment, are left out; None: none are.
+        """
+        end_step, distance = len(self) if end_step is None else end_step, next_bound(distance)
+        bounds = bounds_up_to(distance)
+        columns = self._reuse_columns(
+            ["num_rows", *reuse_columns("next", bounds), *reuse_columns("previous", bounds)]
+        )
+        num_rows = next(columns)
+        following, preceding = (sum(islice(columns, len(bounds))) for _ in range(2))
+        uses, next_uses = self._links_beyond(distance, end_step)
+        kept = np.ravel(following) + np.bincount(uses, minlength=len(self))
+        returning = np.ravel(preceding) + np.bincount(next_uses, minlength=len(self))
+        return StepReuse(
+            num_rows.ravel()[:end_step].astype(np.int64), kept[:end_step], returning[:end_step]
+        )
+
+    def peak_cache_rows(
+        self, distance: int, prefetch_steps: int, first_step: int = 0, end_step: int | None = None
+    ) -> int:
+        """Return the most rows that a cache holds, see `reuse`; it is computed once."""
+        end_step = len(self) if end_step is None else end_step
+        settings = distance, prefetch_steps, first_step, end_step
+        if settings not in self._peaks:
+            reuse = self.reuse(distance, end_step)
+            self._peaks[settings] = peak_cache_rows(reuse, prefetch_steps, first_step)
+        return self._peaks[settings]
+
+    def last_uses(self, every: int) -> NDArray[np.int64]:
+        """Return how many rows of each step are not used again before a multiple of `every`.
+
+        They are too many rather than too few: those whose next use is further than the last bound
+        of reuse before the multiple are counted, unless it is in another segment or epoch.
+        """
+        bounds = bounds_up_to(every - 1)
+        columns = self._reuse_columns(["num_rows", *reuse_columns("next", bounds)])
+        last = next(columns).astype(np.int64)
+        steps_after = every - 1 - np.arange(len(self)).reshape(last.shape) % every
+        for bound, again in zip(bounds, columns, strict=True):
+            np.subtract(last, again, out=last, where=steps_after >= bound)
+        uses, next_uses = self._links_beyond(every - 1, len(self))
+        again_beyond = uses[uses // every == next_uses // every]
+        return last.ravel() - np.bincount(again_beyond, minlength=len(self))
+
+    def _reuse_columns(self, names: Sequence[str]) -> Iterator[NDArray[np.int32]]:
+        """Yield columns of reuse by step of the run, (epochs, steps_per_epoch)."""
+        order, table = self._order, self._table
+        shapes = [(order.distinct_epochs, length) for length in order.steps_per_segment]
+        with ThreadPoolExecutor(READ_THREADS) as pool:
+            parts = list(pool.map(lambda part: part.reuse(table, names), self._parts))
+        for name in names:
+            stored = [part.get(name, np.empty(0, np.int32)) for part in parts]
+            columns = [
+                column.reshape(shape) if len(column) else np.zeros(shape, np.int32)
+                for column, shape in zip(stored, shapes, strict=True)
+            ]
+            column = np.concatenate(columns, axis=1)
+            yield np.broadcast_to(column, (order.epochs, order.steps_per_epoch))
+
+    def _links_beyond(
+        self, distance: int, end_step: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the steps of uses, and of the next ones in another segment or epoch before a step.
+
+        Only those at most `distance` later; for each row in turn.
+        """
+        order = self._order
+        uses, next_uses = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        for (segment, stored), (later, starts) in self._later.items():
+            steps = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
+            steps += stored * order.steps_per_epoch + order.first_step(segment)
+            is_near = (later != NEVER) & (later - steps <= distance)
+            is_repeated = stored == order.distinct_epochs - 1
+            for epoch in range(stored, order.epochs if is_repeated else stored + 1):
+                origin = (epoch - stored) * order.steps_per_epoch
+                uses.append(steps[is_near] + origin)
+                next_uses.append(later[is_near].astype(np.int64) + origin)
+        is_before = np.concatenate(next_uses) < end_step
+        return np.concatenate(uses)[is_before], np.concatenate(next_uses)[is_before]
+
+    def _distances_beyond(
+        self, train_step: int, epoch: int, segment: int, step: int
+    ) -> NDArray[np.int32]:
+        """Return the distances of the rows whose last use in segment and epoch is in a step."""
+        stored = min(epoch, self._order.distinct_epochs - 1)
+        origin = (epoch - stored) * self._order.steps_per_epoch  # from which `later` counts
+        later, starts = self._later[segment, stored]
+        later = later[starts[step] : starts[step + 1]]
+        is_used = (later != NEVER) & (later < len(self) - origin)
+        return np.where(is_used, later - np.int32(train_step - origin), np.int32(NEVER))
+
+    def _link(self, numbering: RowNumbering) -> None:
+        """Go through the segments and distinct epochs from the last to the first."""
+        order = self._order
+        used = [s for s, uses in enumerate(numbering.is_used) if uses]
+        free = allocate(sum(numbering.counts) * order.distinct_epochs)
+        next_step = np.full(len(numbering.rows), NEVER, np.int32)  # of each row
+        kept: dict[int, tuple[NDArray[np.int32], NDArray[np.int32]]] = {}
+        if order.distinct_epochs < order.epochs:  # first uses in the epoch that follows
+            kept = self._keep_uses(used, numbering.counts)
+            for segment in reversed(used):
+                first, _ = kept[segment]
+                start = order.steps_per_epoch + order.first_step(segment)
+                next_step[numbering.of_segment(segment)] = first + start
+        for epoch in reversed(range(order.distinct_epochs)):
+            for segment in reversed(used):
+                first, last = kept.get(segment) or self._parts[segment].uses(self._table, epoch)
+                numbers = numbering.of_segment(segment)
+                later, free = np.split(free, [len(first)])
+                later[:] = next_step[numbers][stable_order(last)]
+                counts = np.bincount(last, minlength=order.steps_per_segment[segment])
+                self._later[segment, epoch] = later, offsets_of(counts)
+                start = epoch * order.steps_per_epoch + order.first_step(segment)
+                next_step[numbers] = first + start
+
+    def _keep_uses(
+        self, used: Sequence[int], counts: Sequence[int]
+    ) -> dict[int, tuple[NDArray[np.int32], NDArray[np.int32]]]:
+        free, kept = allocate(2 * sum(counts)), {}
+        for segment in used:
+            first, last, free = np.split(free, [counts[segment], 2 * counts[segment]])
+            kept[segment] = first, last
+
+        def read(segment: int) -> None:
+            kept[segment][0][:], kept[segment][1][:] = self._parts[segment].uses(self._table, 0)
+
+        with ThreadPoolExecutor(READ_THREADS) as pool:
+            list(pool.map(read, used))
+        return kept
+
+
+class SharedNextUses:
+    """Next uses of the tables of a run, linked once for all that hold them at a time."""
+
+    def __init__(self, dataset: Dataset, order: Order) -> None:
+        """Open nothing yet."""
+        self._dataset, self._order = dataset, order
+        self._tables = WeakValueDictionary[str, NextUses]()
+
+    @cached_property
+    def index(self) -> Index:
+        """The index of the order; SchemaError if it is not built."""
+        return self._dataset.index_for(self._order)
+
+    @property
+    def is_indexed(self) -> bool:
+        """Whether the index is built."""
+        try:
+            return bool(self.index)
+        except SchemaError:
+            return False
+
+    def of(self, table: str) -> NextUses:
+        """Return the next uses of a table."""
+        next_uses = self._tables.get(table)
+        if next_uses is None:
+            next_uses = self._tables[table] = NextUses(self._dataset, self.index, table)
+        return next_uses
+
+
+def next_steps(
+    dataset: Dataset,
+    index: Index,
+    table: str,
+    numbering: RowNumbering,
+    first_step: int,
+    end_step: int,
+) -> NDArray[np.int64]:
+    """Return for each number the first step in [first_step, end_step) that uses it, -1 for none.
+
+    First and last uses suffice except for rows that the segment of `first_step` uses both before
+    and after that step: its access lists are read until all of these have occurred.
+    """
+    order, num_segments = index.order, len(index.parts)
+    steps = np.full(len(numbering.rows), end_step)
+    if first_step >= end_step:
+        return np.full(len(steps), -1)
+    epoch, segment, step_of_segment = order.locate(first_step)
+    for distance in reversed(range(num_segments + 1)):
+        epochs, other = divmod(segment + distance, num_segments)
+        start = (epoch + epochs) * order.steps_per_epoch + order.first_step(other)
+        if start >= end_step or not numbering.is_used[other]:
+            continue
+        numbers = numbering.of_segment(other)
+        stored = min(epoch + epochs, order.distinct_epochs - 1)
+        first, last = index.parts[other].uses(table, stored)
+        if not distance:
+            is_between = (first < step_of_segment) & (step_of_segment <= last)
+            blocks = order.blocks_of(epoch, segment)
+            step_of_block = np.empty(len(blocks), np.int32)
+            step_of_block[blocks] = np.arange(len(blocks)) // order.blocks_per_batch
+            first[is_between] = _next_steps_within(
+                dataset.segments[segment].access_files(table),
+                index.parts[segment].steps(table),
+                stored * order.steps_per_segment[segment],
+                step_of_block,
+                is_between,
+                step_of_segment,
+            )
+            numbers = np.arange(len(steps))[numbers][last >= step_of_segment]
+            first = first[last >= step_of_segment]
+        steps[numbers] = start + first
+    return np.where(steps < end_step, steps, -1)
+
+
+def _next_steps_within(
+    files: Sequence[CheckedFile],
+    distances: ListFiles,
+    first_list: int,
+    step_of_block: NDArray[np.int32],
+    is_between: NDArray[np.bool_],
+    step: int,
+) -> NDArray[np.int64]:
+    """Return the first use from a step on of rows that a segment uses before it and afterwards.
+
+    Either from the access lists that follow, or from those before and their distances, about twice
+    as much to read for each step.
+
+    Args:
+        files: access lists of the segment.
+        distances: of its steps.
+        first_list: that of its first step.
+        step_of_block: of the segment.
+        is_between: for each number whether to return its use.
+        step: of the segment.
+    """
+    num_steps = np.int32(step_of_block.max(initial=-1) + 1)
+    found = np.where(is_between, num_steps, np.int32(-1))
+    if 3 * step > num_steps:
+        _keep_first_steps(files, np.where(step_of_block < step, num_steps, step_of_block), found)
+        return found[is_between].astype(np.int64)
+    steps_ago = np.int32(step - 1) - step_of_block
+    _keep_first_steps(files, np.where(steps_ago < 0, num_steps, steps_ago), found)
+    later, first = [np.empty(0, np.int64)], 0  # in the order of last uses, then of numbers
+    for lists in distances.between(first_list, first_list + step):
+        again = np.repeat(np.arange(first, first + lists.num_rows), lists.lengths) + lists.values
+        later.append(again[again >= step])
+        first += lists.num_rows
+    result = np.empty(np.count_nonzero(is_between), np.int64)
+    result[stable_order(np.int32(step - 1) - found[is_between])] = np.concatenate(later)
+    return result
+
+
+def _keep_first_steps(
+    files: Sequence[CheckedFile], step_of_block: NDArray[np.int32], steps: NDArray[np.int32]
+) -> None:
+    """Lower `steps`, by number, to the least step of a block that uses it.
+
+    Row groups without a step below the largest of `steps` are not read; those of early steps are
+    read first.
+    """
+    of_files = np.split(step_of_block, rows_before(files)[1:-1])
+    lock = Lock()
+
+    def read(file: CheckedFile, of_file: NDArray[np.int32]) -> None:
+        of_row_groups = np.split(of_file, np.cumsum(file.rows_per_row_group)[:-1])
+        by_step = sorted(enumerate(of_row_groups), key=lambda pair: int(pair[1].min()))
+        if of_file.max(initial=-1) < steps.max(initial=-1):
+            file.prefetch()
+        for row_group, of_lists in by_step:
+            if of_lists.min() >= steps.max(initial=-1):
+                break
+            gaps = jagged_of(file.read_row_group(row_group, ["gaps"])["gaps"])
+            with lock:
+                kernels.lower_steps(gaps.values, gaps.offsets, of_lists, steps)
+        file.close()
+
+    firsts = [int(of_file.min(initial=np.iinfo(np.int32).max)) for of_file in of_files]
+    by_first = np.argsort(firsts, kind="stable").tolist()
+    with ThreadPoolExecutor(READ_THREADS) as pool:
+        list(pool.map(lambda number: read(files[number], of_files[number]), by_first))
+
+
+def allocate(count: int) -> NDArray[np.int32]:
+    """Return an array in memory, or in a temporary file if it is larger than `HEAP_BYTES`."""
+    if 4 * count <= HEAP_BYTES:
+        return np.empty(count, np.int32)
+    with TemporaryFile() as file:  # the mapping keeps it after it is closed
+        return np.memmap(file, np.int32, "w+", shape=(count,))
+
+
+def open_table(dataset: Dataset, index: Index, table: str) -> tuple[TableAccesses, NextUses]:
+    """Return the accesses of a table and their next uses; repeated passes share a cache."""
+    cache = DecodedListCache(DECODED_CACHE_BYTES)
+    accesses = TableAccesses(dataset, table, index.order, cache)
+    return accesses, NextUses(dataset, index, table, accesses.numbering, cache)
+
+
+def indexed_steps(
+    dataset: Dataset, index: Index, table: str
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int32]]]:
+    """Yield each step's ascending numbers and next-use distances."""
+    accesses, next_uses = open_table(dataset, index, table)
+    return map(accesses.entries, count(), next_uses)
+
+
+# Statistics of tables for TorchRec's sharding planner: a JSON file written by `pipelines`.
+#
+# Keys are those of TorchRec's `ParameterConstraints` if it has them, with one entry per feature of
+# the table in the order of the job. A bag is the lookup of one unique tuple, as in the trainer's
+# batches: `pooling_factors` are values per bag and `num_poolings` bags per sample.
+
+
+HINTS_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TableHints:
+    """Lookup statistics of one table."""
+
+    feature_names: tuple[str, ...]
+    pooling_factors: tuple[float, ...]
+    """Mean number of values of a bag, by feature."""
+    num_poolings: tuple[float, ...]
+    """Bags per sample, by feature; below 1 if samples share them."""
+    batch_sizes: tuple[int, ...]
+    """Samples of a batch, by feature."""
+    num_rows: int
+    num_unique_rows: int
+    """Distinct rows of the whole run."""
+    unique_rows_per_step: float
+    """Mean number of distinct rows of a step."""
+    hot_rows: tuple[tuple[float, float], ...]
+    """(fraction of the distinct rows, fraction of all accesses), hottest rows first."""
+    lru_misses: tuple[tuple[float, float], ...]
+    """(fraction of the table's rows that a cache holds, fraction of repeated accesses that an LRU
+    cache of this size misses), ascending, from (0, 1)."""
+
+
+def write_hints(path: Path | Location, tables: Mapping[str, TableHints]) -> None:
+    """Write hints, sorted by table."""
+    hints = {name: asdict(tables[name]) for name in sorted(tables)}
+    body = {"format": HINTS_FORMAT, "tables": hints}
+    replace_bytes(path, f"{json.dumps(body, indent=1)}\n".encode())
+
+
+def read_hints(path: Path) -> Mapping[str, TableHints]:
+    """Read hints; raise SchemaError if the file is invalid."""
+    try:
+        body: Any = json.loads(path.read_text(encoding="utf-8"))
+        if body["format"] != HINTS_FORMAT:
+            raise ValueError(f"format must be {HINTS_FORMAT}, got {body['format']!r}")
+        return from_json(Mapping[str, TableHints], body["tables"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise SchemaError(
+            f"file does not hold sharding hints: {error}; write it with "
+            "`python -m pipelines oracle DATASET --hints FILE`",
+            file=str(path),
+        ) from error

@@ -1,0 +1,1 @@
+"""Files at paths and URLs: atomic writes, versions, locks and leases."""

@@ -1,0 +1,215 @@
+"""The planned cache in a device's memory: only rows that the plan fetches or evicts are copied.
+
+Cached rows of all tables with their state are rows of one block, so that a step gathers all of its
+rows by one index and returns them by one. Which rows are cached is the plan's business, as in host
+memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from schemas.arrays import Array
+from schemas.errors import SchemaError
+from trainer.device.transfer import to_device
+from trainer.embedding.cache import CacheSlots, PlannedCache, RowsOfTables, TablePlan
+from trainer.embedding.changes import RowsAndArrays
+from trainer.stores.store import Records, Store, TableLayout, WriteBack, doubled, empty_records
+
+
+class DeviceBlock:
+    """Records in the memory of a device, handed out to tables; it doubles when it is full."""
+
+    def __init__(self, layout: TableLayout, num_rows: int, device: torch.device) -> None:
+        """Allocate the block.
+
+        Args:
+            layout: widths and type of the records, equal for all tables.
+            num_rows: expected by all tables together.
+            device: to hold them.
+
+        Raises:
+            SchemaError: the device has too little memory.
+        """
+        self._dim, self._width = layout.dim, layout.dim + layout.state_width
+        self._dtype: torch.dtype = getattr(torch, layout.dtype)
+        self._device = device
+        self._num_used = 0
+        self.records = self._allocate(num_rows)
+        """(capacity, dim + state_width)."""
+
+    def hand_out(self, num_rows: int) -> NDArray[np.int64]:
+        """Return the positions of more rows.
+
+        Raises:
+            SchemaError: the device has too little memory.
+        """
+        positions = np.arange(self._num_used, self._num_used + num_rows)
+        self._num_used += num_rows
+        if self._num_used > len(self.records):
+            larger = self._allocate(doubled(self._num_used))
+            larger[: len(self.records)] = self.records
+            self.records = larger
+        return positions
+
+    def take(self, positions: NDArray[np.int64]) -> Records:
+        """Return copies in host memory; waits for the device."""
+        at = to_device(torch.from_numpy(positions), self._device)
+        array = self.records.index_select(0, at).cpu().numpy()
+        return Records(array[:, : self._dim], array[:, self._dim :])
+
+    def put(self, positions: NDArray[np.int64], records: Records) -> None:
+        """Overwrite records."""
+        self.exchange(positions, records, positions[:0])
+
+    def exchange(
+        self, put: NDArray[np.int64], records: Records, taken: NDArray[np.int64]
+    ) -> torch.Tensor:
+        """Overwrite some records and return the positions of others on the device, in one copy."""
+        rows = np.concatenate([records.values, records.state], axis=1)
+        arrays = {"rows": rows, "put": put, "taken": taken}
+        moved = to_device({name: torch.from_numpy(a) for name, a in arrays.items()}, self._device)
+        self.records.index_copy_(0, moved["put"], moved["rows"])
+        return moved["taken"]
+
+    def _allocate(self, num_rows: int) -> torch.Tensor:
+        try:
+            return torch.empty(num_rows, self._width, dtype=self._dtype, device=self._device)
+        except torch.OutOfMemoryError as error:
+            size = num_rows * self._width * self._dtype.itemsize / 2**30
+            raise SchemaError(
+                f"device has no room for {num_rows} cached rows ({size:.1f} GiB); lower "
+                "train.cache.rows, or use --embedding plain, which keeps rows in host memory"
+            ) from error
+
+
+class BlockRecords:
+    """The records of one table in a block: what `CacheSlots` uses of `Records`."""
+
+    def __init__(self, block: DeviceBlock, positions: NDArray[np.int64], max_rows: int) -> None:
+        """Keep the positions of each slot, which become at most `max_rows`."""
+        self._block, self._max_rows = block, max_rows
+        self.positions = positions
+
+    def take(self, slots: NDArray[Any]) -> Records:
+        """Return copies in host memory; waits for the device."""
+        return self._block.take(self.positions[slots])
+
+    def put(self, slots: NDArray[Any], records: Records) -> None:
+        """Overwrite records."""
+        self._block.put(self.positions[slots], records)
+
+    def grown(self, num_rows: int) -> BlockRecords:
+        """Return at least `num_rows` records that begin with these."""
+        count = min(doubled(num_rows), max(self._max_rows, num_rows)) - len(self.positions)
+        if count > 0:
+            self.positions = np.concatenate([self.positions, self._block.hand_out(count)])
+        return self
+
+
+class DeviceCache(PlannedCache):
+    """The planned cache with its rows on a device; used by the embedding module there."""
+
+    def __init__(
+        self,
+        store: Store,
+        plans: Mapping[str, TablePlan],
+        device: torch.device,
+        max_rows: int | None,
+        **options: Any,
+    ) -> None:
+        """Allocate the rows; no thread runs before the first step.
+
+        Raises:
+            SchemaError: the device has too little memory.
+        """
+        layouts = store.layouts
+        num_rows = max_rows or doubled(1)
+        self._block = DeviceBlock(next(iter(layouts.values())), num_rows * len(layouts), device)
+        self._numbers = torch.empty(0)
+        slots = partial(_slots_in, self._block, max_rows)
+        super().__init__(store, plans, make_slots=slots, **options)
+
+    def gather_block(self, train_step: int, rows: RowsOfTables) -> torch.Tensor:
+        """Return (num_rows, dim + state_width), rows of all tables one after the other.
+
+        Raises:
+            SchemaError: the plan has other rows than the batch.
+        """
+        self._take_reads(train_step)
+        self._check_planned(train_step, rows)
+        fetched: list[tuple[NDArray[np.int64], Records]] = []
+        for table, reads in self._current.items():
+            own, slots = self._slots[table], reads.slots[reads.fetch]
+            own.reserve(slots, reads.rows[reads.fetch])
+            fetched.append((self._positions(table, slots), reads.fetched))
+        self._numbers = self._block.exchange(
+            np.concatenate([positions for positions, _ in fetched]),
+            _concat_records([records for _, records in fetched]),
+            np.concatenate([self._positions(t, self._current[t].slots) for t in rows]),
+        )
+        return self._block.records.index_select(0, self._numbers)
+
+    def release_block(self, train_step: int, rows: RowsOfTables, block: torch.Tensor) -> None:
+        """Keep the updated rows; those that the plan evicts are written in the background."""
+        self._block.records.index_copy_(0, self._numbers, block)
+        evicted = self._take_evicted()
+        if self._changes is not None:
+            for table, records in evicted.items():
+                plan_step, slots = self._current[table].plan_step, self._slots[table]
+                gone = plan_step.evict_slots
+                self._changes.record_use(table, self._current[table].slots, train_step)
+                host = empty_records(self._store.layouts[table], int(gone.max(initial=-1)) + 1)
+                host.put(gone, records)
+                self._changes.record_eviction(table, gone, slots.rows[gone], host)
+        self._write_evicted(
+            train_step, {t: self._free(t, records) for t, records in evicted.items()}
+        )
+
+    def rows_at(self, table: str, positions: NDArray[np.int32]) -> RowsAndArrays:
+        """Return the rows in some slots of a table, and arrays of slots with these filled."""
+        records = empty_records(self._store.layouts[table], int(positions.max(initial=-1)) + 1)
+        records.put(positions, self._slots[table].records.take(positions))
+        return self._slots[table].rows[positions], records
+
+    def _take_evicted(self) -> dict[str, Records]:
+        """Return copies of the rows to be evicted, of all tables in one copy."""
+        gone = {t: reads.plan_step.evict_slots for t, reads in self._current.items()}
+        ends = np.cumsum([len(slots) for slots in gone.values()])
+        records = empty_records(next(iter(self._store.layouts.values())), 0)
+        if ends[-1]:
+            at = [self._positions(table, slots) for table, slots in gone.items()]
+            records = self._block.take(np.concatenate(at))
+        starts = [0, *ends[:-1].tolist()]
+        ranges = zip(gone, starts, ends.tolist(), strict=True)
+        return {table: records.take(slice(start, end)) for table, start, end in ranges}
+
+    def _free(self, table: str, records: Records) -> WriteBack:
+        """Free the slots of evicted rows and return the rows that changed."""
+        plan_step = self._current[table].plan_step
+        rows = self._slots[table].free(plan_step.evict_slots)
+        changed = plan_step.write_back
+        return WriteBack(rows[changed], records.take(changed), plan_step.next_use[changed])
+
+    def _positions(self, table: str, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        return self._slots[table].records.positions[slots]
+
+
+def _slots_in(block: DeviceBlock, max_rows: int | None, layout: TableLayout) -> CacheSlots:
+    """Return the slots of one table, whose records are in a block."""
+    num_rows = min(doubled(1), max_rows or doubled(1))
+    limit = np.iinfo(np.int64).max if max_rows is None else max_rows
+    return CacheSlots(BlockRecords(block, block.hand_out(num_rows), limit), num_rows)
+
+
+def _concat_records(parts: list[Records]) -> Records:
+    def concat(arrays: list[Array]) -> Array:
+        return np.concatenate(arrays)
+
+    return Records(concat([p.values for p in parts]), concat([p.state for p in parts]))

@@ -1,0 +1,1 @@
+"""Training on a dataset to which segments are appended."""

@@ -1,0 +1,1 @@
+"""The folder or URL of a run: identity, ledger, uploads, erasure, comparison."""

@@ -1,0 +1,365 @@
+"""Export a run's model as one file: its program by torch.export, and the rows of a checkpoint.
+
+The exported module has the parameters of the trained model and computes logits from named tensors
+(`schemas/run/model_inputs.py`), as the model does for expanded batches: one bag per sample.
+Look-ups are resolved before, so that the program contains tensors only.
+"""
+
+from __future__ import annotations
+
+import io
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import nn
+from torch.export import Dim, ExportedProgram, export, save
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
+
+from schemas.arrays import Array
+from schemas.config.job import Job, load_job
+from schemas.config.train import TrainConfig
+from schemas.dataset.files import sha256_of
+from schemas.dataset.layout import JOB, MANIFEST, SCHEMA
+from schemas.errors import SchemaError
+from schemas.features import load_features
+from schemas.run.model_file import PROGRAM, Lineage, ModelManifest, rows_paths, write_model
+from schemas.run.model_inputs import (
+    DENSE,
+    HISTORY,
+    MIN_SAMPLES,
+    ModelInputs,
+    lengths_key,
+    positions_key,
+    rows_key,
+    weights_key,
+)
+from schemas.run.records import RUN_FILE
+from schemas.run.run_manifest import local_run
+from schemas.storage.location import Location
+from trainer.checkpoint.files import DENSE_FILE, CheckpointManifest
+from trainer.checkpoint.format import NpyFile
+from trainer.checkpoint.load import (
+    CheckpointTable,
+    load_state,
+    read_dense,
+    require_checkpoint,
+    table_rows,
+    verify_checkpoint,
+)
+from trainer.components import build_model, layouts_of, table_specs
+from trainer.data.attention_layout import QueryBuckets
+from trainer.data.decode import BatchSpec, spec_of_columns
+from trainer.embedding.cache import DirectSource
+from trainer.embedding.module import Embedding
+from trainer.models.attention import AttentionModel, build
+from trainer.run.folder import has_run, read_identity
+from trainer.stores.local import memory_store
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """Summary of an export."""
+
+    file: str
+    train_step: int
+    num_rows: Mapping[str, int]
+    """Trained rows by table."""
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A verified checkpoint of a run."""
+
+    run: Path
+    job: Job
+    spec: BatchSpec
+    checkpoint: Path
+    manifest: CheckpointManifest
+
+    def rows(self, table: str) -> CheckpointTable:
+        """Return the rows of a table."""
+        layout = layouts_of(self.spec, self.job.train)[table]
+        return table_rows(self.checkpoint, self.manifest, layout)
+
+    @property
+    def inputs(self) -> ModelInputs:
+        """Inputs of the model."""
+        spec, model = self.spec, self.job.train.model
+        history = model.history if model.name == "attention" else None
+        return ModelInputs(
+            dense=spec.dense,
+            sparse={f: spec.table_of[f] for f in spec.sparse},
+            weighted=spec.weighted,
+            tables={t: spec.tables[t] for t in sorted({spec.table_of[f] for f in spec.sparse})},
+            history=history,
+            max_history=model.max_history,
+            dtype=spec.dtype,
+        )
+
+
+def open_source(run: Path, train_step: int | None = None) -> Source:
+    """Open a checkpoint of a run, by default the newest, and verify its checksums.
+
+    Raises:
+        SchemaError: the run or the checkpoint is missing or damaged.
+    """
+    if not has_run(run):
+        raise SchemaError("found no run; train first", file=str(run))
+    if not (run / SCHEMA).is_file():
+        raise SchemaError(
+            f"run has no {SCHEMA}; continue it with --resume, which copies it from the dataset",
+            file=str(run),
+        )
+    job, features = load_job(run / JOB), load_features(run / SCHEMA)
+    checkpoint = require_checkpoint(run, train_step)
+    spec = spec_of_columns(features, job.data, job.train.dtype)
+    return Source(run, job, spec, checkpoint, verify_checkpoint(checkpoint))
+
+
+def export_run(
+    run: Path | Location, output: Path | Location, train_step: int | None = None
+) -> Exported:
+    """Write the model of a run to one file.
+
+    Raises:
+        SchemaError: the run or the checkpoint is missing or damaged, or the output is a folder.
+    """
+    target = Location.parse(output)
+    if target.local is not None and target.local.is_dir():
+        raise SchemaError(f"output is a folder: {output}; name a file in it")
+    with (
+        local_run(run, (RUN_FILE, JOB, SCHEMA), (train_step,)) as run_folder,
+        tempfile.TemporaryDirectory(dir=target.local and target.local.parent) as folder,
+    ):
+        source = open_source(run_folder, train_step)
+        members: dict[str, Path | bytes] = {PROGRAM: program_of(source), **texts_of(source)}
+        num_rows: dict[str, int] = {}
+        for table in source.inputs.features_of:
+            paths = [Path(folder) / f"{table}.{n}.npy" for n in ("rows", "values")]
+            chunks = ((r, records.values) for r, records in source.rows(table).contents())
+            dim = source.job.train.embedding_dim
+            num_rows[table] = write_rows(chunks, paths, dim, source.spec.dtype)
+            members |= dict(zip(rows_paths(table), paths, strict=True))
+        write_model(target, manifest_of(source), members)
+    return Exported(
+        file=str(output),
+        train_step=source.manifest.train_step,
+        num_rows=num_rows,
+        num_bytes=target.num_bytes() or 0,
+    )
+
+
+def texts_of(source: Source) -> dict[str, bytes]:
+    """Return the files that are copied from the run, by name."""
+    return {name: (source.run / name).read_bytes() for name in (JOB, SCHEMA)}
+
+
+def manifest_of(source: Source) -> ModelManifest:
+    """Return the manifest of a model, without its parts."""
+    train = source.job.train
+    return ModelManifest(
+        name=source.job.name,
+        model=train.model.name,
+        inputs=source.inputs,
+        label=source.spec.label,
+        dim=train.embedding_dim,
+        seed=train.seed,
+        batch_samples=train.batch_samples,
+        lineage=Lineage(
+            run=source.run.absolute().name,
+            train_step=source.manifest.train_step,
+            checkpoint_sha256=sha256_of(source.checkpoint / MANIFEST),
+            segments_sha256=read_identity(source.run).segments,
+        ),
+        parts={},
+    )
+
+
+def program_of(source: Source) -> bytes:
+    """Return the exported program of a checkpoint; equal checkpoints give equal bytes."""
+    model = served_model(source.job.train, source.spec)
+    arrays = read_dense(source.checkpoint)
+    load_state(arrays, model.model, None, file=str(source.checkpoint / DENSE_FILE))
+    program = io.BytesIO()
+    save(_export(model.eval(), source.inputs, source.job.train.embedding_dim), program)
+    return program.getvalue()
+
+
+def _export(model: ServedModel, inputs: ModelInputs, dim: int) -> ExportedProgram:
+    example = _example(inputs, dim)
+    sizes: dict[str, dict[int, Any]] = {name: {0: Dim.AUTO} for name in example}
+    if HISTORY in sizes:
+        sizes[HISTORY][1] = Dim.AUTO
+    with torch.no_grad():
+        program = export(model, (example,), dynamic_shapes={"inputs": sizes}, strict=False)
+    program.example_inputs = None  # they would be saved as a pickle
+    for module in program.graph_module.modules():
+        for node in cast(Any, module).graph.nodes if hasattr(module, "graph") else ():
+            for name in ("stack_trace", "nn_module_stack", "source_fn_stack"):
+                node.meta.pop(name, None)  # debug information with local paths
+    return program
+
+
+def _example(inputs: ModelInputs, dim: int) -> dict[str, torch.Tensor]:
+    """Return arrays of distinct sizes, so that torch does not unify dimensions."""
+    sizes = count(MIN_SAMPLES + 1)
+    num_samples = next(sizes)
+    dtype = getattr(torch, inputs.dtype)
+    example = {DENSE: torch.zeros(num_samples, len(inputs.dense), dtype=dtype)}
+    for table in inputs.features_of:
+        example[rows_key(table)] = torch.zeros(next(sizes), dim, dtype=dtype)
+    for feature in inputs.sparse:
+        example[lengths_key(feature)] = torch.ones(num_samples, dtype=torch.int64)
+        example[positions_key(feature)] = torch.zeros(next(sizes), dtype=torch.int64)
+        if feature in inputs.weighted:
+            example[weights_key(feature)] = torch.zeros(len(example[positions_key(feature)])).to(
+                dtype
+            )
+    if inputs.history is not None:
+        example[HISTORY] = torch.zeros(num_samples, min(3, inputs.max_history)).long()
+    return dict(sorted(example.items()))
+
+
+def write_rows(
+    chunks: Iterable[tuple[NDArray[np.int64], Array]], paths: Sequence[Path], dim: int, dtype: str
+) -> int:
+    """Write ascending rows and their values to two `.npy` files; return the number of rows."""
+    num_rows = 0
+    with NpyFile(paths[0], (), np.int64) as ids, NpyFile(paths[1], (dim,), dtype) as out:
+        for rows, values in chunks:
+            ids.append(rows)
+            out.append(values)
+            num_rows += len(rows)
+    return num_rows
+
+
+# ---- The exported module ----
+
+
+@dataclass(frozen=True, slots=True)
+class ServedLookups:
+    """Look-ups as named tensors, in place of a KeyedJaggedTensor.
+
+    Attributes:
+        inputs: by the names of `schemas.run.model_inputs`.
+    """
+
+    inputs: Tensors
+
+    def stride(self) -> int:
+        """Return the number of samples, as a KeyedJaggedTensor does."""
+        return self.inputs[DENSE].shape[0]
+
+
+@dataclass(frozen=True, slots=True)
+class ServedVectors:
+    """Pooled vectors, in place of a KeyedTensor."""
+
+    vectors: dict[str, torch.Tensor]
+
+    def __getitem__(self, feature: str) -> torch.Tensor:
+        """Return the vectors of one feature, (num_samples, dim)."""
+        return self.vectors[feature]
+
+    def to_dict(self) -> dict[str, torch.Tensor]:
+        """Return the vectors by feature, (num_samples, dim)."""
+        return self.vectors
+
+
+@dataclass(frozen=True, slots=True)
+class ServedBatch:
+    """The part of an expanded `trainer.data.collate.Batch` that models read."""
+
+    dense: torch.Tensor
+    sparse: ServedLookups
+
+
+class ServedEmbedding(nn.Module):
+    """The embedding interface of models, on rows that are inputs of the program."""
+
+    def __init__(self, spec: BatchSpec, config: TrainConfig) -> None:
+        super().__init__()
+        self.spec = spec
+        self._mean = config.pooling == "mean"
+        self._configs = Embedding(
+            table_specs(spec), config, DirectSource(memory_store({}))
+        ).embedding_bag_configs()
+
+    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        """Return one config per table, as TorchRec's collection does."""
+        return self._configs
+
+    def forward(self, sparse: ServedLookups) -> ServedVectors:
+        """Pool the rows of each bag."""
+        return ServedVectors({f: self._pooled(sparse.inputs, f) for f in self.spec.sparse})
+
+    def _pooled(self, inputs: Tensors, feature: str) -> torch.Tensor:
+        """Return (num_samples, dim); the last bag holds the padding and is dropped."""
+        rows = inputs[rows_key(self.spec.table_of[feature])]
+        positions, lengths = inputs[positions_key(feature)], inputs[lengths_key(feature)]
+        if feature in self.spec.weighted:
+            # products are rounded before they are summed, as in the trainer's kernels
+            weights = inputs[weights_key(feature)].unsqueeze(1)
+            rows = rows.index_select(0, positions) * weights
+            positions = torch.arange(positions.shape[0])
+        starts = F.pad(lengths.cumsum(0), (1, 0))
+        bags = F.embedding_bag(positions, rows, starts, mode="sum")[:-1]
+        if self._mean:
+            bags = bags * (1 / lengths.clamp(min=1).to(bags.dtype)).unsqueeze(1)
+        return bags
+
+
+class ServedAttention(AttentionModel):
+    """The attention model with histories as blocks of positions."""
+
+    def _attend(self, batch: Any, embedding: Any, targets: torch.Tensor) -> torch.Tensor:
+        """Return (B, dim); each sample is the only query of its own history."""
+        inputs: Tensors = batch.sparse.inputs
+        spec: BatchSpec = embedding.spec
+        history = inputs[HISTORY]
+        num_samples, width = history.shape
+        rows = inputs[rows_key(spec.table_of[self.history])]
+        lengths = inputs[lengths_key(self.history)]
+        columns = torch.arange(width)
+        filled = columns < lengths.clamp(max=self.max_history)[:, None]
+        vectors = rows.index_select(0, history.flatten()).view(num_samples, width, -1)
+        padded = torch.where(filled.unsqueeze(2), vectors, 0.0)
+        readable = columns < lengths.clamp(min=1, max=self.max_history)[:, None]
+        identity = torch.arange(num_samples)
+        buckets = QueryBuckets(identity, (num_samples,), (1,), identity)
+        attended = self.attention(targets, self.encoder(padded, readable), readable, buckets)
+        return torch.where((lengths == 0)[:, None], self.empty_history, attended)
+
+
+class ServedModel(nn.Module):
+    """Maps the named tensors of a batch to (num_samples,) logits."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, inputs: Tensors) -> torch.Tensor:
+        """Return the logits."""
+        return self.model(cast(Any, ServedBatch(inputs[DENSE], ServedLookups(inputs))))
+
+
+def served_model(config: TrainConfig, spec: BatchSpec) -> ServedModel:
+    """Return the module to export for a job, with initial parameters."""
+    plain = replace(config.model, dedup_compute=False)
+    config = replace(config, model=plain, device="cpu")
+    embedding = ServedEmbedding(spec, config)
+    if config.model.name != "attention":
+        return ServedModel(build_model(config, spec, embedding))
+    num_dense = len(spec.dense)
+    return ServedModel(build(config, spec.sparse, num_dense, embedding, ServedAttention))
