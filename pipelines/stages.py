@@ -1,6 +1,6 @@
 """Stages of a build, independent of the runner: files to rows, and rows to samples.
 
-A stage returns its main result, and adds all else to `Outputs`. `beam/transforms.py` runs stages on
+A stage returns its main result, and adds all else to `Outputs`. `beam/stage_transforms.py` runs stages on
 workers of Beam, `executor.py` on those of this machine, to the same bytes. Nothing here imports
 Beam.
 """

@@ -358,7 +358,7 @@ def _model_fingerprint(job: Job, dataset: Dataset) -> dict[str, Any]:
     """Return names only of the model and its optimizers.
 
     `load_state` compares the layers of the model; a learning rate, eps or beta may change between
-    runs that start from each other (a resumed run compares all of `train`, see `run.py`).
+    runs that start from each other (a resumed run compares all of `train`, see `trainer/run/folder.py`).
     """
     layouts = layouts_of(spec_of(dataset, job.train.dtype), job.train)
     tables = dataset.job.data.tables

@@ -1,7 +1,7 @@
 """The files of a run that several replicas train, as its writer keeps them.
 
 A run at a path is a folder that all replicas share. At a URL each replica has a work folder of its
-own, and the one that is the writer commits the state of its folder (`checkpoint/upload.py`). Beside
+own, and the one that is the writer commits the state of its folder (`upload.py`). Beside
 the state are small files by which launcher and replicas find each other.
 """
 

@@ -8,7 +8,7 @@ is behind.
 
 A trainer that resumes a run first commits the newest state again, as a new attempt: from then on
 the trainers of earlier attempts commit nothing. The replicas of one attempt have a work folder
-each, and the one that is the writer commits (`run_output.py`). It may lack files of checkpoints
+each, and the one that is the writer commits (`output.py`). It may lack files of checkpoints
 that others have committed; these stay in the state.
 """
 
