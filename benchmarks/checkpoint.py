@@ -33,15 +33,10 @@ from schemas.dataset.opened import open_dataset
 from schemas.oracle.accesses import SharedNextUses
 from schemas.run.records import CHECKPOINTS
 from trainer.checkpoint.files import read_checkpoint_manifest, step_of_newest
-from trainer.checkpoint.load import save_checkpoint
 from trainer.checkpoint.manager import CHECKPOINT_LOG
+from trainer.checkpoint.save import save_checkpoint
 from trainer.checkpoint.schedule import RunCheckpoints, copy_bytes_of
-from trainer.components import (
-    build_components,
-    layouts_of,
-    order_of,
-    plans_of,
-)
+from trainer.components import build_components, layouts_of, order_of, plans_of
 from trainer.compute import StepCompute
 from trainer.data.decode import spec_of
 from trainer.embedding.cache import DirectSource, PlannedCache, RowSource

@@ -27,14 +27,7 @@ from benchmarks.logs import SHARED_DATA, write_result
 from benchmarks.policies import ALIBABA, DL2, OURS, PHILLY, alibaba, philly, speeds, window
 from scheduler.simulator.cluster import Result
 from scheduler.simulator.command import POLICIES, cluster_capacity, simulate
-from scheduler.simulator.jobs import (
-    JobSpec,
-    Knobs,
-    Table,
-    TraceJob,
-    draw_jobs,
-    synthetic_tables,
-)
+from scheduler.simulator.jobs import JobSpec, Knobs, Table, TraceJob, draw_jobs, synthetic_tables
 from scheduler.simulator.views import Capacity
 
 MIN_JOBS, MAX_JOBS = 20, 1000

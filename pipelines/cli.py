@@ -32,12 +32,7 @@ from pipelines.table.vacuum import vacuum
 from pipelines.table.verify import verify
 from schemas.config.job import load_job
 from schemas.errors import PlanError, SchemaError, pluralize, printable
-from schemas.paths import (
-    ALLOW_OUTSIDE,
-    ALLOW_OUTSIDE_HELP,
-    ArgumentParser,
-    path_or_url,
-)
+from schemas.paths import ALLOW_OUTSIDE, ALLOW_OUTSIDE_HELP, ArgumentParser, path_or_url
 from schemas.storage.location import Location
 from schemas.typed_values import parse_duration
 

@@ -10,11 +10,7 @@ import pyarrow as pa
 from pipelines.build_context import BuildContext, BuildRequest, LocalOptions
 from pipelines.samples.lookups import broadcast_sides, key_type, key_types
 from pipelines.samples.sql import Connection, SqlError
-from pipelines.samples.statements import (
-    dry_run_lookups,
-    dry_run_sql,
-    job_steps,
-)
+from pipelines.samples.statements import dry_run_lookups, dry_run_sql, job_steps
 from pipelines.samples.tuples import check_sampling
 from pipelines.samples.validate import check_columns, check_repeatable
 from pipelines.sources.formats import empty_rows

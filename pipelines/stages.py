@@ -1,8 +1,8 @@
 """Stages of a build, independent of the runner: files to rows, and rows to samples.
 
-A stage returns its main result, and adds all else to `Outputs`. `beam/stage_transforms.py` runs stages on
-workers of Beam, `executor.py` on those of this machine, to the same bytes. Nothing here imports
-Beam.
+A stage returns its main result, and adds all else to `Outputs`. `beam/stage_transforms.py` runs
+stages on workers of Beam, `executor.py` on those of this machine, to the same bytes. Nothing here
+imports Beam.
 """
 
 from __future__ import annotations
@@ -30,13 +30,7 @@ from pipelines.samples.lookups import (
 )
 from pipelines.samples.sql import Connection, with_list_index
 from pipelines.samples.sql_rejects import SqlResult, bad_rows
-from pipelines.samples.statements import (
-    PER,
-    MapSql,
-    PerKey,
-    in_origin_order,
-    run_keys,
-)
+from pipelines.samples.statements import PER, MapSql, PerKey, in_origin_order, run_keys
 from pipelines.samples.tuples import (
     Tuples,
     hash_session_keys,

@@ -52,11 +52,7 @@ from scheduler.drivers.run_jobs import (
 )
 from scheduler.model.measurements import fit_file, fit_summary
 from scheduler.model.plan_inputs import Snapshot, take_snapshot
-from scheduler.planner.machine_sizes import (
-    cluster_schedule,
-    fill_budget,
-    machine_schedule,
-)
+from scheduler.planner.machine_sizes import cluster_schedule, fill_budget, machine_schedule
 from scheduler.planner.policy import counted, plan
 from scheduler.planner.reasons import explain_plan, plan_summary, plan_to_json
 from scheduler.retrain import retrain as retraining

@@ -5,11 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from schemas.paths import (
-    ArgumentParser,
-    parse_store_address,
-    path_or_url,
-)
+from schemas.paths import ArgumentParser, parse_store_address, path_or_url
 from schemas.storage.location import Location
 
 TLS_NAME = "name in the others' certificates; default: the host of their address"

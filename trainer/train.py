@@ -17,9 +17,8 @@ from schemas.config.train import SAVE, START
 from schemas.run.records import METRICS, SUMMARY, RunSummary, StepMetric, read_metrics, read_summary
 from schemas.storage.location import Location
 from trainer.checkpoint.files import PLAN_FILE
+from trainer.checkpoint.fingerprint import fingerprint_of, has_plan_of
 from trainer.checkpoint.load import (
-    fingerprint_of,
-    has_plan_of,
     load_checkpoint,
     newest_checkpoint,
     open_rows,
@@ -47,12 +46,7 @@ from trainer.run.folder import RunIdentity, read_identity, run_lock, write_summa
 from trainer.run.ledger import truncate_logs
 from trainer.run.output import RunOutput
 from trainer.run.run_context import RunContext
-from trainer.run.setup import (
-    Rollbacks,
-    first_checkpoint,
-    open_run,
-    with_rollbacks,
-)
+from trainer.run.setup import Rollbacks, first_checkpoint, open_run, with_rollbacks
 from trainer.run.warm_start import steps_before, summary_of_origin
 from trainer.step import Clock, PhaseTimer
 from trainer.stores.factory import open_store

@@ -37,7 +37,7 @@ from pipelines.samples.event_join import add_counts
 from pipelines.samples.tuples import Tuples
 from pipelines.shuffle import ReceivedSamples, from_ipc
 from pipelines.stages import REJECTS, SAMPLES
-from pipelines.table.compact import StoredPart
+from pipelines.table.compact_segment import StoredPart
 from pipelines.transforms.apply import fit_inputs
 from pipelines.transforms.fit import FITTED
 from pipelines.workers import keep_freed_memory

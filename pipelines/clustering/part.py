@@ -26,15 +26,7 @@ from pipelines.quality.column_statistics import count_buckets, table_statistics
 from pipelines.quality.segment_statistics import SliceStatistics, sum_by_split
 from pipelines.samples.sql import LIST_INDEX
 from pipelines.samples.tuples import Tuples
-from schemas.arrays import (
-    Jagged,
-    flat_list,
-    is_list,
-    numpy_of,
-    offsets_of,
-    one_chunk,
-    values_of,
-)
+from schemas.arrays import Jagged, flat_list, is_list, numpy_of, offsets_of, one_chunk, values_of
 from schemas.config.job import SAMPLES, DataConfig
 from schemas.dataset.files import FileEntry
 from schemas.dataset.fitted import FittedValues

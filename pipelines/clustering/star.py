@@ -34,12 +34,7 @@ from schemas.arrays import (
 )
 from schemas.config.job import SAMPLES, DataConfig
 from schemas.dataset.fitted import FittedValues
-from schemas.dataset.layout import (
-    BLOCK,
-    FILE_SHIFT,
-    UNIQUE_INDEX,
-    inverse_column,
-)
+from schemas.dataset.layout import BLOCK, FILE_SHIFT, UNIQUE_INDEX, inverse_column
 from schemas.errors import SchemaError
 
 ORDERED_KEYS = 32

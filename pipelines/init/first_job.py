@@ -1,7 +1,7 @@
 """Write a first job for the files of a folder.
 
-`init` is the command; the choices are made in `sample_sources.py`, `columns.py` and `plan.py`. Here they
-become the texts of `job.yaml` and `schema.pbtxt`, each with its reason as a comment.
+`init` is the command; the choices are made in `sample_sources.py`, `columns.py` and `plan.py`. Here
+they become the texts of `job.yaml` and `schema.pbtxt`, each with its reason as a comment.
 """
 
 from __future__ import annotations

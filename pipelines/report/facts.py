@@ -40,11 +40,7 @@ from schemas.dataset.samples import row_groups
 from schemas.errors import SchemaError
 from schemas.oracle.accesses import TableAccesses, open_table
 from schemas.oracle.miss_ratio import EXACT_OPTIMAL, HitRateCurve, lru_curve, optimal_curve
-from schemas.run.records import (
-    SUMMARY,
-    RunSummary,
-    read_summary,
-)
+from schemas.run.records import SUMMARY, RunSummary, read_summary
 from schemas.run.run_manifest import local_runs
 from schemas.storage.location import Location
 

@@ -9,23 +9,8 @@ from typing import Any
 import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from pipelines.report.charts import (
-    ACCENT,
-    OTHER,
-    OURS,
-    Bar,
-    Line,
-    Scale,
-    bar_chart,
-    curve_chart,
-)
-from pipelines.report.facts import (
-    OracleFacts,
-    Run,
-    StorageFacts,
-    find_speed_up,
-    read_facts,
-)
+from pipelines.report.charts import ACCENT, OTHER, OURS, Bar, Line, Scale, bar_chart, curve_chart
+from pipelines.report.facts import OracleFacts, Run, StorageFacts, find_speed_up, read_facts
 from schemas.dataset.opened import open_dataset
 from schemas.errors import pluralize
 from schemas.storage.location import Location

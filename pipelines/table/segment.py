@@ -27,13 +27,7 @@ from pipelines.shuffle import SHUFFLE
 from pipelines.sources.rejects import RejectCounts
 from schemas.arrays import join_times
 from schemas.config.job import DataConfig
-from schemas.dataset.files import (
-    CheckedFile,
-    FileEntry,
-    describe_file,
-    sha256_of,
-    write_files,
-)
+from schemas.dataset.files import CheckedFile, FileEntry, describe_file, sha256_of, write_files
 from schemas.dataset.group_files import group_schema
 from schemas.dataset.layout import (
     BLOCK,

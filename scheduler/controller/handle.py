@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from scheduler.controller.budget import allocate, must_divide, remaining_work
+from scheduler.controller.cores import add_steps
 from scheduler.controller.events import (
     BudgetSet,
     Drained,
@@ -35,6 +36,8 @@ from scheduler.controller.events import (
     Submitted,
     Tick,
 )
+from scheduler.controller.memory_limits import forecast_memory
+from scheduler.controller.predicted_times import predict_segment_sec
 from scheduler.controller.reconcile import reconcile
 from scheduler.controller.slots import initial_owners
 from scheduler.controller.state import (
@@ -48,7 +51,7 @@ from scheduler.controller.state import (
     UsageWindow,
     job_of_document,
 )
-from scheduler.controller.tick import add_steps, forecast_memory, predict_segment_sec, run_tick
+from scheduler.controller.tick import run_tick
 from scheduler.model.elasticity import CoreReadings
 from scheduler.model.grid import Grid, Sizes
 from scheduler.model.plan_inputs import Snapshot

@@ -13,11 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from scheduler.controller.events import Submitted
-from scheduler.drivers.job_files import (
-    JobPaths,
-    environment,
-    generate_command,
-)
+from scheduler.drivers.job_files import JobPaths, environment, generate_command
 from scheduler.model.past_runs import History, read_history
 from scheduler.model.plan_inputs import Snapshot, facts_of_job
 from scheduler.planner.machine_sizes import machine_schedule

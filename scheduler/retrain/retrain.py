@@ -22,22 +22,11 @@ from scheduler.retrain.drive import (
     retrain_day,
     write_pointer,
 )
-from scheduler.retrain.records import (
-    Attempt,
-    State,
-    days_between,
-    folder_of_day,
-    parse_days,
-)
+from scheduler.retrain.records import Attempt, State, days_between, folder_of_day, parse_days
 from scheduler.retrain.root_log import Log, read_state, roll_back
 from schemas.config.job import Job, load_job
 from schemas.errors import PlanError, SchemaError
-from schemas.paths import (
-    ALLOW_OUTSIDE,
-    ALLOW_OUTSIDE_HELP,
-    path_or_url,
-    resolve_beside,
-)
+from schemas.paths import ALLOW_OUTSIDE, ALLOW_OUTSIDE_HELP, path_or_url, resolve_beside
 from schemas.storage.location import Location
 
 COLUMNS = ("day", "segment", "version", "run", "NE", "AUC", "calibration", "promoted", "why not")

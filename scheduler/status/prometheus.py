@@ -11,8 +11,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from scheduler.controller.predicted_times import LOOKAHEAD_SEC
 from scheduler.controller.state import Phase, Status
-from scheduler.controller.tick import LOOKAHEAD_SEC
 from scheduler.status.view import JobView, View
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 
 from scheduler.controller.budget import RemainingWork, available_budget, remaining_work
 from scheduler.controller.journal import Incident, Journal, Kind, Speed, Usage, hour_price
+from scheduler.controller.predicted_times import lookahead_steps, predict_step
 from scheduler.controller.slots import (
     accesses_at,
     format_spans,
@@ -27,7 +28,6 @@ from scheduler.controller.state import (
     State,
     Status,
 )
-from scheduler.controller.tick import lookahead_steps, predict_step
 from scheduler.model.grid import GIB, MIB
 from scheduler.model.predict import training_setting
 from scheduler.model.throughput import predict_seconds

@@ -9,11 +9,7 @@ from pipelines.build import build
 from schemas.dataset.opened import open_dataset
 from schemas.errors import SchemaError
 from tests.pipelines.appending import DEFAULT, EXTRA, addition, changed, with_logs
-from tests.pipelines.logs import (
-    SCHEMA,
-    bytes_of,
-    copy_of,
-)
+from tests.pipelines.logs import SCHEMA, bytes_of, copy_of
 
 
 @pytest.fixture(scope="module")

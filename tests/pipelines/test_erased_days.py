@@ -16,14 +16,7 @@ from schemas.storage.leases import Lease
 from schemas.storage.location import Location
 from tests.id_search import files_with_id
 from tests.pipelines.appending import addition
-from tests.pipelines.logs import (
-    age,
-    bytes_of,
-    copy_of,
-    request,
-    segment_directory,
-    vacuum_later,
-)
+from tests.pipelines.logs import age, bytes_of, copy_of, request, segment_directory, vacuum_later
 from tests.pipelines.test_days import FIRST, LAST, LATE
 from tests.pipelines.test_erase import ID, ids_file, job_of, log_with, run, sessions
 

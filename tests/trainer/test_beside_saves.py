@@ -18,8 +18,8 @@ from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import agents_of_run, is_gone, wait_for
 from tests.trainer.runs import rows_in, steps_of
 from trainer.checkpoint.files import step_of_newest
-from trainer.checkpoint.load import save_checkpoint
 from trainer.checkpoint.manager import CHECKPOINT_LOG
+from trainer.checkpoint.save import save_checkpoint
 from trainer.checkpoint.schedule import RunCheckpoints
 from trainer.checkpoint.snapshot import SnapshotMemory, memory_path
 from trainer.components import build_components, order_of

@@ -14,11 +14,7 @@ from schemas.run.records import METRICS
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import run_job
 from trainer.__main__ import main
-from trainer.checkpoint.files import (
-    DENSE_FILE,
-    read_checkpoint_manifest,
-    write_checkpoint_manifest,
-)
+from trainer.checkpoint.files import DENSE_FILE, read_checkpoint_manifest, write_checkpoint_manifest
 from trainer.checkpoint.format import from_bytes, to_buffers
 from trainer.checkpoint.load import newest_checkpoint
 

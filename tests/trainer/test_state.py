@@ -11,8 +11,8 @@ from hypothesis.extra import numpy as hnp
 from torch import nn
 
 from schemas.errors import SchemaError
+from trainer.checkpoint.dense_state import load_state, state_of
 from trainer.checkpoint.format import from_bytes, to_buffers
-from trainer.checkpoint.load import load_state, state_of
 
 DTYPES = ["float64", "float32", "float16", "int64", "int32", "uint8", "bool"]
 SMALL = {"a": np.arange(3), "b": np.full((1, 1), 1.5, np.float32)}

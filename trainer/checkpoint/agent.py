@@ -28,13 +28,7 @@ from trainer.checkpoint.files import (
     missing_base,
     read_checkpoint_manifest,
 )
-from trainer.checkpoint.format import (
-    ROW_FILES,
-    RowPart,
-    RowsAndRecords,
-    merge_newest,
-    select,
-)
+from trainer.checkpoint.format import ROW_FILES, RowPart, RowsAndRecords, merge_newest, select
 from trainer.checkpoint.snapshot import (
     COMMITTED,
     DENSE,

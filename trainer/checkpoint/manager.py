@@ -19,7 +19,7 @@ from schemas.dataset.manifest import canonical_json
 from schemas.errors import SchemaError
 from schemas.run.records import CHECKPOINT_LOG
 from trainer.checkpoint.agent import recover
-from trainer.checkpoint.load import state_of
+from trainer.checkpoint.dense_state import state_of
 from trainer.checkpoint.snapshot import (
     COMMITTED,
     FAILED,

@@ -13,8 +13,10 @@ from schemas.config.train import CacheConfig, CheckpointConfig
 from schemas.errors import SchemaError
 from schemas.machine import free_bytes
 from trainer.checkpoint.files import has_files, step_of_newest
-from trainer.checkpoint.load import fingerprint_of, newest_checkpoint, save_checkpoint, step_of
+from trainer.checkpoint.fingerprint import fingerprint_of
+from trainer.checkpoint.load import newest_checkpoint, step_of
 from trainer.checkpoint.manager import BackgroundSaver, claim_leftovers, dense_bytes
+from trainer.checkpoint.save import save_checkpoint
 from trainer.checkpoint.snapshot import DATA_OFFSET, copy_bytes, no_room
 from trainer.components import Components, build_components
 from trainer.data.decode import spec_of

@@ -35,12 +35,7 @@ from trainer.checkpoint.schedule import check_room, copy_bytes_of
 from trainer.components import layouts_of
 from trainer.data.decode import spec_of
 from trainer.device.transfer import device_of
-from trainer.elastic.attempt import (
-    TOKEN,
-    Rendezvous,
-    remove_rendezvous,
-    write_rendezvous,
-)
+from trainer.elastic.attempt import TOKEN, Rendezvous, remove_rendezvous, write_rendezvous
 from trainer.elastic.membership import Lighthouse
 from trainer.elastic.shared_rows import BUFFER_BYTES, SharedStores, launch_shared_stores
 from trainer.growing.follow import FollowedDataset
@@ -50,12 +45,7 @@ from trainer.run.folder import run_lock
 from trainer.run.ledger import truncate_logs
 from trainer.run.output import rows_are_lost
 from trainer.run.setup import Rollbacks, first_checkpoint, open_run, with_rollbacks
-from trainer.run.upload import (
-    RunUploader,
-    SupersededError,
-    begin_attempt,
-    training_folder,
-)
+from trainer.run.upload import RunUploader, SupersededError, begin_attempt, training_folder
 from trainer.runtime import (
     ChildProcess,
     close_pipes,

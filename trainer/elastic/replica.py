@@ -19,26 +19,14 @@ from functools import partial
 import numpy as np
 
 from schemas.arrays import Array
-from trainer.checkpoint.load import load_state, state_of
+from trainer.checkpoint.dense_state import load_state, state_of
 from trainer.compute import StepCompute
 from trainer.data.collate import Microbatches
 from trainer.elastic.agreement import Agreement, CommittedStep, ReplicaStatus
 from trainer.elastic.membership import Membership, ReplicaOptions
-from trainer.elastic.peer_state import (
-    MemoryRows,
-    PeerAddresses,
-    PeerClient,
-    PeerError,
-    PeerServer,
-)
+from trainer.elastic.peer_state import MemoryRows, PeerAddresses, PeerClient, PeerError, PeerServer
 from trainer.elastic.shared_rows import SharedRows
-from trainer.elastic.sums import (
-    Exchange,
-    LostPeerError,
-    SplitPlanner,
-    SumsShape,
-    unpack_sums,
-)
+from trainer.elastic.sums import Exchange, LostPeerError, SplitPlanner, SumsShape, unpack_sums
 from trainer.loop import Agreeing, Peers, StepTotal, TrainingLoop
 from trainer.run.output import RunOutput
 from trainer.run.run_context import RunContext

@@ -16,12 +16,8 @@ from schemas.errors import PlanError, SchemaError
 from schemas.paths import path_or_url
 from schemas.run.records import PHASES
 from schemas.storage.location import Location
-from trainer.checkpoint.load import (
-    fingerprint_of,
-    load_checkpoint,
-    newest_checkpoint,
-    verify_checkpoint,
-)
+from trainer.checkpoint.fingerprint import fingerprint_of
+from trainer.checkpoint.load import load_checkpoint, newest_checkpoint, verify_checkpoint
 from trainer.components import Components, build_components, layouts_of
 from trainer.compute import StepCompute, WholeBatchCompute
 from trainer.data.decode import BatchSpec

@@ -37,12 +37,7 @@ from trainer.embedding.kernels.interface import (
 )
 from trainer.embedding.module import MicrobatchLookups, arena_rows
 from trainer.embedding.pooling import call_with_gradients
-from trainer.embedding.ranks import (
-    RowGradients,
-    average_over_ranks,
-    sum_gradients,
-    world_size,
-)
+from trainer.embedding.ranks import RowGradients, average_over_ranks, sum_gradients, world_size
 from trainer.stores.local import memory_store
 from trainer.stores.store import GatheredRows, Records, TableLayout, WriteBack, empty_records
 

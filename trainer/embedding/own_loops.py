@@ -33,8 +33,8 @@ from trainer.checkpoint.load import (
     open_rows,
     step_of,
     verify_checkpoint,
-    write_checkpoint,
 )
+from trainer.checkpoint.save import write_checkpoint
 from trainer.components import plans_of
 from trainer.embedding.cache import PlannedCache, RowsOfTables
 from trainer.embedding.ranks import world_size
@@ -42,14 +42,7 @@ from trainer.run.folder import first_difference
 from trainer.stores.factory import open_store
 from trainer.stores.future_log import FutureLog, NextUseLookup
 from trainer.stores.local import LocalStore
-from trainer.stores.store import (
-    GatheredRows,
-    Records,
-    Store,
-    TableLayout,
-    WriteBack,
-    empty_records,
-)
+from trainer.stores.store import GatheredRows, Records, Store, TableLayout, WriteBack, empty_records
 
 
 class StepBatch(Protocol):

@@ -13,20 +13,14 @@ from schemas.dataset.layout import MANIFEST
 from schemas.dataset.opened import Dataset, open_dataset, select_segments, select_segments_by_hash
 from schemas.run.records import RUN_FILE
 from schemas.storage.location import Location
+from trainer.checkpoint.fingerprint import check_model, fingerprint_of
 from trainer.checkpoint.load import (
-    check_model,
-    fingerprint_of,
     load_checkpoint,
     open_rows,
     require_checkpoint,
     verify_checkpoint,
 )
-from trainer.components import (
-    Components,
-    build_components,
-    order_of,
-    uses_shared_features,
-)
+from trainer.components import Components, build_components, order_of, uses_shared_features
 from trainer.data.collate import Batch, move_batch
 from trainer.data.decode import spec_of
 from trainer.data.reader import Reader

@@ -28,6 +28,7 @@ from schemas.errors import SchemaError
 from schemas.run.records import CHECKPOINTS, RUN_FILE
 from schemas.run.run_manifest import local_run
 from schemas.storage.location import Location
+from trainer.checkpoint.dense_state import load_state
 from trainer.checkpoint.files import (
     DENSE_FILE,
     CheckpointManifest,
@@ -36,17 +37,9 @@ from trainer.checkpoint.files import (
     folder_name,
     remove_checkpoint,
 )
+from trainer.checkpoint.fingerprint import check_model, fingerprint_of, parse_fingerprint
 from trainer.checkpoint.format import RowsAndRecords
-from trainer.checkpoint.load import (
-    check_model,
-    fingerprint_of,
-    load_state,
-    parse_fingerprint,
-    read_dense,
-    require_checkpoint,
-    table_rows,
-    verify_checkpoint,
-)
+from trainer.checkpoint.load import read_dense, require_checkpoint, table_rows, verify_checkpoint
 from trainer.components import build_components, layouts_of
 from trainer.data.decode import spec_of
 from trainer.run.folder import RunIdentity, RunOrigin, check_schema, read_identity

@@ -44,11 +44,11 @@ from schemas.run.model_inputs import (
 from schemas.run.records import RUN_FILE
 from schemas.run.run_manifest import local_run
 from schemas.storage.location import Location
+from trainer.checkpoint.dense_state import load_state
 from trainer.checkpoint.files import DENSE_FILE, CheckpointManifest
 from trainer.checkpoint.format import NpyFile
 from trainer.checkpoint.load import (
     CheckpointTable,
-    load_state,
     read_dense,
     require_checkpoint,
     table_rows,

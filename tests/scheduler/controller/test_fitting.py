@@ -5,10 +5,11 @@ from dataclasses import dataclass, replace
 import pytest
 
 from scheduler.controller.budget import allocate, booked_resources, remaining_work
+from scheduler.controller.cores import CORE_TICKS, MAX_READINGS, MIN_CPUS
 from scheduler.controller.events import BudgetSet, Drained, Ended, Read, Resized
 from scheduler.controller.reconcile import RESIZE_RETRY_SEC, is_settled
 from scheduler.controller.state import Action, UsageWindow, job_of_document
-from scheduler.controller.tick import CORE_TICKS, CORES_REDUCED, MAX_READINGS, MIN_CPUS
+from scheduler.controller.tick import CORES_REDUCED
 from scheduler.model.elasticity import GROWTH, HEADROOM, NEED_MARGIN, CoreReadings
 from scheduler.model.predict import training_setting
 from tests.scheduler.controller.bench import Bench

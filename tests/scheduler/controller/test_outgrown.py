@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from scheduler.controller.events import BudgetSet, Drained, Ended, Read, Tick
+from scheduler.controller.memory_limits import forecast_memory
 from scheduler.controller.state import JobState
-from scheduler.controller.tick import forecast_memory
 from scheduler.planner.correction import MEMORY_HEADROOM, OOM_GROWTH, memory_after_oom
 from tests.scheduler.controller.bench import GROWS, Bench, labels
 from tests.scheduler.controller.world import BUDGET, GIB, MIB, check_laws, check_waiting, submitted

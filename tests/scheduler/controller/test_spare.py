@@ -5,9 +5,9 @@ from dataclasses import replace
 import pytest
 
 from scheduler.controller.events import BudgetSet, Ended, Read, Resized
+from scheduler.controller.memory_limits import SPARE_TICKS
 from scheduler.controller.reconcile import RESIZE_RETRY_SEC
 from scheduler.controller.state import Action
-from scheduler.controller.tick import SPARE_TICKS
 from scheduler.planner.correction import MIN_GAIN
 from tests.scheduler.controller.bench import Bench
 from tests.scheduler.controller.world import BUDGET, GIB, MIB, check_laws, submitted

@@ -19,11 +19,7 @@ from schemas.typed_values import from_json
 from trainer.runtime import close_pipes, end_children, is_readable, start_child
 from trainer.stores.bucket_files import clear_directory
 from trainer.stores.remote.connection import Access, StoreConnection, unreachable_error
-from trainer.stores.remote.ownership import (
-    MoveRequest,
-    Ranges,
-    StoreDescription,
-)
+from trainer.stores.remote.ownership import MoveRequest, Ranges, StoreDescription
 from trainer.stores.remote.wire import DESCRIBE, MOVE, check_address, write_token
 from trainer.stores.store import StoreUnavailableError
 

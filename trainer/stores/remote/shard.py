@@ -21,11 +21,7 @@ from schemas.arrays import Array
 from schemas.errors import SchemaError
 from schemas.hashing import slot_of_row
 from trainer.stores.local import ArrayTable
-from trainer.stores.remote.ownership import (
-    MoveRequest,
-    ShardControl,
-    SlotMap,
-)
+from trainer.stores.remote.ownership import MoveRequest, ShardControl, SlotMap
 from trainer.stores.remote.wal import Entry, RowsEntry, ShardLog
 from trainer.stores.remote.wire import (
     ARRIVING,
