@@ -61,7 +61,7 @@ from benchmarks.logs import (
 from pipelines.demo_log.generate import GeneratorConfig, write_log
 from pipelines.table.expand import expand
 from presage import DataLoader
-from schemas.dataset.files import CheckedFile
+from schemas.dataset.checked_files import CheckedFile
 from schemas.dataset.layout import DATA_DIRECTORIES
 from schemas.dataset.opened import open_dataset
 from trainer.data.decode import spec_of

@@ -25,7 +25,8 @@ from pipelines.table.indexes import PartBuilder, add_index
 from pipelines.table.segment import sum_bytes
 from schemas.arrays import Jagged
 from schemas.config.job import OrderConfig
-from schemas.dataset.files import CheckedFile, describe_file
+from schemas.dataset.checked_files import CheckedFile
+from schemas.dataset.files import describe_file
 from schemas.dataset.layout import FILE_SHIFT, TRAIN, part_path
 from schemas.dataset.opened import Segment, open_dataset
 from schemas.dataset.order import Order

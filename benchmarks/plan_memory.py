@@ -36,7 +36,8 @@ from pipelines.oracle.table_files import (
 from schemas.arrays import Jagged, offsets_of
 from schemas.config.job import OrderConfig
 from schemas.config.train import CacheConfig
-from schemas.dataset.files import ListFiles, describe_file, sha256_of, write_files
+from schemas.dataset.checked_files import ListFiles
+from schemas.dataset.files import describe_file, sha256_of, write_files
 from schemas.dataset.layout import FILES
 from schemas.dataset.manifest import Reference
 from schemas.dataset.opened import Dataset, Index, IndexPart, Segment, access_lists

@@ -215,7 +215,6 @@ def write_ids(place: Place) -> None:
 
 # Datasets
 
-
 _FEATURE = 'feature {{ name: "{name}" type: {type} annotation {{ tag: "{tag}" }} {more} }}\n'
 _ALWAYS = "presence { min_fraction: 1 }"
 

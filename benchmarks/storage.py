@@ -62,7 +62,6 @@ from schemas.dataset.samples import column_names
 
 LIMIT_RATIO, LIMIT_BYTES = 1.02, 64_000
 """Limit for a dataset without its oracle, relative to the best clustered file."""
-
 HEADLINE = "mind"
 
 

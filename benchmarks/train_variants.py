@@ -50,8 +50,9 @@ from schemas.config.train import ModelConfig, TrainConfig
 from schemas.dataset.layout import SEGMENTS
 from schemas.dataset.opened import Dataset
 from trainer.components import Components, build_components, dense_optimizer
-from trainer.data.collate import Batch, features_of_tables, single_microbatch
+from trainer.data.collate import Batch, features_of_tables
 from trainer.data.decode import BatchSpec, spec_of
+from trainer.data.microbatches import single_microbatch
 from trainer.data.reader import prefetch
 from trainer.data.shared import SharedFeatures
 from trainer.embedding.module import Embedding, TableSpec

@@ -19,7 +19,8 @@ from pipelines.build import build, record_build_speed
 from pipelines.build_context import BuildRequest
 from pipelines.demo_log.example import generate_log, write_example
 from pipelines.init.first_job import init
-from pipelines.preview import WIDTH, preview, show
+from pipelines.preview import preview
+from pipelines.preview_text import WIDTH, show
 from pipelines.quality.gate import GateError
 from pipelines.rewrite.rewrite import RewriteRequest, rewrite
 from pipelines.table.commit import seal

@@ -13,7 +13,6 @@ from pipelines.sources.raw_rows import SPLIT_BYTES
 
 STOP_AFTER_REJECTS = 50_000
 """A build stops after so many rejected rows without one good row."""
-
 _INTERVAL_SEC = 2.0
 _READING, _WRITING = 0.4, 0.5
 """Shares of reading and of writing parts in the time of a build; the rest is the oracle."""

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from scheduler.doctor import Finding, nearest_folder
-from schemas.storage.location import Location, StorageError, check_conditional_put, store_time
+from schemas.storage.location import Location, StorageError
+from schemas.storage.probes import check_conditional_put, store_time
 
 MAX_LATENCY_MS = 200.0
 """Median duration of a small request that is tolerated; within a region it is 10 to 50 ms."""

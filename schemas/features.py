@@ -25,7 +25,6 @@ ROLES: tuple[str, ...] = get_args(Role)
 """`sparse`: ids of an embedding table; `dense`: a number that the model reads; `kept`: stored, but
 not read by models."""
 
-
 MAX_CHARACTERS = 4 << 20
 """Longest schema."""
 MAX_FEATURES = 10_000

@@ -39,11 +39,8 @@ NETWORK_FILESYSTEMS = frozenset(
 backend is unknown, except `LOCAL_FUSE`."""
 LOCAL_FUSE = frozenset({"fuse.fuse-overlayfs", "fuse.lxcfs"})
 """Local FUSE filesystems, used by rootless containers; `fuseblk` is a local disk, too."""
-
-
 ALLOW_OUTSIDE = "--allow-outside"
 ALLOW_OUTSIDE_HELP = "allow data.schema outside the folder of the job file"
-
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 _FILE_URL = re.compile(r"file:(?:///|/(?!/))(.*)", re.DOTALL)
 _OCTAL = re.compile(r"\\([0-7]{3})")

@@ -24,7 +24,7 @@ from pipelines.cli import main
 from pipelines.table.verify import verify
 from schemas.dataset.layout import MANIFEST
 from schemas.errors import PlanError, SchemaError
-from schemas.oracle.accesses import read_hints
+from schemas.oracle.hints import read_hints
 from schemas.run.records import CHECKPOINTS, LEDGER, METRICS, RUN_FILE, SUMMARY, read_summary
 from schemas.storage.location import Location
 from tests.manifest_changes import (

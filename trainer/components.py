@@ -15,7 +15,7 @@ from torch import nn
 
 from schemas.config.job import Job
 from schemas.config.train import CacheConfig, DenseOptimizerConfig, TrainConfig
-from schemas.dataset.files import DecodedListCache
+from schemas.dataset.checked_files import DecodedListCache
 from schemas.dataset.opened import Dataset
 from schemas.dataset.order import Order
 from schemas.errors import SchemaError

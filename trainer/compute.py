@@ -9,10 +9,11 @@ from typing import Generic, TypeVar
 
 import torch
 
-from trainer.data.collate import Batch, Microbatches, move_batch
+from trainer.data.collate import Batch, move_batch
 from trainer.data.decode import spec_of
-from trainer.device.microbatches import DeviceMicrobatchWorker
+from trainer.data.microbatches import Microbatches
 from trainer.device.transfer import device_of
+from trainer.device.worker import DeviceMicrobatchWorker
 from trainer.run.run_context import RunContext
 from trainer.step import (
     MicrobatchWorker,

@@ -18,7 +18,8 @@ from schemas.config.train import WAIT
 from schemas.errors import SchemaError
 from schemas.run.records import PHASES, StepMetric
 from trainer.components import Components
-from trainer.data.collate import Batch, Microbatches, single_microbatch
+from trainer.data.collate import Batch
+from trainer.data.microbatches import Microbatches, single_microbatch
 from trainer.embedding.kernels.compiled import merge
 from trainer.embedding.kernels.interface import RowSums
 from trainer.embedding.module import Embedding

@@ -44,7 +44,6 @@ BYTES_PER_INVERSE = 0.01
 """Cost of following one inverse index, in stored bytes."""
 BYTES_PER_GROUP = 1_600
 """Fixed cost per row group: column chunks of `block`, `unique_index` and inverse, and a footer."""
-
 _CODEC = pa.Codec("zstd", compression_level=1)
 
 

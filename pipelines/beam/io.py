@@ -29,8 +29,9 @@ from apache_beam import pvalue
 from apache_beam.transforms.window import GlobalWindows
 
 from pipelines.autogroup.choose import with_groups
+from pipelines.beam.build_parts import deserialize_results
 from pipelines.beam.jobs import segment_of_rows, segment_pipeline
-from pipelines.beam.stage_transforms import REJECTED, EachReject, ReadRows, deserialize_results
+from pipelines.beam.stage_transforms import REJECTED, EachReject, ReadRows
 from pipelines.beam.stage_transforms import MakeSamples as _SamplesBySql
 from pipelines.build import finish_segment_files, segment_hashes
 from pipelines.build_context import BuildContext, BuildRequest
@@ -49,9 +50,10 @@ from pipelines.table.expand import ContentHash, content_hash, row_hashes
 from pipelines.table.root import write_copies
 from pipelines.transforms.fit import fitted_files, stage_fitted
 from schemas.config.job import Job, load_job
+from schemas.dataset.defaults import missing_column_defaults
 from schemas.dataset.layout import SEGMENTS
 from schemas.dataset.manifest import InputFile, hash_of, read_root
-from schemas.dataset.opened import missing_column_defaults, open_dataset
+from schemas.dataset.opened import open_dataset
 from schemas.dataset.samples import column_names, read_live_row_group, row_groups, samples_schema
 from schemas.errors import SchemaError, suggest_name, suggest_name_or
 from schemas.features import FeatureSet, load_features

@@ -12,27 +12,29 @@ import apache_beam as beam
 import numpy as np
 import pyarrow as pa
 
+from pipelines.beam.build_parts import (
+    BLOCKS,
+    BuildParts,
+    deserialize_results,
+    encode_blocks,
+    serialize_result,
+)
 from pipelines.beam.grouping import SendSamples
 from pipelines.beam.runner import run_pipeline
 from pipelines.beam.stage_transforms import (
-    BLOCKS,
     EVENTS,
     REJECTED,
-    BuildParts,
     FitTransforms,
     MakeSamples,
     ReadRows,
     WriteRejects,
-    deserialize_results,
-    encode_blocks,
-    serialize_result,
 )
 from pipelines.build_context import BuildContext
 from pipelines.clustering.part import build_part, sum_statistics
 from pipelines.clustering.writer import SegmentLayout
 from pipelines.oracle.index import TableTotals, index_table
 from pipelines.oracle.numbering import NumberedTable, number_table, training_blocks
-from pipelines.rewrite.rewrite import FlatPart, FlatStage
+from pipelines.rewrite.flat import FlatPart, FlatStage
 from pipelines.samples.event_join import add_counts
 from pipelines.samples.tuples import Tuples
 from pipelines.shuffle import ReceivedSamples, from_ipc

@@ -19,13 +19,13 @@ import pyarrow.parquet as pq
 from apache_beam.utils.shared import Shared
 
 from pipelines.beam.runner import run_pipeline
+from schemas.dataset.defaults import missing_column_defaults
 from schemas.dataset.files import sha256_of
 from schemas.dataset.layout import EVALUATION, MANIFEST, SAMPLE_WEIGHT, TRAIN
 from schemas.dataset.manifest import canonical_json
 from schemas.dataset.opened import (
     Dataset,
     Segment,
-    missing_column_defaults,
     open_dataset,
     select_segments,
     select_segments_by_hash,

@@ -6,7 +6,6 @@ samples as `pipelines/shuffle.py` defines.
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,23 +13,12 @@ from typing import Any
 import apache_beam as beam
 import pyarrow as pa
 from apache_beam import pvalue
-from apache_beam.metrics import Metrics
-from apache_beam.transforms.window import GlobalWindows
 from apache_beam.utils.shared import Shared
 
-from pipelines.beam.grouping import SendSamples
+from pipelines.beam.counted import EVENTS, Counted, identity, tagged
 from pipelines.build_context import BuildContext
-from pipelines.clustering.part import PARTS_PER_SUM, PartResult, build_part, sum_statistics
-from pipelines.clustering.writer import SegmentLayout, choose_segment_layout
 from pipelines.samples.tuples import Tuples
-from pipelines.shuffle import (
-    ReceivedSamples,
-    SourceRows,
-    elements_of,
-    encode_by_target,
-    from_ipc,
-    to_ipc,
-)
+from pipelines.shuffle import SourceRows, elements_of, encode_by_target, from_ipc, to_ipc
 from pipelines.sources.raw_rows import InputSplit
 from pipelines.sources.rejects import (
     Reject,
@@ -61,70 +49,17 @@ from pipelines.transforms.fit import (
     FITTED,
     Partial,
     add_partial,
-    load_staged,
     merge_partials,
     write_fitted,
     write_shard,
 )
-from pipelines.workers import keep_freed_memory
 from schemas.config.job import DataConfig
-from schemas.dataset.fitted import FittedValues
-from schemas.dataset.layout import BLOCK
-from schemas.errors import SchemaError
 from schemas.storage.location import Location
 
-EVENTS = "events"
-BLOCKS = "blocks"
 REJECTED = "rejected"
 """Output of a segment's pipeline with the rejects themselves; they are not sent to the launcher."""
-
 _KEYED = tuple[int, tuple[str, bytes]]
 """Type hint of keyed bytes: with it every runner encodes the key as an int, not as a pickle."""
-
-
-def _tagged(outputs: Outputs) -> Iterator[pvalue.TaggedOutput]:
-    """Yield what stages have produced beside their main results."""
-    partials = [(key, each) for key, several in outputs.partials.items() for each in several]
-    for tag, values in (
-        (REJECTS, outputs.rejects),
-        (FITTED, partials),
-        (EVENTS, outputs.events),
-    ):
-        for value in values:
-            yield pvalue.TaggedOutput(tag, value)
-
-
-class _Counted(beam.DoFn):
-    """DoFn with the counters `in-rows, in-bytes, out-rows, out-bytes`."""
-
-    def __init__(self, context: BuildContext, label: str) -> None:
-        self.context = context
-        self.counters = {
-            name: Metrics.counter(label, name)
-            for name in ("in-rows", "in-bytes", "out-rows", "out-bytes")
-        }
-
-    def setup(self) -> None:
-        if self.context.owns_workers:
-            keep_freed_memory()
-            self._check_root()
-
-    def _check_root(self) -> None:
-        """Raise SchemaError if this worker does not see the directory that the launcher made."""
-        local = self.context.segment_root.local
-        if local is not None and not local.is_dir():
-            raise SchemaError(
-                f"worker does not see the directory of the dataset: {local}; use a directory that "
-                "all workers share, or the URL of an object store"
-            )
-
-    def count_input(self, table: pa.Table) -> None:
-        self.counters["in-rows"].inc(table.num_rows)
-        self.counters["in-bytes"].inc(table.nbytes)
-
-    def count_output(self, table: pa.Table) -> None:
-        self.counters["out-rows"].inc(table.num_rows)
-        self.counters["out-bytes"].inc(table.nbytes)
 
 
 # Read raw rows.
@@ -133,16 +68,16 @@ class _Counted(beam.DoFn):
 def _split_file(file: InputSplit, context: BuildContext) -> Iterator[Any]:
     outputs = Outputs(context)
     yield from split_file(outputs, file)
-    yield from _tagged(outputs)
+    yield from tagged(outputs)
 
 
-class _ReadSplit(_Counted):
+class _ReadSplit(Counted):
     def process(self, split: InputSplit) -> Iterator[Any]:
         outputs = Outputs(self.context)
         for table in read_rows(outputs, split):
             self.count_output(table)
             yield split.source, table
-        yield from _tagged(outputs)
+        yield from tagged(outputs)
 
 
 @dataclass  # not frozen: Beam assigns to its transforms
@@ -177,7 +112,7 @@ class ReadRows(beam.PTransform):
 def _good_side_rows(rows: tuple[str, pa.Table], context: BuildContext) -> Iterator[Any]:
     (name, table), outputs = rows, Outputs(context)
     yield name, good_side_rows(outputs, name, table)
-    yield from _tagged(outputs)
+    yield from tagged(outputs)
 
 
 def _write_side(side: tuple[str, Iterable[bytes]], context: BuildContext) -> tuple[str, str]:
@@ -338,7 +273,7 @@ class FitTransforms(beam.PTransform):
 # Make samples.
 
 
-class _SampleFn(_Counted):
+class _SampleFn(Counted):
     """Base of the DoFns that make samples."""
 
     stage: SampleStage
@@ -360,7 +295,7 @@ class _SampleFn(_Counted):
             if isinstance(samples, Tuples):
                 self.count_output(samples.samples)
             yield samples
-        yield from _tagged(outputs)
+        yield from tagged(outputs)
 
 
 class _MapRows(_SampleFn):
@@ -380,7 +315,7 @@ class _Finish(_SampleFn):
         return self.emit(outputs, self.stage.finish(outputs, samples))
 
 
-class _SpreadByKey(_Counted):
+class _SpreadByKey(Counted):
     def process(self, rows: tuple[str, pa.Table]) -> Iterator[Any]:
         (source, table), outputs = rows, Outputs(self.context)
         self.count_input(table)
@@ -388,7 +323,7 @@ class _SpreadByKey(_Counted):
         for partition, content in encode_by_target(good, partition_of_row):
             self.counters["out-bytes"].inc(len(content))
             yield partition, (source, content)
-        yield from _tagged(outputs)
+        yield from tagged(outputs)
 
 
 class _SqlPerKey(_SampleFn):
@@ -440,7 +375,7 @@ class MakeSamples(beam.PTransform):
             stage = self._typed(beam.ParDo(_SqlPerKey(context, "SqlPerKey"), *small))
             outputs = (
                 spread_rows[SAMPLES]
-                | "by range" >> beam.Map(_identity).with_output_types(_KEYED)
+                | "by range" >> beam.Map(identity).with_output_types(_KEYED)
                 | "group by key" >> beam.GroupByKey()
                 | "sql per key" >> stage.with_outputs(*tags, main=SAMPLES)
             )
@@ -502,124 +437,3 @@ class EachReject(beam.PTransform):
     def expand(self, input_or_inputs: beam.PCollection) -> Any:
         """Flatten the tables."""
         return input_or_inputs | beam.FlatMap(rejects_from_table).with_output_types(Reject)
-
-
-# Write parts.
-
-
-class _SmallestPartition(beam.DoFn):
-    """Keeps the elements of the smallest partition of each bundle, so all of the smallest one."""
-
-    def start_bundle(self) -> None:
-        self.number = -1
-        self.elements: list[bytes] = []
-
-    def process(self, sent: tuple[int, bytes]) -> None:
-        number, element = sent
-        if not self.elements or number < self.number:
-            self.number, self.elements = number, []
-        if number == self.number:
-            self.elements.append(element)
-
-    def finish_bundle(self) -> Any:
-        for element in self.elements:
-            yield GlobalWindows.windowed_value((self.number, element))
-
-
-def _choose_layout(
-    samples: tuple[int, Iterable[Any]], first: int, files: Mapping[str, str], context: BuildContext
-) -> Iterator[SegmentLayout]:
-    """Yield the layout by the samples of the first partition."""
-    if samples[0] == first:
-        fitted = load_staged(context.segment_root, files, context.data)
-        rows = ReceivedSamples(samples[1])
-        yield choose_segment_layout(rows, context.data, fitted, context.num_parts)
-
-
-class _BuildPart(_Counted):
-    fitted: FittedValues | None = None
-
-    def process(
-        self, samples: tuple[int, Iterable[Any]], layout: SegmentLayout, files: Mapping[str, str]
-    ) -> Iterator[Any]:
-        (number, sent), context = samples, self.context
-        root, data, features = context.segment_root, context.data, context.features
-        if self.fitted is None:
-            self.fitted = load_staged(root, files, data)
-        rows = ReceivedSamples(sent)
-        result = build_part(root, number, rows, data, layout, features, self.fitted)
-        self.counters["in-rows"].inc(result.num_samples)
-        yield result.file_index // PARTS_PER_SUM, serialize_result(result)
-        yield pvalue.TaggedOutput(BLOCKS, encode_blocks(result))
-
-
-def serialize_result(result: PartResult) -> bytes:
-    """Return a result as bytes.
-
-    Beam traverses every element to estimate its size; for 70 results this took 13 s.
-    """
-    return pickle.dumps(result, pickle.HIGHEST_PROTOCOL)
-
-
-def deserialize_results(results: Iterable[bytes]) -> list[PartResult]:
-    """Undo `serialize_result` for results in any order; return them in the order of parts."""
-    return sorted((pickle.loads(r) for r in results), key=lambda r: r.file_index)
-
-
-def encode_blocks(result: PartResult) -> bytes:
-    """Return the columns of a part's blocks that determine the training order, as bytes."""
-    return to_ipc(result.blocks.select([BLOCK, "split", "window"]))
-
-
-@dataclass  # not frozen: Beam assigns to its transforms
-class BuildParts(beam.PTransform):
-    """Samples to parts: group by partition, cluster by session, deduplicate per block, write.
-
-    Results of parts for the commit are in `SAMPLES` (`serialize_result`), blocks in
-    `BLOCKS` (`encode_blocks`).
-    """
-
-    context: BuildContext
-    fitted: beam.PCollection | None = None
-    """Files of fitted transforms, one mapping of path to sha256; None without transforms to fit."""
-
-    def expand(self, input_or_inputs: beam.PCollection) -> Any:
-        """Group samples by partition, determine the layout from the first, write all."""
-        context = self.context
-        files = {} if self.fitted is None else pvalue.AsSingleton(self.fitted)
-        samples: Any = input_or_inputs | "SendSamples" >> SendSamples(context)
-        parts = samples | "cluster by session" >> beam.GroupByKey()
-        smallest = beam.ParDo(_SmallestPartition()).with_output_types(tuple[int, bytes])
-        candidates = samples | "smallest partition" >> smallest
-        first: Any = (
-            candidates
-            | "partition numbers" >> beam.Keys()
-            | "first partition" >> beam.CombineGlobally(min).without_defaults()
-        )
-        number = pvalue.AsSingleton(first, default_value=None)
-        layout_stage = beam.FlatMap(_choose_layout, number, files, context)
-        layout: Any = (
-            candidates
-            | "group candidates" >> beam.GroupByKey()
-            | "choose layout" >> layout_stage.with_output_types(SegmentLayout)
-        )
-        layout_input = pvalue.AsSingleton(layout, default_value=None)
-        stage = beam.ParDo(_BuildPart(context, "BuildParts"), layout_input, files)
-        built = parts | "build part" >> stage.with_output_types(tuple[int, bytes]).with_outputs(
-            BLOCKS, main=SAMPLES
-        )
-        results: Any = (
-            built[SAMPLES]
-            | "group results" >> beam.GroupByKey()
-            | "sum statistics" >> beam.FlatMapTuple(_sum_statistics).with_output_types(bytes)
-        )
-        return {SAMPLES: results, BLOCKS: built[BLOCKS]}
-
-
-def _sum_statistics(_: int, results: Iterable[bytes]) -> Iterator[bytes]:
-    """Return the results of the parts of a sum, in any order, with the sum in the first."""
-    return map(serialize_result, sum_statistics(deserialize_results(results)))
-
-
-def _identity(pair: tuple[int, Any]) -> tuple[int, Any]:
-    return pair

@@ -61,7 +61,6 @@ DICTIONARY = "DICTIONARY"
 
 Encodings = Mapping[str, str]
 """Parquet column path (`a`, `list.list.element`) to encoding name."""
-
 _MAX_ROWS_PER_PAGE = 1 << 30
 """No limit: the default of 20,000 rows costs 4 % (benchmarks/layout.md)."""
 _CANDIDATES: Mapping[str, Sequence[str]] = {

@@ -53,7 +53,6 @@ DENSE = (
     "time_since_last_sec",
     "page_depth",
 )
-
 LOG_SCHEMA = pa.schema(
     [
         ("session_id", pa.int64()),
@@ -66,7 +65,6 @@ LOG_SCHEMA = pa.schema(
     ]
 )
 """Columns of the log; `user_id` is a key and a feature. No value is null."""
-
 DAILY_SWING = 0.5
 """Sessions start at a rate 1 + 0.5 * sin over the day, least at 03:00. Source: none."""
 _RATE_POINTS_PER_DAY = 1440

@@ -26,7 +26,8 @@ from pipelines.oracle.table_files import (
     write_uses_files,
 )
 from schemas.arrays import jagged_of
-from schemas.dataset.files import FileEntry, in_turn, rows_before
+from schemas.dataset.checked_files import in_turn, rows_before
+from schemas.dataset.files import FileEntry
 from schemas.dataset.opened import Segment
 from schemas.dataset.order import Order
 from schemas.oracle.next_uses import EpochUses

@@ -40,7 +40,6 @@ ENTRIES_PER_FILE = 1 << 21
 """Entries after which a file ends: 16 MiB as int64, so that a worker can hold a file."""
 STEPS_PER_FILE = 1 << 16
 """Steps of a file of reuse."""
-
 ENCODINGS = {
     BLOCK: "DELTA_BINARY_PACKED",
     "step": "DELTA_BINARY_PACKED",

@@ -42,7 +42,6 @@ Key = TypeVar("Key")
 Feature = statistics_pb2.FeatureNameStatistics
 Features = Mapping[str, Feature]
 Severity = anomalies_pb2.AnomalyInfo
-
 MANY_REJECTS = "Many rejects"
 
 

@@ -19,6 +19,7 @@ from pipelines.clustering.storage_layout import (
     open_writer,
 )
 from pipelines.table.commit import anomalies_name
+from schemas.dataset.defaults import missing_column_defaults
 from schemas.dataset.layout import (
     BLOCKS,
     DATA_DIRECTORIES,
@@ -29,7 +30,7 @@ from schemas.dataset.layout import (
     tombstones_path,
     window_columns,
 )
-from schemas.dataset.opened import Dataset, Segment, missing_column_defaults, version_name
+from schemas.dataset.opened import Dataset, Segment, version_name
 from schemas.dataset.samples import column_names, live_rows, read_live_row_group, row_groups
 
 MAX_BYTES = 1 << 30
@@ -40,7 +41,6 @@ ROWS_PER_GROUP = 1 << 20
 """Rows of a row group: pyarrow's default."""
 SEED = 0
 """Seed of the shuffled order."""
-
 SHUFFLED = "plain, shuffled"
 TIME_ORDERED = "plain, time-ordered"
 CLUSTERED = "plain, clustered by session"

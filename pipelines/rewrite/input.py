@@ -31,7 +31,6 @@ from schemas.errors import SchemaError, suggest_name
 SOURCE = "rows"
 FILES = "**/*.parquet*"
 BATCH_ROWS = 1 << 16
-
 SESSION_NAMES = (
     "session_id", "session", "sessionid", "user_session", "visit_id", "visitid", "session_key",
     "user_id", "userid", "user", "uid", "member_id", "customer_id", "visitor_id", "visitorid",

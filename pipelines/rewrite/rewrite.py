@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 import yaml
 
 from pipelines.build import build
@@ -29,43 +28,22 @@ from pipelines.build_context import (
     beam_build,
     local_options,
 )
-from pipelines.clustering.chunks import cluster_chunks
-from pipelines.clustering.storage_layout import (
-    choose_encodings,
-    num_bytes,
-    open_writer,
-    try_encodings,
-)
-from pipelines.clustering.writer import ROW_GROUP_BYTES
-from pipelines.exchange import Received, Sent, TaskResult
-from pipelines.executor import Bundle, TaskOutputs, open_exchange, split_inputs
-from pipelines.prepare import count_parts, holds_in_memory
-from pipelines.rewrite.input import (
-    BATCH_ROWS,
-    FILES,
-    SOURCE,
-    Rows,
-    check_microseconds,
-    inspect_rows,
-    ordering,
-    star_type,
-)
+from pipelines.prepare import count_parts
+from pipelines.rewrite.flat import KEY, TIME, FlatPart, FlatStage, run_flat
+from pipelines.rewrite.input import FILES, SOURCE, Rows, check_microseconds, inspect_rows, star_type
+from pipelines.rewrite.plain_types import decoded, is_rewritable
 from pipelines.samples.sql import LIST_INDEX
 from pipelines.samples.statements import Steps
-from pipelines.samples.tuples import Tuples
 from pipelines.shuffle import SHUFFLE
 from pipelines.sources.listing import Folder, folder_of
 from pipelines.sources.raw_rows import ORIGIN, InputSplit
 from pipelines.sources.rejects import rejects_from_table, sorted_rejects
 from pipelines.sources.types import arrow_type
-from pipelines.stages import REJECTS, SAMPLES, read_rows
 from pipelines.table.expand import VIEW, ContentHash, content_hash, hash_of_values, value_hashes
 from pipelines.table.indexes import INDEX_PREFIX
 from pipelines.table.segment import directory_reference, publish_files, remove_partial
-from pipelines.workers import Worker
-from schemas.arrays import take_rows
 from schemas.config.job import DataConfig, Job, SamplesConfig, SessionConfig
-from schemas.dataset.files import sha256_of, sync_file
+from schemas.dataset.files import sha256_of
 from schemas.dataset.group_files import read_group
 from schemas.dataset.layout import BUILDS, JOB, SCHEMA, SEGMENTS, part_path
 from schemas.dataset.manifest import find_root, read_segment
@@ -78,8 +56,6 @@ from schemas.storage.leases import LEASES
 from schemas.storage.location import MANIFESTS, Location
 from schemas.storage.locks import directory_lock
 
-KEY, TIME = "_key", "_time"
-"""Temporary columns that order the rows."""
 HIDDEN = (ORIGIN, LIST_INDEX, KEY, TIME)
 """Names that no column of the input may have."""
 ROWS = "rows"
@@ -94,8 +70,6 @@ OWN_FILES = {
 """Paths of the files of an output, by layout: those of a rewrite that was killed."""
 ROW_TIME = "row_time"
 """Column added to a star schema whose rows have no time: a constant."""
-ORDER_SHARE = 0.01
-"""Rows of a flat file leave the order of sessions if that saves more than this share of bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -326,158 +300,6 @@ def _move_files(request: RewriteRequest, target: Location) -> None:
         publish_files(target, request.output)
     elif request.output.local is None or not request.output.exists():
         request.output.move_from(target.local)
-
-
-@dataclass(frozen=True, slots=True)
-class FlatPart:
-    """One written file."""
-
-    num_bytes: int
-    num_sessions: int
-    content: ContentHash
-
-
-@dataclass(frozen=True, slots=True)
-class FlatStage:
-    """The two stages of a flat rewrite: rows to parts by session, parts to files."""
-
-    context: BuildContext
-    schema: pa.Schema
-    session: str
-    time: str | None
-
-    def samples(self, table: pa.Table) -> Tuples:
-        """Return rows with the columns that determine their part and their order."""
-        return Tuples(with_order(decoded(table), self.session, self.time), {}, {})
-
-    def write(self, part: int, samples: Iterable[Tuples]) -> FlatPart:
-        """Write the file of one part in row groups of about 64 MiB; flush it to disk.
-
-        Rows are clustered by session, unless the order of time or of the input takes less.
-        """
-        num_sessions, content = 0, ContentHash()
-        writer: pq.ParquetWriter | None = None
-        path = self.context.segment_root / part_path(part)
-        with path.new_file() as partial, ExitStack() as opened:
-            order = None
-            for clustered in cluster_chunks(samples, self.context.data, shuffled=False):
-                table = clustered.samples.samples
-                if writer is None:
-                    order = self._smallest_order(table)
-                rows = ordered(table, order).select(self.schema.names)
-                stored = encoded(rows, self.schema)
-                per_group = max(1, int(ROW_GROUP_BYTES * rows.num_rows / max(1, stored.nbytes)))
-                if writer is None:
-                    encodings = choose_encodings(stored.slice(0, per_group))
-                    writer = opened.enter_context(open_writer(partial, self.schema, encodings))
-                for start in range(0, rows.num_rows, per_group):
-                    writer.write_table(stored.slice(start, per_group), row_group_size=per_group)
-                num_sessions += clustered.num_sessions
-                batches = range(0, rows.num_rows, BATCH_ROWS)
-                content += content_hash(rows.slice(start, BATCH_ROWS) for start in batches)
-            opened.close()
-            sync_file(partial)
-            num_bytes = partial.stat().st_size
-        return FlatPart(num_bytes, num_sessions, content)
-
-    def _smallest_order(self, table: pa.Table) -> str | None:
-        """Return the column by which rows in the order of sessions are to be sorted, or None."""
-        sizes = {
-            order: num_bytes(try_encodings(encoded(ordered(table, order), self.schema)))
-            for order in (None, TIME, ORIGIN)
-        }
-        best = min(sizes, key=sizes.__getitem__)
-        return best if sizes[best] < (1 - ORDER_SHARE) * sizes[None] else None
-
-
-def ordered(table: pa.Table, column: str | None) -> pa.Table:
-    """Return rows in the order of a column of integers; ties, or all if None, stay in order."""
-    if column is None:
-        return table
-    return take_rows(table, np.argsort(table[column].to_numpy(), kind="stable"))
-
-
-def run_flat(stage: FlatStage, options: LocalOptions) -> Mapping[str, list[Any]]:
-    """Rewrite all rows on local workers; return `parts` and `rejects`."""
-    context = stage.context
-    in_memory = holds_in_memory(options, sum(f.num_bytes for f in context.listing))
-    with open_exchange(context, options.num_workers, in_memory) as exchange:
-        bundles, _ = split_inputs(context, exchange)
-        exchange.run("map", _send_rows, bundles, stage)
-        samples = exchange.take(SAMPLES)
-        tasks = ((part, samples.pop(part)) for part in list(samples))
-        parts = exchange.run("part", _write_part, tasks, stage)
-        rejects = [rows for sent in exchange.take(REJECTS).values() for rows in Received(sent)]
-    return {"parts": parts, "rejects": rejects}
-
-
-def _send_rows(worker: Worker, bundle: Bundle, stage: FlatStage) -> TaskResult:
-    outputs = TaskOutputs(worker)
-    for split in bundle:
-        for table in read_rows(outputs, split):
-            outputs.add_tuples(stage.samples(table))
-    return outputs.result()
-
-
-def _write_part(
-    worker: Worker, samples: tuple[int, Sequence[Sent]], stage: FlatStage
-) -> TaskResult:
-    part, sent = samples
-    return TaskResult(replace(stage, context=worker.context).write(part, Received(sent)))
-
-
-def with_order(table: pa.Table, session: str, time: str | None) -> pa.Table:
-    """Add the columns that `cluster` sorts by; rows without a key form one session."""
-    times = ordering(table[time]) if time else pa.array(np.zeros(table.num_rows, np.int64))
-    index = pa.array(np.zeros(table.num_rows, np.int32))
-    keyed = table.append_column(KEY, table[session]).append_column(TIME, times)
-    return keyed.append_column(LIST_INDEX, index)
-
-
-def decoded(table: pa.Table) -> pa.Table:
-    """Return the table in types that Arrow's kernels support; `encoded` undoes it."""
-    for index, field in enumerate(table.schema):
-        kind = _plain_type(field.type)
-        if kind != field.type:
-            table = table.set_column(index, field.name, table[field.name].cast(kind))
-    return table
-
-
-def _plain_type(kind: pa.DataType) -> pa.DataType:
-    """Return a type without dictionary, extension (UUID, JSON) and view, at its top level."""
-    if pa.types.is_dictionary(kind):
-        return _plain_type(kind.value_type)
-    if isinstance(kind, pa.BaseExtensionType):
-        return _plain_type(kind.storage_type)
-    if pa.types.is_string_view(kind):
-        return pa.large_string()
-    if pa.types.is_binary_view(kind):
-        return pa.large_binary()
-    return kind
-
-
-def is_rewritable(kind: pa.DataType, nested: bool = False) -> bool:
-    """Tell whether rows with a column of this type can be sorted, hashed and written."""
-    t = pa.types
-    if t.is_list_view(kind) or t.is_large_list_view(kind) or t.is_run_end_encoded(kind):
-        return False
-    if nested and _plain_type(kind) != kind and not t.is_dictionary(kind):
-        return False
-    fields = [kind.field(i).type for i in range(kind.num_fields)]
-    return all(is_rewritable(field, nested=True) for field in fields)
-
-
-def encoded(table: pa.Table, schema: pa.Schema) -> pa.Table:
-    """Return the table with its original schema, including dictionaries and metadata."""
-    columns = []
-    for field in schema:
-        column = table[field.name]
-        if pa.types.is_dictionary(field.type):
-            column = column.combine_chunks().dictionary_encode()
-        if column.type != field.type:
-            column = column.cast(field.type)
-        columns.append(column)
-    return pa.table(columns, schema=schema)
 
 
 # Layout `star`.

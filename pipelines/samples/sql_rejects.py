@@ -41,10 +41,8 @@ BAD_ROWS_SCHEMA = pa.schema(
     ]
 )
 """A raw row that cannot be used, the reason, and the row as text."""
-
 ROW_ERRORS = (duckdb.Error, pa.ArrowInvalid)
 """Errors that a row may cause; Arrow's, if a value cannot be stored in format 1."""
-
 MAX_ATTEMPTS = 2048
 """Maximum runs of a statement to isolate the bad rows of one chunk."""
 EXEMPLARS = 4
@@ -129,7 +127,6 @@ def _raises(statement: str, attempt: Attempt, rows: pa.Table) -> bool:
 
 Node = dict[str, Any]
 """A node of a syntax tree of `json_serialize_sql`."""
-
 _LEAVES = ("COLUMN_REF", "CONSTANT", "LAMBDA", "LAMBDA_REF", "TYPE")
 _MARK = "SELECT TRY(list_transform([0], lambda _one: _unit)) IS NULL"
 """True where `_unit` raises. In a lambda: DuckDB evaluates common subexpressions before `TRY`."""

@@ -40,7 +40,6 @@ from schemas.errors import SchemaError
 
 PER = "per"
 """Table that `samples.map` reads if the job also has `samples.per`."""
-
 _SAMPLES = "_samples"
 
 
@@ -69,7 +68,6 @@ def job_steps(data: DataConfig) -> Steps:
 
 
 # Running the statements.
-
 
 _CHECKED_SHARE = 128
 """Of so many rows of a chunk one is mapped once more, in the middle of the chunk."""

@@ -7,24 +7,21 @@ without logical types, for which fastavro would create Python objects; Arrow cas
 
 from __future__ import annotations
 
-import bz2
 import io
 import json
-import lzma
-import os
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from decimal import MAX_PREC, Context, Decimal
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import fastavro
 import numpy as np
 import pyarrow as pa
 
 from pipelines.sources import limits
+from pipelines.sources.avro_blocks import Block, blocks_between, decompress, read_header
 from pipelines.sources.listing import Folder, first_line
 from pipelines.sources.raw_rows import (
     InputSplit,
@@ -39,12 +36,15 @@ from pipelines.sources.types import type_name
 from schemas.config.sources import SourceConfig
 
 Converter = Callable[[Any], Any]
+
+
 _TypeAndConverter = tuple[pa.DataType, Converter | None]
 
 _PRIMITIVE = {
     "boolean": pa.bool_(), "int": pa.int32(), "long": pa.int64(), "float": pa.float32(),
     "double": pa.float64(), "bytes": pa.binary(), "string": pa.string(),
 }  # fmt: skip
+
 _LOGICAL = {
     "timestamp-millis": pa.timestamp("ms"), "timestamp-micros": pa.timestamp("us"),
     "timestamp-nanos": pa.timestamp("ns"), "local-timestamp-millis": pa.timestamp("ms"),
@@ -66,7 +66,7 @@ def split_avro(folder: Folder, whole: InputSplit, split_bytes: int) -> SplitsAnd
             return [], [file_reject(whole.path, f"file must be Avro, got {error}")]
         splits: list[InputSplit] = []
         start, first_row, row = header.num_bytes, 0, 0
-        for block in _blocks(file, header, start, size, with_data=False):
+        for block in blocks_between(file, header, start, size, with_data=False):
             row += block.num_records
             if block.end - start >= split_bytes or block.end == size:
                 splits.append(
@@ -99,7 +99,7 @@ def read_avro(
         readers = [_field_reader(file_columns, schema.field(c)) for c in columns]
         record_schema = fastavro.parse_schema(without_logical_types(header.schema))
         end, position = split.offset + split.num_bytes, split.first_row
-        for block in _blocks(file, header, split.offset, end):
+        for block in blocks_between(file, header, split.offset, end):
             records, problem = _decode_block(block, header.codec, record_schema)
             rejects = list(_lost_rows(split, position, block, len(records), problem))
             good, bad = _convert_records(records, readers)
@@ -117,7 +117,7 @@ def read_avro(
 
 
 def _lost_rows(
-    split: InputSplit, first_row: int, block: _Block, num_decoded: int, problem: str
+    split: InputSplit, first_row: int, block: Block, num_decoded: int, problem: str
 ) -> Iterator[Reject]:
     """Yield rejects for the rows of a block that were not decoded."""
     num_lost = block.num_records - num_decoded
@@ -133,7 +133,7 @@ def _lost_rows(
         yield Reject(split.path, first_row + row, reason)
 
 
-def _decode_block(block: _Block, codec: str, schema: Any) -> tuple[list[dict[str, Any]], str]:
+def _decode_block(block: Block, codec: str, schema: Any) -> tuple[list[dict[str, Any]], str]:
     """Return the records of a block up to the first error, and the error."""
     if block.data is None:
         return [], "no sync marker at its end"
@@ -155,57 +155,6 @@ def _decode_block(block: _Block, codec: str, schema: Any) -> tuple[list[dict[str
     if num_unused:
         return records, f"{num_unused} bytes after its {block.num_records} rows"
     return records, ""
-
-
-def decompress(codec: str, data: bytes) -> bytes:
-    """Decompress a block.
-
-    Raises:
-        ValueError: the codec is unknown, a checksum is wrong, or the block is larger than
-            `limits.MAX_BLOCK_BYTES`. Codecs raise errors of their own.
-    """
-    most = limits.MAX_BLOCK_BYTES + 1
-    if codec == "null":
-        content = data
-    elif codec == "deflate":
-        stream = zlib.decompressobj(-15)
-        content = stream.decompress(data, most)
-        if len(content) < most and not stream.eof:
-            raise ValueError("an incomplete deflate stream")
-    elif codec == "snappy":
-        content = _decompress_snappy(data)
-    elif codec == "zstandard":
-        with pa.CompressedInputStream(pa.BufferReader(data), "zstd") as file:
-            content = file.read(most)
-    elif codec in ("bzip2", "xz"):
-        with {"bzip2": bz2.BZ2File, "xz": lzma.LZMAFile}[codec](io.BytesIO(data)) as file:
-            content = file.read(most)
-    else:
-        raise ValueError(f"unknown codec {codec!r}")
-    if len(content) >= most:
-        raise ValueError(_large_block(f"more than {limits.MAX_BLOCK_BYTES >> 20} MiB"))
-    return content
-
-
-def _large_block(size: str) -> str:
-    limit = f"{limits.MAX_BLOCK_BYTES >> 20} MiB"
-    return f"a block of {size}, where {limit} is the limit: write the file with smaller blocks"
-
-
-def _decompress_snappy(data: bytes) -> bytes:
-    body, checksum = data[:-4], int.from_bytes(data[-4:], "big")
-    size = shift = 0
-    for byte in body:  # snappy's length prefix
-        size |= (byte & 0x7F) << shift
-        shift += 7
-        if not byte & 0x80:
-            break
-    if size > limits.MAX_BLOCK_BYTES:
-        raise ValueError(_large_block(f"{size} bytes"))
-    content = pa.Codec("snappy").decompress(body, decompressed_size=size, asbytes=True)
-    if zlib.crc32(content) != checksum:
-        raise ValueError("a wrong checksum")
-    return content
 
 
 def _field_reader(file_columns: AvroColumns, declared: pa.Field) -> _FieldReader:
@@ -286,7 +235,7 @@ def copy_avro_rows(
     with folder.open(path) as file:
         header, size = read_header(file), folder.size(path)
         copied, end = 0, header.num_bytes
-        for block in _blocks(file, header, end, size, with_data=False):
+        for block in blocks_between(file, header, end, size, with_data=False):
             copied, end = copied + block.num_records, block.end
             if copied >= rows:
                 break
@@ -295,134 +244,13 @@ def copy_avro_rows(
     return copied, end == size
 
 
-# Headers and blocks of files.
-
-_MARKER_BYTES = 16
-MAGIC = b"Obj\x01"
-HEADER = fastavro.parse_schema(
-    {
-        "type": "record",
-        "name": "header",
-        "fields": [
-            {"name": "magic", "type": {"type": "fixed", "name": "magic", "size": len(MAGIC)}},
-            {"name": "meta", "type": {"type": "map", "values": "bytes"}},
-            {"name": "sync", "type": {"type": "fixed", "name": "sync", "size": _MARKER_BYTES}},
-        ],
-    }
-)
-_SEARCH_BYTES = 1 << 20
-
 _MAX_DIGITS = 76
 """Of a decimal of Arrow."""
-
-_MAX_BLOCK_ROWS = 1 << 24
-"""A block with more rows in its header counts as damaged."""
-
 _MAX_LOST_ROWS = 1 << 16
 """Maximum rows of a damaged block that get a reject each; more get one reject together."""
 
 
 _FieldReader = tuple[pa.Field, Converter | None]
-
-
-@dataclass(frozen=True, slots=True)
-class Header:
-    """The header of a file.
-
-    `schema` is that of the records, from JSON, `marker` the 16 bytes after each block.
-    """
-
-    schema: Any
-    codec: str
-    marker: bytes
-    num_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Block:
-    """A block; without records and data if it is damaged."""
-
-    end: int
-    num_records: int
-    data: bytes | None
-
-
-def read_header(file: BinaryIO) -> Header:
-    """Read the header of a file.
-
-    Raises:
-        ValueError: it is not an Avro file.
-    """
-    try:
-        header = fastavro.schemaless_reader(file, HEADER, None)
-        assert isinstance(header, dict), "its schema is a record's"
-        if header["magic"] != MAGIC:
-            raise EOFError
-        text, codec = header["meta"]["avro.schema"], header["meta"].get("avro.codec", b"null")
-        if len(text) > limits.MAX_SCHEMA_BYTES:
-            raise ValueError(f"a schema of {len(text)} bytes")
-        schema = json.loads(text)
-        limits.check_schema(schema)
-        fastavro.parse_schema(schema)
-    except EOFError as error:
-        raise ValueError("cannot read header - is it an avro file?") from error
-    except RecursionError as error:
-        raise ValueError("a schema that is nested too deeply") from error
-    except Exception as error:  # fastavro has no error type of its own
-        raise ValueError(first_line(error)) from error
-    return Header(schema, codec.decode(errors="replace"), header["sync"], file.tell())
-
-
-def _blocks(
-    file: BinaryIO, header: Header, start: int, end: int, *, with_data: bool = True
-) -> Iterator[_Block]:
-    """Yield the blocks that start in a byte range, with damaged ones."""
-    offset = start
-    while offset < end:
-        file.seek(offset)
-        try:
-            count, size = _read_long(file), _read_long(file)
-        except EOFError:
-            count, size = 0, -1
-        data = b""
-        if 0 <= size <= end - offset:
-            if with_data:
-                data = file.read(size)
-            else:
-                file.seek(size, os.SEEK_CUR)
-        complete = count >= 0 and size >= 0 and file.read(_MARKER_BYTES) == header.marker
-        block_end = file.tell() if complete else _next_marker(file, header.marker, offset, end)
-        if complete and count <= _MAX_BLOCK_ROWS:
-            yield _Block(block_end, count, data)
-        else:
-            yield _Block(block_end, 0, None)
-        offset = block_end
-
-
-def _read_long(file: BinaryIO) -> int:
-    value = shift = 0
-    while True:
-        byte = file.read(1)
-        if not byte or shift > 63:
-            raise EOFError
-        value |= (byte[0] & 0x7F) << shift
-        shift += 7
-        if not byte[0] & 0x80:
-            return (value >> 1) ^ -(value & 1)
-
-
-def _next_marker(file: BinaryIO, marker: bytes, offset: int, end: int) -> int:
-    """Return the offset after the next marker, or the end."""
-    while offset < end:
-        file.seek(offset)
-        window = file.read(min(_SEARCH_BYTES, end - offset))
-        index = window.find(marker)
-        if index >= 0:
-            return offset + index + _MARKER_BYTES
-        if offset + len(window) >= end or len(window) < _MARKER_BYTES:
-            break
-        offset += len(window) - _MARKER_BYTES + 1
-    return end
 
 
 # Types of columns.

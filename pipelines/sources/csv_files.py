@@ -280,7 +280,6 @@ def _with_line_end(text: bytes) -> bytes:
 
 _FRACTION = r"\.[0-9]*[1-9]|[eE]-"
 """Texts that DuckDB would round to an integer."""
-
 _ZONE = r":[0-9.]+ *[A-Za-z+-]"
 """Times with a time zone, which a cast to TIMESTAMP would ignore."""
 

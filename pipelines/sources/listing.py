@@ -200,7 +200,6 @@ def is_transient(error: BaseException) -> bool:
 
 HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 """Folder value of null in Hive and Spark."""
-
 _INTEGER = re.compile(r"0|-?[1-9][0-9]{0,18}")
 _DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
 

@@ -23,7 +23,8 @@ from pipelines.sources.raw_rows import (
 )
 from pipelines.sources.rejects import Reject, file_reject
 from schemas.config.sources import SourceConfig
-from schemas.dataset.files import column_ranges, parquet_file
+from schemas.dataset.checked_files import column_ranges
+from schemas.dataset.files import parquet_file
 
 _COPIED_BATCH_ROWS = 1000
 _MAGIC = b"PAR1"

@@ -42,13 +42,11 @@ def microseconds(moment: datetime | timedelta) -> int:
 
 ORIGIN = "_origin"
 """Column added to every raw row: file index << POSITION_BITS | row in the file."""
-
 POSITION_BITS = 40
 POSITION_MASK = (1 << POSITION_BITS) - 1
 
 CHUNK_ROWS = 1 << 16
 """Maximum raw rows in one run of the SQL."""
-
 SPLIT_BYTES = 32 << 20
 """Target bytes of a split in formats that can be divided at any row."""
 STORED_SPLIT_BYTES = 64 << 20
@@ -57,7 +55,6 @@ has as many. A split takes three or four requests, so that a GB takes at most 50
 
 MAX_COPIED_BYTES = 8 << 20
 """Maximum bytes of a file, decompressed, of which the first rows are copied."""
-
 _WRONG_TYPE_ROWS = 1000
 """A column with this many values in a split, none of which can be cast, has the wrong type."""
 

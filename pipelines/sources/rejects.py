@@ -30,7 +30,6 @@ T = TypeVar("T")
 
 BUILD_REJECTS_SCHEMA = REJECTS_SCHEMA.append(pa.field("rows_unknown", pa.bool_()))
 """Columns of `rejects/*.parquet`, and whether a reject stands for an unknown number of rows."""
-
 MAX_TEXT = 1000
 """Characters kept of a rejected row."""
 
@@ -205,7 +204,6 @@ SHOWN_CHARACTERS = 200
 """Characters printed of a row."""
 WARNING_SHARE = 0.01
 """Share of rejected rows above which the summary is a warning."""
-
 _GROUP_BYTES = 32 << 20
 """Input bytes of the small files whose rejects share one file."""
 _RANGE_ROWS = 1 << 18

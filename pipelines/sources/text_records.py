@@ -43,7 +43,6 @@ from schemas.config.sources import SourceConfig
 
 SHOWN_BYTES = 4000
 """Maximum bytes of a row that are copied into its reject."""
-
 LINE_END = re.compile(rb"\r\n?|\n")
 
 _READ_BYTES = 1 << 20

@@ -44,7 +44,8 @@ from schemas.dataset.manifest import (
     previous_names,
     read_segment,
 )
-from schemas.dataset.opened import Dataset, Segment, open_root, read_tombstones
+from schemas.dataset.opened import Dataset, Segment, open_root
+from schemas.dataset.tombstones import read_tombstones
 from schemas.errors import SchemaError, pluralize
 from schemas.features import FeatureSet
 from schemas.storage.location import Location, StorageError

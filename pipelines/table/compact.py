@@ -49,16 +49,9 @@ from schemas.dataset.manifest import (
     read_segment,
     shuffle_key_of,
 )
-from schemas.dataset.opened import (
-    Dataset,
-    Segment,
-    merge_tombstones,
-    open_dataset,
-    open_root,
-    read_tombstones,
-    read_version,
-)
+from schemas.dataset.opened import Dataset, Segment, open_dataset, open_root, read_version
 from schemas.dataset.samples import read_sample_column, row_groups
+from schemas.dataset.tombstones import merge_tombstones, read_tombstones
 from schemas.errors import SchemaError
 from schemas.storage.location import Location
 

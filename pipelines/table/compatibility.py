@@ -23,9 +23,7 @@ PER_SEGMENT_KEYS = frozenset(
     {"sources", "sides", "samples", "split", "on_error", "generate", "schema", "gate"}
 )
 """Keys of `data` that may differ between segments."""
-
 _DECLARE_AGAIN = "declare it and let the job's SQL yield it, NULL where there is none"
-
 NOT_IN_ID = frozenset({"gate", "generate", "oracle", "schema"})
 """Keys of `data` that are not in the segment's id, as they do not change the samples; the content
 of the file `schema` is hashed apart."""

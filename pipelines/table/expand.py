@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from pipelines.samples.sql import quoted_name
 from pipelines.sources.types import sql_type
 from schemas.arrays import Jagged, comparable, hash_keys, is_list, offsets_of, one_chunk
+from schemas.dataset.defaults import missing_column_defaults
 from schemas.dataset.layout import (
     BLOCK,
     BUFFER_INDEX,
@@ -30,7 +31,7 @@ from schemas.dataset.layout import (
     tombstones_path,
     window_columns,
 )
-from schemas.dataset.opened import Dataset, Segment, missing_column_defaults, open_dataset
+from schemas.dataset.opened import Dataset, Segment, open_dataset
 from schemas.dataset.samples import column_names, read_samples
 from schemas.errors import SchemaError
 from schemas.hashing import splitmix64

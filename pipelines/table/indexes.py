@@ -43,13 +43,12 @@ from schemas.machine import num_cores
 from schemas.oracle.accesses import (
     NextUses,
     TableAccesses,
-    TableHints,
     count_distances,
     open_table,
     slot_accesses,
-    write_hints,
 )
 from schemas.oracle.cache_plan import Plan, cache_too_small, required_rows, summarize
+from schemas.oracle.hints import TableHints, write_hints
 from schemas.oracle.miss_ratio import lru_curve
 from schemas.storage.location import Location
 

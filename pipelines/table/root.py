@@ -18,7 +18,8 @@ from schemas.dataset.layout import BLOCKS, FILES, JOB, MANIFEST, SCHEMA, SEGMENT
 from schemas.dataset.manifest import DatasetManifest, Root, commit_root, read_root
 from schemas.dataset.opened import committed_segment, open_root, version_name
 from schemas.errors import SchemaError
-from schemas.storage.location import Location, store_time
+from schemas.storage.location import Location
+from schemas.storage.probes import store_time
 from schemas.storage.versions import Versions, backoff
 
 MIN_AGE = timedelta(days=7)

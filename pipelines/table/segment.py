@@ -27,7 +27,9 @@ from pipelines.shuffle import SHUFFLE
 from pipelines.sources.rejects import RejectCounts
 from schemas.arrays import join_times
 from schemas.config.job import DataConfig
-from schemas.dataset.files import CheckedFile, FileEntry, describe_file, sha256_of, write_files
+from schemas.dataset.checked_files import CheckedFile
+from schemas.dataset.defaults import type_name
+from schemas.dataset.files import FileEntry, describe_file, sha256_of, write_files
 from schemas.dataset.group_files import group_schema
 from schemas.dataset.layout import (
     BLOCK,
@@ -48,7 +50,7 @@ from schemas.dataset.manifest import (
     hash_of,
     write_manifest,
 )
-from schemas.dataset.opened import split_ranges, type_name
+from schemas.dataset.opened import split_ranges
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet
 from schemas.storage.local_files import PARTIAL

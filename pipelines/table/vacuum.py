@@ -27,7 +27,8 @@ from schemas.dataset.manifest import DatasetManifest, Root, commit_root, parse_r
 from schemas.errors import SchemaError
 from schemas.storage.leases import LEASES, live_leases, remove_expired
 from schemas.storage.local_files import remove_incomplete
-from schemas.storage.location import MANIFESTS, Entry, Location, store_time
+from schemas.storage.location import MANIFESTS, Entry, Location
+from schemas.storage.probes import store_time
 from schemas.storage.versions import Versions
 
 REFUSED_PREFIX = ".refused-"

@@ -29,7 +29,9 @@ from schemas.arrays import (
     values_of,
 )
 from schemas.config.job import DataConfig
-from schemas.dataset.files import ListFiles, find_damaged_files
+from schemas.dataset.checked_files import ListFiles
+from schemas.dataset.defaults import constant_column, missing_column_defaults, type_name
+from schemas.dataset.files import find_damaged_files
 from schemas.dataset.fitted import load_fitted
 from schemas.dataset.group_files import read_group
 from schemas.dataset.layout import (
@@ -43,16 +45,7 @@ from schemas.dataset.layout import (
     reuse_schema,
 )
 from schemas.dataset.manifest import GroupCounts, IndexEntry, TableCounts, previous_names
-from schemas.dataset.opened import (
-    Dataset,
-    IndexPart,
-    Segment,
-    access_lists,
-    constant_column,
-    missing_column_defaults,
-    open_dataset,
-    type_name,
-)
+from schemas.dataset.opened import Dataset, IndexPart, Segment, access_lists, open_dataset
 from schemas.dataset.order import Order
 from schemas.dataset.samples import (
     blocks_of_row_group,

@@ -60,10 +60,8 @@ SAMPLE_SIZE = 1 << 16
 0.2 % (one standard deviation), for a megabyte."""
 
 NUM_SHARDS = 16
-
 MERGE_SIZE = 8
 """Partial results of one key that are merged at once."""
-
 FITTED = "fitted"
 """Directory in a segment being built, with the layout of the dataset; deleted before the commit."""
 

@@ -28,24 +28,14 @@ from schemas.config.schedule import BudgetConfig
 
 CORE_TICKS = 12
 """Ticks at constant sizes and cores that make one reading; at least 60 s."""
-
-
 CORE_STEPS = 20
 """Fewest steps of a reading."""
-
-
 MAX_STEPS = 512
 """Most steps of a reading, the latest ones."""
-
-
 MAX_READINGS = 8
 """Readings at the same cores that are kept, the latest ones."""
-
-
 MIN_CPUS = 0.5
 """Fewest cores of a process, if its file gives as many: it must start, too."""
-
-
 IDLE_CPUS = 0.001
 """Busy cores that an idle process counts with."""
 

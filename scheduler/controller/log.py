@@ -41,7 +41,6 @@ EVENT_TYPES: Mapping[str, type[Event]] = MappingProxyType(
     {kind.__name__: kind for kind in (BudgetSet, Submitted, Tick, *HANDLERS)}
 )
 """Event classes by their names in the log."""
-
 _VALUES = ("process", "position", "resident_bytes", "busy_cores")
 _READING = attrgetter(*_VALUES)
 

@@ -31,8 +31,6 @@ from schemas.config.schedule import BudgetConfig
 from schemas.errors import PlanError
 
 CORES_REDUCED = "sizes not compared: cores were reduced, step times are being measured again"
-
-
 MAX_CHECKED = 4
 """Jobs whose sizes, memory and cores are compared in one tick, 5 ms each; others take turns."""
 

@@ -15,7 +15,6 @@ from scheduler.model.throughput import LEVEL, Floats
 from schemas.config.train import TrainConfig
 
 _MIB = 1 << 20
-
 TRAINER_BASE_BYTES = 930 * _MIB
 """Measured: `trainer train schemas/demo/job.yaml` on 20,000 samples peaked at 1,016 MiB, of which
 the terms below explain 91; the imports alone take 693 (torch 2.13, 2 threads, 2026-11-21)."""
@@ -29,7 +28,6 @@ HEADROOM = 1.2
 """Assumed: allocators and peaks take a fifth more than the arrays themselves."""
 ROW_NUMBER_BYTES = 8
 """One int64 per touched row: its number in the table."""
-
 ROW_STATE_VALUES = {"rowwise_adagrad": 1}
 """State values per embedding row."""
 VALUE_STATE_VALUES = {"adagrad": 1, "adam": 2}

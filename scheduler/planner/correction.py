@@ -59,7 +59,6 @@ MEMORY_HEADROOM = 1.1
 """Memory that is given over the forecast."""
 OOM_GROWTH = 1.5
 """Memory after an OOM kill over that before, at least."""
-
 NO_OTHER_FITS = "no other size within reach fits the limits and the budget"
 NO_OTHER_TRUSTED = "no other size within reach has a confident prediction"
 

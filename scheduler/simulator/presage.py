@@ -76,7 +76,6 @@ OFF = Parts(
     move_stores=False,
 )
 """No parts: time x cost, by priority, then arrival."""
-
 FORECAST_POINTS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.7)
 """Progress at which memory is forecast, until the next of these points at least."""
 

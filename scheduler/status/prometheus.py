@@ -20,7 +20,6 @@ JOB = ("job",)
 
 Spec = tuple[str, str, Callable[[Any], float | None]]
 """Name and description of a gauge, and its value for an object; None for no sample."""
-
 OF_SCHEDULER: Sequence[Spec] = (
     ("budget_cores", "Cores of the budget.", attrgetter("cpus")),
     ("booked_cores", "Cores reserved for live processes.", attrgetter("used_cpus")),

@@ -206,7 +206,6 @@ def shards_of(values: pa.Array, num_shards: int) -> NDArray[np.int64]:
 
 # Statistics, and the fitted values of a whole job.
 
-
 FITTED_DIRECTORY = "fitted"
 
 

@@ -24,7 +24,7 @@ from schemas.arrays import (
     take_ranges,
     unique_tuples,
 )
-from schemas.dataset.files import CheckedFile
+from schemas.dataset.checked_files import CheckedFile
 from schemas.dataset.layout import (
     BLOCK,
     BUFFER_INDEX,

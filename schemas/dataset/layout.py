@@ -9,7 +9,6 @@ from typing import Literal
 import pyarrow as pa
 
 FORMAT_VERSION = 1
-
 MANIFEST = "MANIFEST.json"
 SCHEMA = "schema.pbtxt"
 JOB = "job.yaml"
@@ -22,7 +21,6 @@ EVENTS = "events.parquet"
 TOMBSTONES = "tombstones"
 BUILDS = "builds"
 """Directory of the durations of builds, one file each; not part of the dataset."""
-
 BLOCK = "block"
 UNIQUE_INDEX = "unique_index"
 TUPLE_INDEX = "tuple_index"
@@ -36,13 +34,10 @@ TRAIN, EVALUATION = "train", "evaluation"
 
 DATA_DIRECTORIES = ("samples/", "groups/", "tuples/", "buffers/")
 """Directories of samples and groups in a segment."""
-
 FILE_SHIFT = 20
 """A block's id is `file_index << FILE_SHIFT | index_of_block_in_file`."""
-
 NUMBER_SHIFT = 32
 """A tuple's or buffer's index is `file_index << NUMBER_SHIFT | number_in_file`."""
-
 REJECTS_SCHEMA = pa.schema(
     [
         pa.field("file", pa.string()),  # relative to the input directory
@@ -52,7 +47,6 @@ REJECTS_SCHEMA = pa.schema(
         pa.field("value", pa.string()),  # the row as text, cut at 1,000 characters
     ]
 )
-
 FILES_SCHEMA = pa.schema(
     [
         pa.field("path", pa.string()),  # relative to the directory of files.parquet
@@ -62,9 +56,7 @@ FILES_SCHEMA = pa.schema(
         pa.field("region_crc32", pa.list_(pa.int64())),  # one per region
     ]
 )
-
 EDGES_SCHEMA = pa.schema([pa.field("row", pa.int64())])
-
 
 TOMBSTONES_SCHEMA = pa.schema(
     [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -13,23 +12,18 @@ from typing import TypeVar
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from schemas.arrays import Jagged, jagged_of, offsets_of
 from schemas.config.job import Job, OrderConfig, parse_job
-from schemas.dataset.files import (
+from schemas.dataset.checked_files import (
     CheckedFile,
     DecodedListCache,
-    FileEntry,
     ListFiles,
-    decode_parquet,
-    encode_parquet,
     in_turn,
-    parse_files,
-    read_verified,
     rows_before,
 )
+from schemas.dataset.files import FileEntry, decode_parquet, parse_files, read_verified
 from schemas.dataset.layout import (
     BLOCK,
     BLOCKS,
@@ -40,12 +34,10 @@ from schemas.dataset.layout import (
     MANIFEST,
     SCHEMA,
     SEGMENTS,
-    TOMBSTONES_SCHEMA,
     TRAIN,
     num_unique_column,
     part_path,
     reuse_schema,
-    tombstones_path,
 )
 from schemas.dataset.manifest import (
     DatasetManifest,
@@ -61,6 +53,12 @@ from schemas.dataset.manifest import (
     shuffle_key_of,
 )
 from schemas.dataset.order import Order
+from schemas.dataset.tombstones import (
+    NO_TOMBSTONES,
+    deleted_rows,
+    read_tombstones,
+    tombstones_of_segment,
+)
 from schemas.errors import SchemaError, pluralize, shown
 from schemas.features import FeatureSet, parse_features
 from schemas.oracle.next_uses import from_gaps
@@ -68,7 +66,6 @@ from schemas.oracle.reuse import reuse_bounds
 from schemas.storage.location import Location
 
 Number = TypeVar("Number", bound=np.generic)
-_NO_TOMBSTONES = pa.Table.from_batches([], schema=TOMBSTONES_SCHEMA)  # `empty_table` imports pandas
 
 
 @dataclass(frozen=True)
@@ -83,7 +80,7 @@ class Segment:
     directory: Location
     reference: Reference
     manifest: SegmentManifest
-    tombstones: pa.Table = field(default_factory=lambda: _NO_TOMBSTONES)
+    tombstones: pa.Table = field(default_factory=lambda: NO_TOMBSTONES)
 
     @property
     def id(self) -> str:
@@ -450,6 +447,8 @@ _OPEN_THREADS = 16
 
 # Committed files do not change: the manifests of segments and of parts of indexes are read once.
 committed_segment = lru_cache(maxsize=1 << 14)(read_segment)
+
+
 _committed_part = lru_cache(maxsize=1 << 14)(read_index)
 
 
@@ -488,72 +487,6 @@ def open_root(directory: Location, manifest: DatasetManifest) -> Dataset:
         for place, reference, segment in zip(places, manifest.segments, manifests, strict=True)
     )
     return Dataset(directory, manifest, job, features, segments)
-
-
-# Deleted samples, in one small file that the root manifest names. Data files do not change and
-# nothing is renumbered: a sample with a tombstone has weight 0 until its segment is compacted
-# without it. The file holds positions, and no values of the samples.
-
-
-def merge_tombstones(tables: Sequence[pa.Table]) -> pa.Table:
-    """Merge tombstones, sorted: each sample and reason once, with its earliest time."""
-    table = pa.concat_tables([_NO_TOMBSTONES, *tables])
-    keys = ["segment", "block", "sample_index", "file_row", "reason"]
-    merged = table.group_by(keys).aggregate([("erased_at", "min")])
-    merged = merged.rename_columns([*keys, "erased_at"]).cast(TOMBSTONES_SCHEMA)
-    return merged.sort_by([(name, "ascending") for name in keys]).combine_chunks()
-
-
-def encode_tombstones(table: pa.Table) -> tuple[bytes, str]:
-    """Return the bytes of the file and their sha256, hex."""
-    data = encode_parquet(table)
-    return data, hashlib.sha256(data).hexdigest()
-
-
-def read_tombstones(root: Location, sha256: str | None) -> pa.Table:
-    """Read the tombstone file with a hash; no tombstones if it is None.
-
-    Raises:
-        SchemaError: the file is missing or changed, or has other columns.
-    """
-    if sha256 is None:
-        return _NO_TOMBSTONES
-    path = root / tombstones_path(sha256)
-    table = decode_parquet(read_verified(path, sha256))
-    if not table.schema.equals(TOMBSTONES_SCHEMA):
-        raise SchemaError("tombstones must have the columns of the format", file=str(path))
-    return table
-
-
-def tombstones_of_segment(table: pa.Table, segment_id: str) -> pa.Table:
-    """Return the tombstones of one segment."""
-    if not table.num_rows:
-        return table  # a comparison imports pandas
-    return table.filter(pc.call_function("equal", [table["segment"], segment_id]))
-
-
-def deleted_rows(
-    tombstones: pa.Table, blocks: NDArray[np.int64], starts: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    """Return the rows of consecutive blocks that have a tombstone, distinct and ascending.
-
-    Args:
-        tombstones: of one segment.
-        blocks: (num_blocks,) ascending ids.
-        starts: (num_blocks,) first row of each.
-
-    Example:
-        >>> table = pa.Table.from_pydict(
-        ...     {"block": [7, 9], "sample_index": [2, 0]}
-        ... )
-        >>> deleted_rows(table, np.array([5, 7]), np.array([0, 16])).tolist()
-        [18]
-    """
-    block = tombstones["block"].to_numpy()
-    sample_index = tombstones["sample_index"].to_numpy().astype(np.int64)
-    index = np.minimum(np.searchsorted(blocks, block), len(blocks) - 1)
-    matches = blocks[index] == block
-    return np.unique(starts[index[matches]] + sample_index[matches])
 
 
 # Selection of segments, as a dataset of their own, for daily training. Nothing is copied: steps
@@ -623,55 +556,3 @@ def _where(dataset: Dataset, is_selected: Callable[[Segment], bool]) -> Dataset:
         segments=selected,
         unselected=(*dataset.unselected, *unselected),
     )
-
-
-# Schema evolution: defaults for columns that were declared after a segment was built. Types come
-# from the manifests of segments that have the column, values from the schema; without a default
-# they are null. A table whose features are all missing has no rows in the segment.
-
-
-def type_name(kind: pa.DataType) -> str:
-    """Return the name of an Arrow type; lists of any width have the same name.
-
-    Example:
-        >>> type_name(pa.large_list(pa.int64())), type_name(pa.timestamp("us"))
-        ('list<int64>', 'timestamp[us]')
-    """
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
-        return f"list<{type_name(kind.value_type)}>"
-    return "string" if pa.types.is_large_string(kind) else str(kind)
-
-
-def type_from_name(name: str) -> pa.DataType:
-    """Return the Arrow type of a name of `type_name`; raise SchemaError if it is unknown."""
-    if name.startswith("list<") and name.endswith(">"):
-        return pa.large_list(type_from_name(name[5:-1]))
-    try:
-        return pa.type_for_alias(name)
-    except ValueError as error:
-        raise SchemaError(f"unknown column type: {name!r}; rebuild the dataset") from error
-
-
-def missing_column_defaults(dataset: Dataset, segment: Segment) -> dict[str, pa.Scalar]:
-    """Return the default of each column that a segment was built without."""
-    features = {f.name: f for f in dataset.features.features}
-    return {
-        name: pa.scalar(features[name].default if name in features else None, type_from_name(kind))
-        for name, kind in dataset.column_types.items()
-        if name not in segment.manifest.columns
-    }
-
-
-def read_with_defaults(
-    read: Callable[[list[str]], pa.Table], columns: Sequence[str], defaults: Mapping[str, pa.Scalar]
-) -> pa.Table:
-    """Read columns of a file, at least one; those in `defaults` are constants."""
-    table = read([c for c in columns if c not in defaults])
-    for name in (c for c in columns if c in defaults):
-        table = table.append_column(name, constant_column(defaults[name], table.num_rows))
-    return table.select(list(columns))
-
-
-def constant_column(value: pa.Scalar, num_rows: int) -> pa.Array:
-    """Return a column with one value, or null, in every row."""
-    return pa.repeat(value, num_rows) if value.is_valid else pa.nulls(num_rows, value.type)

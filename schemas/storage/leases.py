@@ -22,7 +22,8 @@ from datetime import datetime, timedelta
 from weakref import WeakKeyDictionary
 
 from schemas.errors import SchemaError
-from schemas.storage.location import Location, StorageError, store_time
+from schemas.storage.location import Location, StorageError
+from schemas.storage.probes import store_time
 
 LEASES = "_leases"
 """Directory of leases."""

@@ -15,7 +15,6 @@ import os
 import shutil
 import tempfile
 import time
-import uuid
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
@@ -51,11 +50,15 @@ SCHEMES = ("file", "s3", "gs", "az", "memory")
 """Schemes of URLs; text without a scheme is a local path."""
 MANIFESTS = "_manifests"
 """Directory of the numbered manifests that commit a dataset, a run or a root of days."""
+
+
 PART_BYTES, MAX_PARTS = 8 << 20, 9_000
 """Smallest part of an upload, and the most parts; S3 takes 10,000."""
 _READ_BYTES = 33 << 20
 """Bytes that an open file at a store reads at once: half a split of the input, and the end of its
 last line."""
+
+
 CHUNK_BYTES, CHUNKS_AHEAD = 8 << 20, 4
 """Bytes of one read while a file is copied, and the reads of a file at a store at once."""
 
@@ -571,45 +574,6 @@ def new_folder(target: Location) -> Generator[Path]:
         entries = Location.parse(folder).entries()
         for entry in sorted(entries, key=lambda entry: entry.path == "MANIFEST.json"):
             (target / entry.path).upload(Path(folder) / entry.path)
-
-
-@contextmanager
-def _probe(directory: Location) -> Generator[Location]:
-    """Yield the location of a new file, which is no manifest; remove it after the body."""
-    probe = directory / MANIFESTS / f"probe-{uuid.uuid4().hex}"
-    try:
-        yield probe
-    except BaseException:
-        with suppress(StorageError):
-            probe.parent.remove([probe.name])
-        raise
-    probe.parent.remove([probe.name])
-
-
-def check_conditional_put(directory: Location) -> None:
-    """Refuse a store that ignores the condition of a conditional put.
-
-    Raises:
-        StorageError: two puts of one name, each on condition that it is absent, both succeeded.
-    """
-    with _probe(directory) as probe:
-        first, second = probe.create(b"first"), probe.create(b"second")
-    if not first or second:
-        raise StorageError(
-            "store ignores the condition of a conditional put, so a concurrent commit could be "
-            "lost; use a store that supports it, see docs/storage.md",
-            file=directory.url,
-        )
-
-
-def store_time(directory: Location) -> datetime:
-    """Return the time by the clock of the store, to the second, as `Entry.modified` has it."""
-    with _probe(directory) as probe:
-        probe.write_bytes(b"time")
-        entry = probe.stat()
-    if entry is None:
-        raise StorageError("store has lost a file just written; use another store", file=probe.url)
-    return entry.modified
 
 
 def _absolute(path: str) -> str:

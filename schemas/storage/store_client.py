@@ -75,8 +75,6 @@ CREDENTIALS = {
     ),
 }
 """Variables that say where credentials are, by scheme."""
-
-
 MISSING_OBJECT = ("", "NoSuchKey", "BlobNotFound")
 """Codes of a reply 404 about an object; there are others, such as for an unknown access key."""
 

@@ -21,7 +21,8 @@ from datetime import datetime
 from itertools import pairwise, takewhile
 
 from schemas.errors import SchemaError
-from schemas.storage.location import MANIFESTS, Entry, Location, StorageError, check_conditional_put
+from schemas.storage.location import MANIFESTS, Entry, Location, StorageError
+from schemas.storage.probes import check_conditional_put
 
 HINT = "latest"
 """File with the number of a recent version."""

@@ -22,8 +22,6 @@ from tests.shared import output_of
 
 CLUSTERED = {"clustered", "by session key", "by time of session"}
 """Orders of the peers that a dataset is compared with."""
-
-
 SMALL = ("one row", "one sample a session", "next items", "constant columns", "numbers")
 SYNTHETIC = ("clickouts", "clickouts_hourly", "no_repeats", "ten_rows")
 

@@ -34,7 +34,6 @@ pytestmark = [pytest.mark.nightly, pytest.mark.timeout(3600)]
 
 __all__ = ["cluster", "namespace"]
 
-
 REACHED = ("coordinator-0.1", "replica-0.1", "replica-1.1", "store-0.1", "store-1.1")
 """Processes of a job that reach each other, as they begin."""
 TOGETHER = """

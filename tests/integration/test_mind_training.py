@@ -22,7 +22,6 @@ MODELS = {
     "wide_deep": "{name: wide_deep, top_layers: [32]}",
     "attention": "{name: attention, history: history, target: item, top_layers: [32]}",
 }
-
 WHOLE = ("dlrm",)
 """Models that train the whole log; the others train 20 steps."""
 

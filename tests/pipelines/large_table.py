@@ -19,7 +19,8 @@ from pipelines.oracle.numbering import number_table
 from pipelines.workers import keep_freed_memory
 from schemas.arrays import Jagged, offsets_of
 from schemas.config.job import OrderConfig
-from schemas.dataset.files import CheckedFile, describe_file
+from schemas.dataset.checked_files import CheckedFile
+from schemas.dataset.files import describe_file
 from schemas.dataset.layout import FILE_SHIFT, part_path
 from schemas.dataset.order import Order
 from schemas.storage.location import Location

@@ -27,7 +27,8 @@ from schemas.dataset.manifest import DatasetManifest, encode_manifest, find_root
 from schemas.dataset.opened import open_dataset, version_name
 from schemas.dataset.samples import read_samples
 from schemas.storage.leases import LEASES
-from schemas.storage.location import MANIFESTS, Location, store_time
+from schemas.storage.location import MANIFESTS, Location
+from schemas.storage.probes import store_time
 
 PROCESSES = ["--direct_num_workers=2", "--direct_running_mode=multi_processing"]
 """Options of a command: two worker processes, which exchange rows in files."""

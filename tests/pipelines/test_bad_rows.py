@@ -125,7 +125,6 @@ STATEMENTS = {
         "SELECT [CAST(k AS UBIGINT) + 9223372036854775805] AS l FROM log"
     ),
 }
-
 NOT_MARKED = (
     "a guard in WHERE", "an OR in WHERE", "BETWEEN", "QUALIFY", "a cast of what is unnested",
     "two that are unnested", "two that are unnested in one expression", "an aggregate over a list",
@@ -135,7 +134,6 @@ NOT_MARKED = (
     "an error() that is guarded", "COLUMNS", "a value that no column can hold",
 )  # fmt: skip
 """Statements whose bad rows are found by bisection, as long as they are few."""
-
 PER_KEY = {
     "a history over a cast": (
         "SELECT CAST(y AS DATE) AS y, list(CAST(x AS INT)) OVER (ORDER BY _origin "

@@ -97,8 +97,6 @@ JOBS: dict[str, tuple[Callable[[Path], Path], int]] = {
     "joined by key, after per and map": (joined_per, 1000),
     "events": (events, 1 << 30),
 }
-
-
 IN_FILES = ("fitted", "joined by key, after per and map")
 """Built by two processes, too, in each run of the tests; the others nightly."""
 

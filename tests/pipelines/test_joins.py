@@ -25,7 +25,6 @@ from tests.pipelines.logs import bytes_of, request, stored_table
 
 # Look-ups.
 
-
 JOB = """
 name: shop
 data:
@@ -377,7 +376,6 @@ def test_row_between_two_microseconds_holds_from_the_next_on() -> None:
 
 
 # Keys of several tables are compared in one type.
-
 
 START = 1_767_225_600_000_000
 

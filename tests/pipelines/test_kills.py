@@ -40,7 +40,6 @@ from tests.trainer.processes import children_of
 
 PATIENCE_SEC = 500.0
 """Until a test gives up; nothing is measured."""
-
 LIMITED = """
 import os, resource, sys
 resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))

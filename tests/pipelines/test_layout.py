@@ -45,7 +45,7 @@ from pipelines.table.expand import content_hash
 from pipelines.table.verify import verify
 from schemas.arrays import Jagged, comparable_tuple, join_times, large_list, offsets_of
 from schemas.config.job import DataConfig, SamplesConfig, SessionConfig, SourceConfig
-from schemas.dataset.files import CheckedFile
+from schemas.dataset.checked_files import CheckedFile
 from schemas.dataset.group_files import group_schema, read_group
 from schemas.dataset.layout import BLOCK, DATA_DIRECTORIES, UNIQUE_INDEX, window_columns
 from schemas.dataset.opened import Dataset, open_dataset

@@ -14,14 +14,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines.sources import limits
-from pipelines.sources.avro import (
-    HEADER,
-    MAGIC,
-    avro_columns,
-    copy_avro_rows,
-    decompress,
-    read_header,
-)
+from pipelines.sources.avro import avro_columns, copy_avro_rows
+from pipelines.sources.avro_blocks import HEADER, MAGIC, decompress, read_header
 from pipelines.sources.formats import empty_rows, input_splits, read_split
 from pipelines.sources.listing import folder_of
 from pipelines.sources.raw_rows import InputSplit

@@ -21,7 +21,7 @@ from pipelines.oracle.numbering import number_table, row_ranges
 from pipelines.oracle.table_files import ArrayFile, IndexedLists
 from pipelines.table.verify import verify
 from schemas.arrays import Jagged, jagged_of, offsets_of
-from schemas.dataset.files import CheckedFile
+from schemas.dataset.checked_files import CheckedFile
 from schemas.dataset.layout import FILE_SHIFT, part_path
 from schemas.dataset.opened import open_dataset
 from schemas.errors import SchemaError

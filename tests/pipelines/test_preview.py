@@ -18,7 +18,8 @@ import pytest
 
 from pipelines.build import build
 from pipelines.cli import main
-from pipelines.preview import WIDTH, preview
+from pipelines.preview import preview
+from pipelines.preview_text import WIDTH
 from pipelines.sources.formats import MAX_FILES, copy_excerpt, input_splits, read_split
 from pipelines.sources.listing import Folder, find_files, folder_of
 from pipelines.sources.raw_rows import ORIGIN, InputSplit

@@ -19,7 +19,7 @@ import pytest
 
 from pipelines.cli import main
 from pipelines.rewrite.input import check_microseconds, inspect_rows
-from pipelines.rewrite.rewrite import decoded
+from pipelines.rewrite.plain_types import decoded
 from pipelines.sources.formats import read_split
 from pipelines.sources.listing import Folder
 from pipelines.table.expand import content_hash
@@ -222,7 +222,7 @@ def test_flat_keeps_every_type_and_the_schema(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_parts: int, chunk_bytes: int
 ) -> None:
     monkeypatch.setattr("pipelines.clustering.chunks.CHUNK_BYTES", chunk_bytes)
-    monkeypatch.setattr("pipelines.rewrite.rewrite.ORDER_SHARE", 1)  # clustered at any price
+    monkeypatch.setattr("pipelines.rewrite.flat.ORDER_SHARE", 1)  # clustered at any price
     folder = folder_of(tmp_path, HELD | ODD)
     size = sum(f.stat().st_size for f in folder.rglob("*.parquet"))
     monkeypatch.setattr("pipelines.prepare.PART_INPUT_BYTES", -(-size // num_parts))

@@ -36,7 +36,6 @@ from tests.pipelines.logs import request, write_job, write_log
 
 # Errors have line and column in the job file.
 
-
 SQL = "SELECT session, time, user, history, unnest(items) AS item, clicked AS label FROM log"
 
 WRONG: dict[str, tuple[str, str, str]] = {
@@ -133,7 +132,6 @@ def test_place_in_value_is_a_line_and_a_column_of_the_document(
 
 
 # Limits of time and memory.
-
 
 CROSS_JOIN = "SELECT {} FROM range(1000000) AS a(i), range(1000000) AS b(i)"
 SHORT = SqlLimitsConfig(time=timedelta(seconds=0.3))
@@ -273,7 +271,6 @@ def test_samples_are_not_written_over_a_directory(tmp_path: Path) -> None:
 
 
 # One statement over many keys yields what it yields for each key alone.
-
 
 PLAYS = pa.table(
     {

@@ -49,7 +49,6 @@ def test_different_lists_stay_apart_and_equal_ones_meet_across_chunks() -> None:
 
 # Downsampling: unbiased, independent of batches, with weights that multiply.
 
-
 UNITS: tuple[Unit, ...] = ("session", "sample")
 FEATURE = 'feature { name: "sample_weight" type: FLOAT annotation { tag: "weight" } }\n'
 OWN = 'feature { name: "worth" type: FLOAT annotation { tag: "weight" } }\n'

@@ -29,7 +29,8 @@ from schemas.dataset.manifest import DatasetManifest, read_dataset
 from schemas.dataset.opened import open_dataset, open_root
 from schemas.errors import SchemaError
 from schemas.storage.leases import Lease
-from schemas.storage.location import MANIFESTS, Location, store_time
+from schemas.storage.location import MANIFESTS, Location
+from schemas.storage.probes import store_time
 from schemas.storage.versions import Versions
 from tests.foreign import add_foreign, assert_untouched
 from tests.pipelines.appending import addition, changed, with_logs

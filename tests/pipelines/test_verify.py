@@ -27,7 +27,7 @@ from schemas.dataset.manifest import (
 from schemas.dataset.opened import open_dataset
 from schemas.dataset.samples import read_samples
 from schemas.errors import SchemaError
-from schemas.oracle.accesses import read_hints
+from schemas.oracle.hints import read_hints
 from schemas.storage.location import MANIFESTS
 from tests.pipelines.logs import IN_PROCESS, built, copy_of, segment_directory
 from tests.schemas import reference

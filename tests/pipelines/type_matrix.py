@@ -82,7 +82,6 @@ COLUMNS: dict[str, pa.Array] = {
     "map": pa.array([[("a", n)] for n in _NUMBERS], pa.map_(pa.string(), pa.int64())),
 }  # fmt: skip
 """A column of each type, with five distinct values."""
-
 SELECTED = "SELECT session, time, n, clicked, x FROM log"
 ROLES: Mapping[str, str] = {
     "not in the SQL": "SELECT session, time, n, clicked FROM log",

@@ -225,7 +225,6 @@ def test_columns_are_selected() -> None:
 
 # ---- State ----
 
-
 FEW: dict[str, Any] = {"features": ["item", "price"], "keep": []}
 """Columns that are read fastest."""
 NUM_POINTS = [8, pytest.param(50, marks=pytest.mark.nightly)]

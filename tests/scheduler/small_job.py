@@ -18,7 +18,6 @@ from schemas.storage.location import Location
 from schemas.storage.versions import Versions
 
 GIB = 1 << 30
-
 JOB = """\
 name: small
 data:

@@ -10,7 +10,8 @@ import pyarrow as pa
 import pytest
 
 from pipelines.clustering.storage_layout import open_writer
-from schemas.dataset.files import CheckedFile, describe_file, find_damaged_files, parse_files
+from schemas.dataset.checked_files import CheckedFile
+from schemas.dataset.files import describe_file, find_damaged_files, parse_files
 from schemas.dataset.manifest import read_dataset
 from schemas.dataset.opened import IndexPart, Segment, committed_segment, open_dataset, version_name
 from schemas.errors import SchemaError

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from schemas.errors import SchemaError
-from schemas.oracle.accesses import TableHints, read_hints, write_hints
+from schemas.oracle.hints import TableHints, read_hints, write_hints
 
 HINTS = {
     name: TableHints(

@@ -12,7 +12,8 @@ import pytest
 
 from schemas.errors import SchemaError
 from schemas.storage.leases import LEASES, Lease, live_leases, remove_expired
-from schemas.storage.location import Location, store_time
+from schemas.storage.location import Location
+from schemas.storage.probes import store_time
 
 
 @pytest.fixture

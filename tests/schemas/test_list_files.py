@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from schemas.arrays import Jagged, offsets_of
-from schemas.dataset.files import CheckedFile, DecodedListCache, ListFiles
+from schemas.dataset.checked_files import CheckedFile, DecodedListCache, ListFiles
 
 
 @dataclass

@@ -13,7 +13,7 @@ import pytest
 
 from schemas.arrays import Jagged
 from schemas.config.train import CacheConfig
-from schemas.dataset.files import CheckedFile
+from schemas.dataset.checked_files import CheckedFile
 from schemas.dataset.opened import Dataset, select_segments, step_distances
 from schemas.errors import SchemaError
 from schemas.oracle import accesses

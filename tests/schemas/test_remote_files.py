@@ -11,13 +11,8 @@ import pyarrow as pa
 import pytest
 
 from pipelines.clustering.storage_layout import open_writer
-from schemas.dataset.files import (
-    CheckedFile,
-    FileEntry,
-    describe_file,
-    find_damaged_files,
-    sha256_of,
-)
+from schemas.dataset.checked_files import CheckedFile
+from schemas.dataset.files import FileEntry, describe_file, find_damaged_files, sha256_of
 from schemas.dataset.opened import open_dataset
 from schemas.errors import SchemaError
 from schemas.oracle.accesses import NextUses, TableAccesses
@@ -83,7 +78,7 @@ def test_files_of_accesses_are_requested_once_for_each_use(
     epochs: int, whole_bytes: int, tmp_path: Path, s3_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of several files the footers are requested first, to count their rows; small ones whole."""
-    monkeypatch.setattr("schemas.dataset.files._WHOLE_BYTES", whole_bytes)
+    monkeypatch.setattr("schemas.dataset.checked_files._WHOLE_BYTES", whole_bytes)
     here = Location.parse(tmp_path / "tiny")
     write_dataset(tmp_path / "tiny")
     requests = Requests()

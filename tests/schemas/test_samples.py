@@ -9,7 +9,7 @@ import pyarrow as pa
 import pytest
 
 from pipelines.build import build
-from schemas.dataset.files import CheckedFile
+from schemas.dataset.checked_files import CheckedFile
 from schemas.dataset.layout import EVALUATION, TRAIN, inverse_column
 from schemas.dataset.opened import Dataset, open_dataset
 from schemas.dataset.samples import column_names, read_columns, read_samples
@@ -123,7 +123,9 @@ def test_ranges_of_the_columns_alone_are_requested(
         return read_ranges(self, ranges)
 
     monkeypatch.setattr(Location, "read_ranges", counted)
-    monkeypatch.setattr("schemas.dataset.files._WHOLE_BYTES", 0)  # else a small file is one request
+    monkeypatch.setattr(
+        "schemas.dataset.checked_files._WHOLE_BYTES", 0
+    )  # else a small file is one request
     expected = whole(open_dataset(shop)).select(["label"])
     assert pa.concat_tables(read_columns(dataset, ["label"])).equals(expected)
     monkeypatch.undo()

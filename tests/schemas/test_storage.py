@@ -27,14 +27,8 @@ from hypothesis import strategies as st
 
 from schemas.errors import SchemaError
 from schemas.storage import store_client
-from schemas.storage.location import (
-    Location,
-    StorageError,
-    check_conditional_put,
-    local_copy,
-    new_folder,
-    store_time,
-)
+from schemas.storage.location import Location, StorageError, local_copy, new_folder
+from schemas.storage.probes import check_conditional_put, store_time
 from tests.fault_proxy import FAULTS, Faults
 from tests.object_store import BUCKET, SECRET_KEY, Store, gcs_server
 

@@ -16,7 +16,7 @@ from schemas.entry import process_variables
 from tests.trainer.faults import DONE, FAULTS, FaultInjector, Faults
 from trainer.__main__ import main
 from trainer.compute import StepCompute
-from trainer.data.collate import Microbatches
+from trainer.data.microbatches import Microbatches
 from trainer.elastic.membership import ReplicaOptions
 from trainer.elastic.replica import ReplicaPeers
 from trainer.loop import StepTotal

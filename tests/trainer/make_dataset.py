@@ -52,7 +52,6 @@ from tests.schemas.parts import gaps_of, num_entries, numbered, write_index
 
 BLOCK_SAMPLES = 16
 BLOCKS_PER_ROW_GROUP = 3
-
 JOB_TEXT = """\
 name: small
 data:

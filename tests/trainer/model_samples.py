@@ -21,8 +21,6 @@ TABLES = {"products": ("clicked", "viewed", "item"), "hours": ("hour",)}
 FEATURES = ("hour", "clicked", "item", "viewed")  # not the order of the tables
 GROUP_OF = {"hour": None, "clicked": "user", "item": None, "viewed": "user"}
 NUM_ROWS = 12
-
-
 CONFIG = TrainConfig(
     model=ModelConfig(
         name="attention",

@@ -32,11 +32,12 @@ from tests.trainer.runs import assert_same_bits, losses_of, parts_of, reader_of,
 from trainer.checkpoint.schedule import copy_bytes_of
 from trainer.components import build_components, order_of, uses_shared_features
 from trainer.compute import StepCompute
-from trainer.data.collate import Batch, batch_from_kjt, move_batch
+from trainer.data.collate import Batch, move_batch
 from trainer.data.decode import spec_of
+from trainer.data.kjt_lookups import batch_from_kjt
 from trainer.device.embedding import DeviceLookups
-from trainer.device.microbatches import DeviceMicrobatchWorker
 from trainer.device.transfer import to_device
+from trainer.device.worker import DeviceMicrobatchWorker
 from trainer.embedding.cache import DirectSource
 from trainer.embedding.kernels.interface import ArenaRows
 from trainer.embedding.module import MicrobatchLookups

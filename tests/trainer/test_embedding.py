@@ -11,8 +11,9 @@ from schemas.config.job import load_job
 from schemas.config.train import SparseOptimizerConfig
 from tests.trainer.make_dataset import write_job
 from tests.trainer.runs import parts_of, reader_of, row_gradients
-from trainer.data.collate import Batch, single_microbatch
+from trainer.data.collate import Batch
 from trainer.data.lookup import take_unsorted
+from trainer.data.microbatches import single_microbatch
 from trainer.embedding.kernels.interface import rule_at, state_width
 from trainer.embedding.kernels.torch_ops import update_rows
 from trainer.embedding.module import Embedding

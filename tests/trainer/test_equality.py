@@ -16,7 +16,7 @@ from tests.shared import in_pairs
 from tests.trainer.make_dataset import write_job
 from tests.trainer.runs import checkpoint_at, losses_of, parts_of, reader_of, row_gradients, run_job
 from trainer.checkpoint.load import load_checkpoint, verify_checkpoint
-from trainer.data.collate import single_microbatch
+from trainer.data.microbatches import single_microbatch
 from trainer.models.torchrec_models import DlrmModel
 from trainer.step import loss_of
 

@@ -15,7 +15,8 @@ import pytest
 
 from schemas.config.job import load_job
 from schemas.dataset.layout import tombstones_path
-from schemas.dataset.opened import encode_tombstones, merge_tombstones, open_dataset
+from schemas.dataset.opened import open_dataset
+from schemas.dataset.tombstones import encode_tombstones, merge_tombstones
 from schemas.errors import SchemaError
 from schemas.rows import rows_of_ids
 from schemas.run.records import CHECKPOINTS

@@ -45,8 +45,6 @@ COMMITS = {
     "all at once": (2, 2, 2, 2),
     "each after a step": (4, 5, 6, 7),
 }
-
-
 STOPS = [(15, "mmap"), (18, "log"), (19, "mmap")]
 """Other steps at which a segment ends, or the next begins."""
 CACHES = {

@@ -17,8 +17,8 @@ from schemas.errors import SchemaError
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, losses_of, parts_of, reader_of, row_gradients, run_job
 from tests.trainer.test_collections import config_of, score
-from trainer.data.collate import single_microbatch
 from trainer.data.decode import spec_of
+from trainer.data.microbatches import single_microbatch
 from trainer.embedding.collections import EmbeddingBagCollection, rows_of
 
 JOB_TABLES = {"users": ["user"], "articles": ["viewed", "clicked", "item"], "pages": ["page"]}

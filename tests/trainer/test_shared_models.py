@@ -26,8 +26,9 @@ from tests.trainer.model_samples import (
     random_samples,
 )
 from tests.trainer.runs import parts_of, reader_of, row_gradients
-from trainer.data.collate import Batch, single_microbatch
+from trainer.data.collate import Batch
 from trainer.data.lookup import inverse_of
+from trainer.data.microbatches import single_microbatch
 from trainer.data.shared import find_shared_features
 from trainer.embedding.module import Embedding
 from trainer.models import torchrec_models

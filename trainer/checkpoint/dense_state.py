@@ -23,7 +23,6 @@ from trainer.checkpoint.format import ArraySpec
 
 MODEL, OPTIMIZER = "model/", "optimizer/"
 
-
 _STATE_KEYS: dict[type[torch.optim.Optimizer], frozenset[str]] = {
     torch.optim.Adam: frozenset({"step", "exp_avg", "exp_avg_sq"}),
     torch.optim.SGD: frozenset(),

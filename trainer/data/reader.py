@@ -20,26 +20,19 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from schemas.arrays import offsets_of
-from schemas.dataset.files import CheckedFile
+from schemas.dataset.checked_files import CheckedFile
+from schemas.dataset.defaults import missing_column_defaults, read_with_defaults
 from schemas.dataset.group_files import read_group
 from schemas.dataset.layout import DATA_DIRECTORIES, EVALUATION, TRAIN, part_path
-from schemas.dataset.opened import Dataset, Segment, missing_column_defaults, read_with_defaults
+from schemas.dataset.opened import Dataset, Segment
 from schemas.dataset.order import Order, Step, blocks_of_rank, runs_of_ranks
-from trainer.data.collate import (
-    Batch,
-    BlockRange,
-    Microbatches,
-    PartOfBlock,
-    Range,
-    collate,
-    make_microbatches,
-)
+from trainer.data.collate import Batch, BlockRange, PartOfBlock, Range, collate
 from trainer.data.decode import SAMPLES, BatchSpec, BlockCounts, RowGroup, decode, padding_row_group
+from trainer.data.microbatches import Microbatches, make_microbatches
 from trainer.data.shared_row_groups import SharedRowGroups, open_shared_row_groups
 
 CACHE_BYTES = 512 << 20
 """Decoded row groups that training keeps, besides those with blocks that are still to be read."""
-
 STEPS_BEHIND = 16
 """Steps that a process may be behind another one that reads the same row groups."""
 OPEN_FILES = 512

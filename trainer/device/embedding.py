@@ -19,8 +19,9 @@ import numpy as np
 import torch
 
 from schemas.config.train import TrainConfig
-from trainer.data.collate import Batch, Microbatches, single_microbatch
+from trainer.data.collate import Batch
 from trainer.data.lookup import Inverse, segment_sums, take, transpose_on_device
+from trainer.data.microbatches import Microbatches, single_microbatch
 from trainer.data.shared import SharedFeatures
 from trainer.device.cache import DeviceCache
 from trainer.device.transfer import host_block, upload

@@ -32,8 +32,8 @@ from torchrec.modules.embedding_modules import (
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from schemas.config.train import SparseOptimizerConfig
-from schemas.oracle.accesses import TableHints
-from trainer.data.collate import OrderedKeyedTensor, batch_from_kjt
+from schemas.oracle.hints import TableHints
+from trainer.data.kjt_lookups import OrderedKeyedTensor, batch_from_kjt
 from trainer.data.lookup import take_unsorted
 from trainer.embedding.fused import ExternalRows, FusedRows, PooledStep, SequenceStep, fused_outputs
 from trainer.embedding.ranks import has_ranks
@@ -471,7 +471,7 @@ def planner_constraints(tables: Mapping[str, TableHints]) -> dict[str, Parameter
     """Return constraints for `EmbeddingShardingPlanner`, by table.
 
     Args:
-        tables: from `schemas.oracle.accesses.read_hints`.
+        tables: from `schemas.oracle.hints.read_hints`.
     """
     return {
         name: ParameterConstraints(

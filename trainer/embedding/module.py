@@ -19,8 +19,9 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from schemas.config.train import TrainConfig
-from trainer.data.collate import Batch, Microbatches, single_microbatch
+from trainer.data.collate import Batch
 from trainer.data.lookup import take_unsorted
+from trainer.data.microbatches import Microbatches, single_microbatch
 from trainer.embedding.cache import RowSource
 from trainer.embedding.kernels import compiled
 from trainer.embedding.kernels.interface import (

@@ -311,7 +311,6 @@ MAX_SAMPLES = 1 << 20
 """Samples of groups in memory, 32 bytes each; others go to temporary files."""
 NUM_FILES = 64
 """Temporary files; one at a time is read into memory."""
-
 _SAMPLE = np.dtype([("key", np.int64), ("label", "f8"), ("score", "f8"), ("weight", "f8")])
 
 

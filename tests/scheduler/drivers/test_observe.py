@@ -9,7 +9,9 @@ import pytest
 from scheduler.controller.state import JobState, PoolName, Process
 from scheduler.drivers.base import Endpoint, ExitStatus
 from scheduler.drivers.children import Children
-from scheduler.drivers.driver import StepTail, ended_event, num_gpus_of, record_history
+from scheduler.drivers.driver import num_gpus_of
+from scheduler.drivers.outcomes import ended_event, record_history
+from scheduler.drivers.step_tail import StepTail
 from scheduler.model.past_runs import PAST_JOBS, read_past_jobs
 from schemas.config.train import TrainConfig
 from schemas.run.records import METRICS, SUMMARY, StepMetric, to_line

@@ -87,8 +87,6 @@ def resolve_address(address: str) -> str:
 
 _PUBLISHED = re.compile(rb"((grpc(?:\+tls)?)://([!-.0-~]+):[0-9]+)\n?")
 """Address of a store, its scheme and its host."""
-
-
 T = TypeVar("T")
 
 _GONE = (

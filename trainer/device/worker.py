@@ -13,8 +13,9 @@ import torch.nn.functional as F
 
 from schemas.config.train import TrainConfig
 from trainer.components import Components, build_model, table_specs
-from trainer.data.collate import Batch, Microbatches, move_batch, single_microbatch
+from trainer.data.collate import Batch, move_batch
 from trainer.data.decode import BatchSpec
+from trainer.data.microbatches import Microbatches, single_microbatch
 from trainer.device.embedding import DeviceEmbedding, DeviceLookups, upload_rows
 from trainer.device.transfer import to_device
 from trainer.embedding.cache import DirectSource
