@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from presage.dataset import Dataset
     from presage.loader import DataLoader
-    from presage.open_rows import open_rows
+    from presage.embedding_rows import open_rows
 
 __all__ = ["DataLoader", "Dataset", "open_rows"]
 _MODULES = {
     "DataLoader": "presage.loader",
     "Dataset": "presage.dataset",
-    "open_rows": "presage.open_rows",
+    "open_rows": "presage.embedding_rows",
 }
 """Module of each public name; it is imported when it is first used, since it imports libraries."""
 

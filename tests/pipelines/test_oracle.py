@@ -36,7 +36,7 @@ from tests.shared import json_of
 
 def small_files(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("pipelines.prepare.PART_INPUT_BYTES", 4_000)
-    for module in ("files", "numbering", "index"):
+    for module in ("table_files", "numbering", "index"):
         patch.setattr(f"pipelines.oracle.{module}.ENTRIES_PER_FILE", 150)
     for lists in ("ACCESSES", "DISTANCES"):
         patch.setattr(f"pipelines.oracle.table_files.{lists}_PER_ROW_GROUP", 60)
@@ -134,7 +134,7 @@ def test_rows_of_any_order_of_blocks_are_numbered_by_first_use(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, ranges: tuple[int, int]
 ) -> None:
     small_files(monkeypatch)
-    for module in ("files", "numbering"):
+    for module in ("table_files", "numbering"):
         monkeypatch.setattr(f"pipelines.oracle.{module}.ENTRIES_PER_FILE", 20)
     monkeypatch.setattr(numbering, "ARRAY_ROWS", ranges[0])
     monkeypatch.setattr(numbering, "HASHED_ROWS", ranges[1])

@@ -180,7 +180,7 @@ def test_run_that_was_killed_begins_once(
     job, dataset, folder = small
     run, old = tmp_path / "run", folder / DATES[0]
     with monkeypatch.context() as patched:
-        place = "setup.start_run" if moment == "before it is a run" else "loop.metric_of"
+        place = "run.setup.start_run" if moment == "before it is a run" else "loop.metric_of"
 
         def die(*_: object, **__: object) -> None:
             raise KeyboardInterrupt

@@ -76,7 +76,7 @@ def test_nothing_is_decided_about_processes_while_the_store_does_not_answer(
     with Log(tmp_path / LOG) as log:
         driver = Driver(options, ThisMachine(), log, {"first": paths})
         with monkeypatch.context() as patch:
-            patch.setattr("scheduler.drivers.driver.find_root", fail)
+            patch.setattr("scheduler.drivers.outcomes.find_root", fail)
             patch.setattr("scheduler.drivers.driver.SILENT_POLL_SEC", 0.0)
             driver.poll()
             driver.poll()
@@ -124,7 +124,7 @@ def test_run_that_cannot_be_read_fails_no_other_job(
         if "first" in str(directory):
             raise PermissionError(13, "denied")
 
-    monkeypatch.setattr("scheduler.drivers.driver.find_root", fail)
+    monkeypatch.setattr("scheduler.drivers.outcomes.find_root", fail)
     with Log(tmp_path / LOG) as log:
         driver, _ = driver_of(tmp_path, log, messages)
         driver.poll()
