@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from presage.dataset import Dataset
-    from presage.loader import DataLoader
     from presage.embedding_rows import open_rows
+    from presage.loader import DataLoader
 
 __all__ = ["DataLoader", "Dataset", "open_rows"]
 _MODULES = {

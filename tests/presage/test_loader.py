@@ -610,7 +610,7 @@ def test_prepared_lookups_are_used_by_our_collections(
         assert len(batch.labels) == (16 if rank == 0 or equal_batches else 0)
         with monkeypatch.context() as patch:
             if lookups:
-                patch.setattr("trainer.data.kjt_lookups.table_lookups", None)  # must not be called
+                patch.setattr("trainer.data.kjt_lookups.table_lookups", None)
             pooled.append(collection(batch.sparse_features).values())
         pooled[-1].sum().backward()
     torch.testing.assert_close(pooled[0], pooled[1])

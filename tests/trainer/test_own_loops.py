@@ -168,7 +168,7 @@ def test_weighted_collection_uses_the_look_ups_of_the_reader(
     sparse = reader_of(job, weighted).read(0).sparse
     plain = unweighted(sparse)["clicked"]
     with monkeypatch.context() as patch:
-        patch.setattr("trainer.data.kjt_lookups.table_lookups", None)  # must not be called
+        patch.setattr("trainer.data.kjt_lookups.table_lookups", None)
         found = collection(sparse)["clicked"]
     assert not torch.equal(found, plain)
     sparse.found = None  # type: ignore[attr-defined]
