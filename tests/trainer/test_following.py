@@ -172,7 +172,7 @@ def test_waiting_is_a_phase_of_the_step_that_follows_and_no_time_of_it(
     follow_job(job, tmp_path / "dataset", tmp_path / "run", pipeline)
     steps = pipeline.steps
     assert [m.step for m in steps if m.phases["wait"] >= 1000] == [12, 16, 19, 20]
-    assert max(m.num_samples / m.samples_per_sec for m in steps) < 100
+    assert max(m.num_samples / m.samples_per_sec for m in steps) < 1000
 
 
 @pytest.mark.slow
