@@ -89,7 +89,7 @@ def keyword(call: ast.Call, name: str) -> object:
 @pytest.mark.slow
 def test_pickle_is_imported_by_two_modules_of_the_build_alone() -> None:
     found = {path for path, tree in trees() if imported(tree) & UNSAFE_MODULES}
-    assert found == {"pipelines/beam/runner.py", "pipelines/beam/stage_transforms.py"}
+    assert found == {"pipelines/beam/runner.py", "pipelines/beam/build_parts.py"}
 
 
 @pytest.mark.slow

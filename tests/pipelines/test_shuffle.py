@@ -109,7 +109,7 @@ def test_builds_on_beam_with_any_workers_and_levels_give_the_same_bytes(
     log: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("pipelines.prepare.PART_INPUT_BYTES", 4_000)
-    for module in ("clustering.part", "beam.transforms"):
+    for module in ("clustering.part", "beam.build_parts"):
         monkeypatch.setattr(f"pipelines.{module}.PARTS_PER_SUM", 3)
     default = dataset_of(log, "default", [])
     beam_local = "--runner=FnApiRunner"

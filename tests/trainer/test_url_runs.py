@@ -297,7 +297,7 @@ def test_large_objects_are_fetched_chunk_by_chunk(
     folder: Path, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     upload_state(folder / "run", url)
-    for module in ("storage", "run_manifest"):
+    for module in ("storage.location", "run.run_manifest"):
         monkeypatch.setattr(f"schemas.{module}.CHUNK_BYTES", 1 << 12)
     fetch_run(Location.parse(url), tmp_path / "copy", ALL)
     fetched = contents_of(tmp_path / "copy")
