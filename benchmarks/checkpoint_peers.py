@@ -43,7 +43,7 @@ from trainer.components import Components
 from trainer.embedding.cache import DirectSource
 from trainer.embedding.changes import Changes
 from trainer.embedding.module import Embedding
-from trainer.embedding.run_rows import RunRows
+from trainer.run_rows import RunRows
 from trainer.stores.local import LocalStore, memory_store
 from trainer.stores.store import TableLayout
 

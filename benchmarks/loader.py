@@ -62,8 +62,8 @@ from pipelines.demo_log.generate import GeneratorConfig, write_log
 from pipelines.table.expand import expand
 from presage import DataLoader
 from schemas.dataset.checked_files import CheckedFile
-from schemas.dataset.layout import DATA_DIRECTORIES
 from schemas.dataset.opened import open_dataset
+from schemas.layout import DATA_DIRECTORIES
 from trainer.data.decode import spec_of
 
 ROW_GROUP = 65_536

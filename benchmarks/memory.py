@@ -43,8 +43,8 @@ from benchmarks.logs import (
     write_result,
 )
 from schemas.config.job import load_job
+from schemas.dataset.accesses import TableAccesses
 from schemas.dataset.opened import Dataset, open_dataset
-from schemas.oracle.accesses import TableAccesses
 from schemas.run.records import METRICS, read_metrics
 from trainer.components import order_of
 

@@ -27,9 +27,9 @@ from schemas.arrays import Jagged
 from schemas.config.job import OrderConfig
 from schemas.dataset.checked_files import CheckedFile
 from schemas.dataset.files import describe_file
-from schemas.dataset.layout import FILE_SHIFT, TRAIN, part_path
 from schemas.dataset.opened import Segment, open_dataset
 from schemas.dataset.order import Order
+from schemas.layout import FILE_SHIFT, TRAIN, part_path
 from schemas.oracle.next_uses import distinct
 from schemas.storage.location import Location
 

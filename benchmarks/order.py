@@ -34,8 +34,8 @@ from benchmarks.logs import (
     write_result,
 )
 from pipelines.table.expand import expand
-from schemas.dataset.layout import TRAIN
 from schemas.dataset.opened import open_dataset
+from schemas.layout import TRAIN
 from schemas.storage.location import Location
 from trainer.options import TrainOptions
 from trainer.train import train

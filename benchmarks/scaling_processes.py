@@ -37,7 +37,6 @@ from schemas.config.train import TrainConfig
 from schemas.dataset.opened import open_dataset
 from schemas.rows import initial_rows
 from schemas.storage.location import Location
-from trainer.checkpoint.schedule import RunCheckpoints
 from trainer.components import build_components, dense_optimizer
 from trainer.compute import StepCompute
 from trainer.data.collate import Batch, features_of_tables
@@ -51,6 +50,7 @@ from trainer.loop import TrainingLoop
 from trainer.models.torchrec_models import build_dlrm, dense_inputs
 from trainer.options import TrainOptions
 from trainer.recovery import Drain, Watchdog
+from trainer.run.checkpoints import RunCheckpoints
 from trainer.run.output import RunOutput
 from trainer.run.run_context import RunContext
 from trainer.step import PartialSums, PhaseTimer, Tree

@@ -36,13 +36,13 @@ from pipelines.oracle.table_files import split_into_files, write_access_file, wr
 from schemas.arrays import Jagged
 from schemas.config.job import OrderConfig
 from schemas.config.train import CacheConfig
+from schemas.dataset.accesses import SharedNextUses
 from schemas.dataset.files import FileEntry, sha256_of, write_files
-from schemas.dataset.layout import FILES
 from schemas.dataset.manifest import Reference
 from schemas.dataset.opened import Dataset, Index, IndexPart, Segment
 from schemas.dataset.order import Order
 from schemas.kernels.oracle import FirstUseNumbering
-from schemas.oracle.accesses import SharedNextUses
+from schemas.layout import FILES
 from schemas.oracle.next_uses import distinct, sorted_gaps
 from schemas.run.records import CHECKPOINTS
 from schemas.storage.location import Location

@@ -47,8 +47,8 @@ from benchmarks.train_sides import (
     summarize,
 )
 from schemas.config.train import ModelConfig, TrainConfig
-from schemas.dataset.layout import SEGMENTS
 from schemas.dataset.opened import Dataset
+from schemas.layout import SEGMENTS
 from trainer.components import Components, build_components, dense_optimizer
 from trainer.data.collate import Batch, features_of_tables
 from trainer.data.decode import BatchSpec, spec_of

@@ -36,7 +36,7 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import presage
-from schemas.oracle.hints import read_hints
+from schemas.dataset.hints import read_hints
 from trainer.embedding.collections import planner_constraints
 
 

@@ -55,7 +55,6 @@ from pipelines.table.segment import (
 from pipelines.transforms.fit import publish_fitted, returned_files, stage_fitted
 from pipelines.workers import num_processes
 from schemas.config.job import DataConfig, GateConfig, Job, SplitConfig, load_job
-from schemas.dataset.layout import BUILDS, EVALUATION, SEGMENTS, TRAIN, part_path
 from schemas.dataset.manifest import (
     InputFile,
     Reference,
@@ -68,6 +67,7 @@ from schemas.dataset.manifest import (
 from schemas.dataset.opened import Dataset, Segment, open_dataset, select_segments
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet, load_features
+from schemas.layout import BUILDS, EVALUATION, SEGMENTS, TRAIN, part_path
 from schemas.storage.location import Location
 
 

@@ -45,8 +45,8 @@ from pipelines.transforms.apply import apply_transforms
 from pipelines.transforms.fit import load_staged
 from schemas.arrays import is_list, one_chunk
 from schemas.config.job import GateConfig
-from schemas.dataset.layout import EVALUATION, REJECTS_SCHEMA, TRAIN
 from schemas.errors import SchemaError
+from schemas.layout import EVALUATION, REJECTS_SCHEMA, TRAIN
 from schemas.storage.location import Location
 
 NUM_SAMPLES = 10

@@ -16,9 +16,9 @@ import pyarrow as pa
 
 from presage.display import Listing, columns_text, format_bytes
 from schemas.dataset import opened as datasets
-from schemas.dataset.layout import EVALUATION, TRAIN
 from schemas.dataset.samples import column_names, num_live_samples, read_columns, samples_schema
 from schemas.errors import SchemaError, pluralize
+from schemas.layout import EVALUATION, TRAIN
 from schemas.storage.location import Location
 
 if TYPE_CHECKING:

@@ -7,8 +7,8 @@ from typing import Literal
 
 from presage.loader import DataLoader
 from schemas.config.train import CacheConfig, StoresConfig
-from schemas.dataset.layout import TRAIN
-from trainer.embedding.own_loops import EmbeddingRows
+from schemas.layout import TRAIN
+from trainer.own_loops import EmbeddingRows
 
 
 def open_rows(

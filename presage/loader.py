@@ -22,10 +22,10 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from presage.batch import Batch, batch_of
 from schemas.config.job import load_job
-from schemas.dataset.layout import EVALUATION, TRAIN
 from schemas.dataset.opened import Dataset, open_dataset
 from schemas.dataset.order import Order
 from schemas.errors import SchemaError, suggest_name
+from schemas.layout import EVALUATION, TRAIN
 from schemas.storage.leases import Lease
 from schemas.storage.location import Location
 from schemas.storage.versions import Versions

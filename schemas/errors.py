@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import difflib
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import timedelta
+from typing import Any
 
 _SIMILAR = 0.8
 """Smallest `difflib` ratio at which a name is suggested."""
@@ -145,3 +146,21 @@ def check_positive(config: object, *names: str) -> None:
         value = getattr(config, name)
         if value is not None and value <= timedelta():
             raise ValueError(f"{name} must be longer than 0s; write a duration such as 30s or 1d")
+
+
+def first_difference(old: Any, new: Any, name: str) -> tuple[str, Any, Any] | None:
+    """Return the name of the first value that differs in nested mappings, and both values.
+
+    Example:
+        >>> first_difference({"a": 1, "b": {"c": 2}}, {"a": 1, "b": {"d": 2}}, "x")
+        ('x.b.c', 2, None)
+    """
+    if old == new:
+        return None
+    if not (isinstance(old, Mapping) and isinstance(new, Mapping)):
+        return name, old, new
+    for key in [*old, *new]:
+        difference = first_difference(old.get(key), new.get(key), f"{name}.{key}")
+        if difference is not None:
+            return difference
+    return None

@@ -15,8 +15,8 @@ from typing import Literal, cast, get_args
 from google.protobuf import text_format
 from tensorflow_metadata.proto.v0 import schema_pb2
 
-from schemas.dataset.layout import SAMPLE_WEIGHT
 from schemas.errors import SchemaError, suggest_name, suggest_name_or
+from schemas.layout import SAMPLE_WEIGHT
 from schemas.paths import is_below
 from schemas.storage.location import Location
 

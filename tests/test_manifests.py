@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 from pipelines.build import build
 from pipelines.cli import main
 from pipelines.table.verify import verify
-from schemas.dataset.layout import MANIFEST
+from schemas.dataset.hints import read_hints
 from schemas.errors import PlanError, SchemaError
-from schemas.oracle.hints import read_hints
+from schemas.layout import MANIFEST
 from schemas.run.records import CHECKPOINTS, LEDGER, METRICS, RUN_FILE, SUMMARY, read_summary
 from schemas.storage.location import Location
 from tests.manifest_changes import (

@@ -30,9 +30,9 @@ from dataclasses import asdict
 from functools import partial
 
 from schemas.config.job import Job, load_job
-from schemas.dataset.layout import BLOCKS
 from schemas.dataset.manifest import read_dataset
 from schemas.errors import PlanError, SchemaError, pluralize, printable
+from schemas.layout import BLOCKS
 from schemas.machine import num_cores
 from schemas.paths import network_warning
 from schemas.run.records import EXIT_BEHIND, EXIT_LOST_ROWS, LEDGER, METRICS, RUN_FILE

@@ -15,18 +15,18 @@ from torch import nn
 
 from schemas.config.job import Job
 from schemas.config.train import CacheConfig, DenseOptimizerConfig, TrainConfig
+from schemas.dataset.accesses import SharedNextUses, TableAccesses
 from schemas.dataset.checked_files import DecodedListCache
 from schemas.dataset.opened import Dataset
 from schemas.dataset.order import Order
 from schemas.errors import SchemaError
-from schemas.oracle.accesses import SharedNextUses, TableAccesses
 from schemas.oracle.cache_plan import Keyframe, Plan, check_cache_size, reuse_distance
 from schemas.oracle.next_uses import clip_to_horizon
 from trainer.data.collate import features_of_tables
 from trainer.data.decode import BatchSpec
-from trainer.device.embedding import DeviceEmbedding
-from trainer.device.transfer import device_of
+from trainer.data.transfer import device_of
 from trainer.embedding.cache import DirectSource, TablePlan
+from trainer.embedding.device_embedding import DeviceEmbedding
 from trainer.embedding.kernels.interface import state_width
 from trainer.embedding.module import Embedding, TableSpec
 from trainer.models import attention, torchrec_models

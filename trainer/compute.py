@@ -12,8 +12,8 @@ import torch
 from trainer.data.collate import Batch, move_batch
 from trainer.data.decode import spec_of
 from trainer.data.microbatches import Microbatches
-from trainer.device.transfer import device_of
-from trainer.device.worker import DeviceMicrobatchWorker
+from trainer.data.transfer import device_of
+from trainer.device_worker import DeviceMicrobatchWorker
 from trainer.run.run_context import RunContext
 from trainer.step import (
     MicrobatchWorker,

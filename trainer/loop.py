@@ -25,9 +25,7 @@ import torch
 from schemas.arrays import Array
 from schemas.config.train import SAVE, START, WAIT
 from schemas.run.records import StepMetric
-from trainer.checkpoint.schedule import RunCheckpoints
-from trainer.compute import NO_MICROBATCHES, StepCompute, WholeBatchCompute
-from trainer.elastic.agreement import (
+from trainer.agreement import (
     Agreement,
     CommittedStep,
     LeaveOutcome,
@@ -35,9 +33,11 @@ from trainer.elastic.agreement import (
     ReplicaStatus,
     leave_outcome,
 )
+from trainer.compute import NO_MICROBATCHES, StepCompute, WholeBatchCompute
 from trainer.growing.follow import Span, next_action
 from trainer.growing.frontier import DatasetRefusedError, Frontier
 from trainer.recovery import Drain, Watchdog
+from trainer.run.checkpoints import RunCheckpoints
 from trainer.run.folder import identity_of, write_dataset
 from trainer.run.ledger import LogWriter
 from trainer.run.output import RunOutput

@@ -26,14 +26,12 @@ from trainer.checkpoint.load import (
     verify_checkpoint,
 )
 from trainer.checkpoint.manager import claim_leftovers
-from trainer.checkpoint.schedule import RunCheckpoints, copy_bytes_of
 from trainer.components import Components, build_components, layouts_of
 from trainer.compute import StepCompute, WholeBatchCompute, open_compute
 from trainer.data.decode import BatchSpec, spec_of
-from trainer.device.cache import DeviceCache
-from trainer.device.transfer import device_of
+from trainer.data.transfer import device_of
 from trainer.embedding.cache import CachedRows, PlannedCache, RowSource
-from trainer.embedding.run_rows import RunRows
+from trainer.embedding.device_cache import DeviceCache
 from trainer.embedding.unplanned import open_baseline
 from trainer.evaluation.evaluate import evaluate_components
 from trainer.evaluation.metrics import Evaluation
@@ -42,12 +40,14 @@ from trainer.growing.frontier import Frontier
 from trainer.loop import Peers, TrainingLoop
 from trainer.options import TrainOptions
 from trainer.recovery import Drain, Watchdog, resume_hint
+from trainer.run.checkpoints import RunCheckpoints, copy_bytes_of
 from trainer.run.folder import RunIdentity, read_identity, run_lock, write_summary
 from trainer.run.ledger import truncate_logs
 from trainer.run.output import RunOutput
 from trainer.run.run_context import RunContext
 from trainer.run.setup import Rollbacks, first_checkpoint, open_run, with_rollbacks
 from trainer.run.warm_start import steps_before, summary_of_origin
+from trainer.run_rows import RunRows
 from trainer.step import Clock, PhaseTimer
 from trainer.stores.factory import open_store
 from trainer.stores.future_log import FutureLog, NextUseLookup

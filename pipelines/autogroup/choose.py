@@ -46,11 +46,11 @@ from pipelines.workers import Worker
 from schemas.arrays import is_list, one_chunk
 from schemas.config.job import SAMPLES, DataConfig, Job, parse_job
 from schemas.config.transforms import TransformConfig
-from schemas.dataset.layout import JOB
 from schemas.dataset.manifest import find_root
 from schemas.dataset.opened import read_version
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet
+from schemas.layout import JOB
 from schemas.storage.location import Location
 
 INPUT_BYTES = 256 << 20

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from pipelines.autogroup.costs import Costs
 from schemas.config.job import MAX_GROUPS, SAMPLES
-from schemas.dataset.layout import inverse_column
+from schemas.layout import inverse_column
 
 Set = frozenset[int]
 MIN_SAVING = 0.002

@@ -20,7 +20,7 @@ from pipelines.shuffle import ReceivedSamples, to_ipc
 from pipelines.stages import SAMPLES
 from pipelines.transforms.fit import load_staged
 from schemas.dataset.fitted import FittedValues
-from schemas.dataset.layout import BLOCK
+from schemas.layout import BLOCK
 
 BLOCKS = "blocks"
 

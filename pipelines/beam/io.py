@@ -51,12 +51,12 @@ from pipelines.table.root import write_copies
 from pipelines.transforms.fit import fitted_files, stage_fitted
 from schemas.config.job import Job, load_job
 from schemas.dataset.defaults import missing_column_defaults
-from schemas.dataset.layout import SEGMENTS
 from schemas.dataset.manifest import InputFile, hash_of, read_root
 from schemas.dataset.opened import open_dataset
 from schemas.dataset.samples import column_names, read_live_row_group, row_groups, samples_schema
 from schemas.errors import SchemaError, suggest_name, suggest_name_or
 from schemas.features import FeatureSet, load_features
+from schemas.layout import SEGMENTS
 from schemas.paths import path_or_url, schema_path
 from schemas.storage.location import Location
 

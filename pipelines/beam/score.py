@@ -21,7 +21,6 @@ from apache_beam.utils.shared import Shared
 from pipelines.beam.runner import run_pipeline
 from schemas.dataset.defaults import missing_column_defaults
 from schemas.dataset.files import sha256_of
-from schemas.dataset.layout import EVALUATION, MANIFEST, SAMPLE_WEIGHT, TRAIN
 from schemas.dataset.manifest import canonical_json
 from schemas.dataset.opened import (
     Dataset,
@@ -32,6 +31,7 @@ from schemas.dataset.opened import (
 )
 from schemas.dataset.samples import blocks_of_row_group, read_joined_row_group
 from schemas.errors import SchemaError
+from schemas.layout import EVALUATION, MANIFEST, SAMPLE_WEIGHT, TRAIN
 from schemas.run.model_file import ModelFile, open_model
 from schemas.run.scoring import load_model
 from schemas.storage.location import Location

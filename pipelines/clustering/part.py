@@ -30,8 +30,8 @@ from schemas.arrays import Jagged, flat_list, is_list, numpy_of, offsets_of, one
 from schemas.config.job import SAMPLES, DataConfig
 from schemas.dataset.files import FileEntry
 from schemas.dataset.fitted import FittedValues
-from schemas.dataset.layout import BLOCK, EVALUATION, TRAIN, UNIQUE_INDEX, inverse_column, part_path
 from schemas.features import FeatureSet
+from schemas.layout import BLOCK, EVALUATION, TRAIN, UNIQUE_INDEX, inverse_column, part_path
 from schemas.rows import distinct_rows, ids_of
 from schemas.storage.location import Location
 

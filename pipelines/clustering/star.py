@@ -34,8 +34,8 @@ from schemas.arrays import (
 )
 from schemas.config.job import SAMPLES, DataConfig
 from schemas.dataset.fitted import FittedValues
-from schemas.dataset.layout import BLOCK, FILE_SHIFT, UNIQUE_INDEX, inverse_column
 from schemas.errors import SchemaError
+from schemas.layout import BLOCK, FILE_SHIFT, UNIQUE_INDEX, inverse_column
 
 ORDERED_KEYS = 32
 """Minimum number of a block's session keys that are put in the order of time. It saves 1 to 7 % of

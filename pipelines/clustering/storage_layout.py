@@ -35,7 +35,7 @@ from schemas.arrays import (
     take_values,
 )
 from schemas.dataset.group_files import Windows, to_windows
-from schemas.dataset.layout import (
+from schemas.layout import (
     BLOCK,
     BUFFER_INDEX,
     NUMBER_SHIFT,

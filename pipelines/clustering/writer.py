@@ -42,7 +42,7 @@ from schemas.arrays import column_bytes, offsets_of
 from schemas.config.job import DataConfig
 from schemas.dataset.files import FileEntry, describe_file
 from schemas.dataset.fitted import FittedValues
-from schemas.dataset.layout import (
+from schemas.layout import (
     BLOCK,
     EVALUATION,
     FILE_SHIFT,

@@ -35,10 +35,10 @@ from pipelines.oracle.table_files import (
 from schemas.arrays import Jagged, jagged_of, offsets_of
 from schemas.arrays import ranges as consecutive
 from schemas.dataset.files import FileEntry, parquet_file
-from schemas.dataset.layout import BLOCK, FILE_SHIFT, TRAIN, part_path
 from schemas.errors import SchemaError
 from schemas.hashing import NUM_SLOTS, slot_of_row
 from schemas.kernels.oracle import FirstUseNumbering
+from schemas.layout import BLOCK, FILE_SHIFT, TRAIN, part_path
 from schemas.oracle.next_uses import sorted_gaps
 from schemas.storage.location import Location
 

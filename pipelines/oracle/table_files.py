@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from pipelines.clustering.storage_layout import open_writer
 from schemas.arrays import Jagged, large_list, offsets_of, ranges
 from schemas.dataset.files import FileEntry, describe_file
-from schemas.dataset.layout import (
+from schemas.layout import (
     BLOCK,
     EDGES_SCHEMA,
     USES_SCHEMA,

@@ -32,10 +32,10 @@ from pipelines.sources.rejects import (
     sort_key,
 )
 from schemas.config.job import GateConfig
-from schemas.dataset.layout import ANOMALIES, EVALUATION, STATISTICS, TRAIN
 from schemas.dataset.manifest import read_segment
 from schemas.dataset.opened import Segment
 from schemas.errors import SchemaError
+from schemas.layout import ANOMALIES, EVALUATION, STATISTICS, TRAIN
 from schemas.storage.location import Location
 
 Key = TypeVar("Key")

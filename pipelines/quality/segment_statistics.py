@@ -25,9 +25,9 @@ from pipelines.quality.column_statistics import (
     sum_tables,
 )
 from schemas.dataset.files import read_verified
-from schemas.dataset.layout import EVALUATION, STATISTICS, TRAIN
 from schemas.dataset.opened import Segment
 from schemas.errors import SchemaError
+from schemas.layout import EVALUATION, STATISTICS, TRAIN
 from schemas.storage.location import Location
 
 SHOWN_VALUES = 20

@@ -33,12 +33,12 @@ from pipelines.table.indexes import (
     policy_reports,
     table_report,
 )
-from schemas.dataset.layout import part_path
+from schemas.dataset.accesses import TableAccesses, open_table
 from schemas.dataset.manifest import GroupCounts
 from schemas.dataset.opened import Dataset, Segment
 from schemas.dataset.samples import row_groups
 from schemas.errors import SchemaError
-from schemas.oracle.accesses import TableAccesses, open_table
+from schemas.layout import part_path
 from schemas.oracle.miss_ratio import EXACT_OPTIMAL, HitRateCurve, lru_curve, optimal_curve
 from schemas.run.records import SUMMARY, RunSummary, read_summary
 from schemas.run.run_manifest import local_runs

@@ -20,7 +20,9 @@ from pipelines.clustering.storage_layout import (
 )
 from pipelines.table.commit import anomalies_name
 from schemas.dataset.defaults import missing_column_defaults
-from schemas.dataset.layout import (
+from schemas.dataset.opened import Dataset, Segment, version_name
+from schemas.dataset.samples import column_names, live_rows, read_live_row_group, row_groups
+from schemas.layout import (
     BLOCKS,
     DATA_DIRECTORIES,
     FILES,
@@ -30,8 +32,6 @@ from schemas.dataset.layout import (
     tombstones_path,
     window_columns,
 )
-from schemas.dataset.opened import Dataset, Segment, version_name
-from schemas.dataset.samples import column_names, live_rows, read_live_row_group, row_groups
 
 MAX_BYTES = 1 << 30
 """Bytes of expanded rows that are written; of a larger dataset a share of the row groups is."""

@@ -33,7 +33,7 @@ from pipelines.table.expand import ContentHash, content_hash
 from pipelines.workers import Worker
 from schemas.arrays import take_rows
 from schemas.dataset.files import sync_file
-from schemas.dataset.layout import part_path
+from schemas.layout import part_path
 
 KEY, TIME = "_key", "_time"
 """Temporary columns that order the rows."""

@@ -45,12 +45,12 @@ from pipelines.table.segment import directory_reference, publish_files, remove_p
 from schemas.config.job import DataConfig, Job, SamplesConfig, SessionConfig
 from schemas.dataset.files import sha256_of
 from schemas.dataset.group_files import read_group
-from schemas.dataset.layout import BUILDS, JOB, SCHEMA, SEGMENTS, part_path
 from schemas.dataset.manifest import find_root, read_segment
 from schemas.dataset.opened import Segment, open_dataset
 from schemas.dataset.samples import blocks_of_row_group, row_groups, tuples_of_samples
 from schemas.errors import SchemaError, suggest_name
 from schemas.features import FeatureSet
+from schemas.layout import BUILDS, JOB, SCHEMA, SEGMENTS, part_path
 from schemas.machine import num_cores
 from schemas.storage.leases import LEASES
 from schemas.storage.location import MANIFESTS, Location

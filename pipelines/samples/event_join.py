@@ -26,10 +26,10 @@ from pipelines.sources.rejects import Reject, python_rows, rejects_table, sorted
 from schemas.arrays import comparable, one_chunk, ranges, unique_tuples
 from schemas.config.job import DataConfig
 from schemas.config.sources import EventsConfig
-from schemas.dataset.layout import EVENTS, REJECTS_SCHEMA, part_path
 from schemas.dataset.manifest import InputFile
 from schemas.dataset.opened import Segment
 from schemas.errors import SchemaError
+from schemas.layout import EVENTS, REJECTS_SCHEMA, part_path
 from schemas.storage.location import Location
 
 COUNTS = ("features", "without_event", "events", "late", "unmatched", "duplicates")

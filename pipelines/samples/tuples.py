@@ -31,11 +31,11 @@ from schemas.arrays import (
     unique_tuples,
 )
 from schemas.config.job import DataConfig
-from schemas.dataset.layout import SAMPLE_WEIGHT
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet
 from schemas.hashing import salt_of, splitmix64
 from schemas.kernels import arrays as kernels
+from schemas.layout import SAMPLE_WEIGHT
 
 Item = TypeVar("Item")
 

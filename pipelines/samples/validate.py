@@ -18,7 +18,9 @@ from pipelines.samples.tuples import Tuples
 from pipelines.sources.raw_rows import ORIGIN
 from schemas.arrays import is_list, one_chunk
 from schemas.config.job import DataConfig
-from schemas.dataset.layout import (
+from schemas.errors import SchemaError, suggest_name, suggest_name_or
+from schemas.features import ROLES, Feature, FeatureSet
+from schemas.layout import (
     BLOCK,
     TUPLE_INDEX,
     UNIQUE_INDEX,
@@ -26,8 +28,6 @@ from schemas.dataset.layout import (
     weights_column,
     window_columns,
 )
-from schemas.errors import SchemaError, suggest_name, suggest_name_or
-from schemas.features import ROLES, Feature, FeatureSet
 
 _HIDDEN = (ORIGIN, LIST_INDEX)
 _NUMBERS = ("dense", "label", "weight")

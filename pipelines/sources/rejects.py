@@ -22,8 +22,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from schemas.dataset.files import decode_parquet
-from schemas.dataset.layout import REJECTS_SCHEMA
 from schemas.dataset.manifest import InputFile
+from schemas.layout import REJECTS_SCHEMA
 from schemas.storage.location import Entry, Location
 
 T = TypeVar("T")

@@ -31,7 +31,6 @@ from pipelines.table.segment import directory_reference
 from pipelines.transforms.fit import check_fitted_files
 from schemas.config.job import Job, parse_job
 from schemas.dataset.files import read_verified
-from schemas.dataset.layout import JOB, MANIFEST, SCHEMA, SEGMENTS
 from schemas.dataset.manifest import (
     ERASED_PREFIX,
     DatasetManifest,
@@ -48,6 +47,7 @@ from schemas.dataset.opened import Dataset, Segment, open_root
 from schemas.dataset.tombstones import read_tombstones
 from schemas.errors import SchemaError, pluralize
 from schemas.features import FeatureSet
+from schemas.layout import JOB, MANIFEST, SCHEMA, SEGMENTS
 from schemas.storage.location import Location, StorageError
 
 MAX_POSITION = 99_999

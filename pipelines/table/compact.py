@@ -39,7 +39,6 @@ from pipelines.table.segment import rewritten_key
 from pipelines.table.vacuum import check_unused, remove_replaced
 from schemas.arrays import is_list
 from schemas.dataset.files import sha256_of
-from schemas.dataset.layout import MANIFEST, SCHEMA, SEGMENTS
 from schemas.dataset.manifest import (
     ERASED_PREFIX,
     DatasetManifest,
@@ -53,6 +52,7 @@ from schemas.dataset.opened import Dataset, Segment, open_dataset, open_root, re
 from schemas.dataset.samples import read_sample_column, row_groups
 from schemas.dataset.tombstones import merge_tombstones, read_tombstones
 from schemas.errors import SchemaError
+from schemas.layout import MANIFEST, SCHEMA, SEGMENTS
 from schemas.storage.location import Location
 
 

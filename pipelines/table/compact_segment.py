@@ -34,11 +34,11 @@ from pipelines.table.segment import directories_of, finish_segment, segment_dire
 from schemas.config.job import DataConfig, Job
 from schemas.dataset.files import write_files
 from schemas.dataset.group_files import group_schema, read_group
-from schemas.dataset.layout import BLOCK, BLOCKS, EVENTS, FILES, inverse_column, part_path
 from schemas.dataset.manifest import write_manifest
 from schemas.dataset.opened import Dataset, Segment
 from schemas.dataset.samples import blocks_of_row_group, row_groups, tuples_of_samples
 from schemas.features import FeatureSet
+from schemas.layout import BLOCK, BLOCKS, EVENTS, FILES, inverse_column, part_path
 from schemas.machine import num_cores
 from schemas.storage.location import Location
 

@@ -21,12 +21,12 @@ from schemas.arrays import flat_list, is_list, offsets_of, one_chunk
 from schemas.config.job import DataConfig
 from schemas.dataset.defaults import type_from_name
 from schemas.dataset.files import parquet_file
-from schemas.dataset.layout import TOMBSTONES_SCHEMA, tombstones_path
 from schemas.dataset.manifest import DatasetManifest, Root, read_root
 from schemas.dataset.opened import Dataset, Segment, open_root
 from schemas.dataset.samples import blocks_of_row_group, read_sample_column, row_groups
 from schemas.dataset.tombstones import encode_tombstones, merge_tombstones, read_tombstones
 from schemas.errors import SchemaError, suggest_name
+from schemas.layout import TOMBSTONES_SCHEMA, tombstones_path
 from schemas.storage.location import Location
 from schemas.storage.versions import writer_id
 

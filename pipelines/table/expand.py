@@ -19,7 +19,11 @@ from pipelines.samples.sql import quoted_name
 from pipelines.sources.types import sql_type
 from schemas.arrays import Jagged, comparable, hash_keys, is_list, offsets_of, one_chunk
 from schemas.dataset.defaults import missing_column_defaults
-from schemas.dataset.layout import (
+from schemas.dataset.opened import Dataset, Segment, open_dataset
+from schemas.dataset.samples import column_names, read_samples
+from schemas.errors import SchemaError
+from schemas.hashing import splitmix64
+from schemas.layout import (
     BLOCK,
     BUFFER_INDEX,
     MICROSECONDS,
@@ -31,10 +35,6 @@ from schemas.dataset.layout import (
     tombstones_path,
     window_columns,
 )
-from schemas.dataset.opened import Dataset, Segment, open_dataset
-from schemas.dataset.samples import column_names, read_samples
-from schemas.errors import SchemaError
-from schemas.hashing import splitmix64
 from schemas.storage.location import Location
 
 

@@ -23,8 +23,15 @@ from pipelines.table.root import until_committed, update_root
 from pipelines.table.segment import describe_files, publish, remove_partial
 from schemas.config.job import DataConfig, OrderConfig
 from schemas.config.train import CacheConfig
+from schemas.dataset.accesses import (
+    NextUses,
+    TableAccesses,
+    count_distances,
+    open_table,
+    slot_accesses,
+)
 from schemas.dataset.files import write_files
-from schemas.dataset.layout import FILES, TRAIN
+from schemas.dataset.hints import TableHints, write_hints
 from schemas.dataset.manifest import (
     DatasetManifest,
     IndexEntry,
@@ -39,16 +46,9 @@ from schemas.dataset.manifest import (
 )
 from schemas.dataset.opened import Dataset, Index, Segment, open_dataset, select_segments
 from schemas.dataset.order import Order
+from schemas.layout import FILES, TRAIN
 from schemas.machine import num_cores
-from schemas.oracle.accesses import (
-    NextUses,
-    TableAccesses,
-    count_distances,
-    open_table,
-    slot_accesses,
-)
 from schemas.oracle.cache_plan import Plan, cache_too_small, required_rows, summarize
-from schemas.oracle.hints import TableHints, write_hints
 from schemas.oracle.miss_ratio import lru_curve
 from schemas.storage.location import Location
 

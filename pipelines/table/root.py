@@ -14,10 +14,10 @@ from typing import TypeVar
 
 from pipelines.table.expand import VIEW, view_sql
 from schemas.dataset.files import parse_files
-from schemas.dataset.layout import BLOCKS, FILES, JOB, MANIFEST, SCHEMA, SEGMENTS, tombstones_path
 from schemas.dataset.manifest import DatasetManifest, Root, commit_root, read_root
 from schemas.dataset.opened import committed_segment, open_root, version_name
 from schemas.errors import SchemaError
+from schemas.layout import BLOCKS, FILES, JOB, MANIFEST, SCHEMA, SEGMENTS, tombstones_path
 from schemas.storage.location import Location
 from schemas.storage.probes import store_time
 from schemas.storage.versions import Versions, backoff

@@ -31,16 +31,6 @@ from schemas.dataset.checked_files import CheckedFile
 from schemas.dataset.defaults import type_name
 from schemas.dataset.files import FileEntry, describe_file, sha256_of, write_files
 from schemas.dataset.group_files import group_schema
-from schemas.dataset.layout import (
-    BLOCK,
-    BLOCKS,
-    DATA_DIRECTORIES,
-    FILES,
-    MANIFEST,
-    SPLIT_TIME,
-    inverse_column,
-    part_path,
-)
 from schemas.dataset.manifest import (
     GroupCounts,
     InputFile,
@@ -53,6 +43,16 @@ from schemas.dataset.manifest import (
 from schemas.dataset.opened import split_ranges
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet
+from schemas.layout import (
+    BLOCK,
+    BLOCKS,
+    DATA_DIRECTORIES,
+    FILES,
+    MANIFEST,
+    SPLIT_TIME,
+    inverse_column,
+    part_path,
+)
 from schemas.storage.local_files import PARTIAL
 from schemas.storage.location import Location
 

@@ -22,9 +22,9 @@ from typing import Any
 from pipelines.table.indexes import INDEX_PREFIX, segment_of_part
 from pipelines.table.root import MIN_AGE, directories_in, files_in, until_committed
 from schemas.dataset.fitted import FITTED_DIRECTORY, VOCABULARIES
-from schemas.dataset.layout import SEGMENTS, TOMBSTONES
 from schemas.dataset.manifest import DatasetManifest, Root, commit_root, parse_root, read_root
 from schemas.errors import SchemaError
+from schemas.layout import SEGMENTS, TOMBSTONES
 from schemas.storage.leases import LEASES, live_leases, remove_expired
 from schemas.storage.local_files import remove_incomplete
 from schemas.storage.location import MANIFESTS, Entry, Location

@@ -29,21 +29,12 @@ from schemas.arrays import (
     values_of,
 )
 from schemas.config.job import DataConfig
+from schemas.dataset.accesses import TableAccesses
 from schemas.dataset.checked_files import ListFiles
 from schemas.dataset.defaults import constant_column, missing_column_defaults, type_name
 from schemas.dataset.files import find_damaged_files
 from schemas.dataset.fitted import load_fitted
 from schemas.dataset.group_files import read_group
-from schemas.dataset.layout import (
-    BLOCK,
-    DATA_DIRECTORIES,
-    TRAIN,
-    UNIQUE_INDEX,
-    inverse_column,
-    num_unique_column,
-    part_path,
-    reuse_schema,
-)
 from schemas.dataset.manifest import GroupCounts, IndexEntry, TableCounts, previous_names
 from schemas.dataset.opened import Dataset, IndexPart, Segment, access_lists, open_dataset
 from schemas.dataset.order import Order
@@ -54,7 +45,16 @@ from schemas.dataset.samples import (
     tuples_of_samples,
 )
 from schemas.errors import SchemaError
-from schemas.oracle.accesses import TableAccesses
+from schemas.layout import (
+    BLOCK,
+    DATA_DIRECTORIES,
+    TRAIN,
+    UNIQUE_INDEX,
+    inverse_column,
+    num_unique_column,
+    part_path,
+    reuse_schema,
+)
 from schemas.oracle.next_uses import NextUseTracker, unique_per_block
 from schemas.oracle.reuse import ReuseCounts
 from schemas.rows import ids_of, rows_of_ids

@@ -48,11 +48,11 @@ from schemas.dataset.fitted import (
     value_type,
     version_path,
 )
-from schemas.dataset.layout import SEGMENTS
 from schemas.dataset.manifest import find_root
 from schemas.dataset.opened import committed_segment
 from schemas.errors import SchemaError
 from schemas.hashing import splitmix64
+from schemas.layout import SEGMENTS
 from schemas.storage.location import Location
 
 SAMPLE_SIZE = 1 << 16

@@ -21,10 +21,10 @@ from scheduler.drivers.base import Endpoint
 from scheduler.model.plan_inputs import compute_lookahead
 from schemas.config.job import parse_job
 from schemas.config.train import TrainConfig
+from schemas.dataset.accesses import NextUses, open_table, slot_accesses
 from schemas.dataset.opened import open_dataset
 from schemas.entry import process_variables
 from schemas.hashing import NUM_SLOTS
-from schemas.oracle.accesses import NextUses, open_table, slot_accesses
 from schemas.paths import is_below, schema_path
 from schemas.run.records import STORE_ADDRESS
 from schemas.storage.location import Location

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from scheduler.model.throughput import SEGMENT_TERMS, TRAINING_TERMS
-from schemas.dataset.layout import BUILDS
 from schemas.dataset.manifest import canonical_json
 from schemas.dataset.opened import Dataset
 from schemas.errors import SchemaError
+from schemas.layout import BUILDS
 from schemas.run.records import (
     METRICS,
     RUN_FILE,

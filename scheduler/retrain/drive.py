@@ -44,10 +44,10 @@ from scheduler.retrain.records import (
 )
 from scheduler.retrain.root_log import Log, read_state
 from schemas.config.schedule import RetrainConfig
-from schemas.dataset.layout import EVALUATION, MANIFEST
 from schemas.dataset.manifest import canonical_json, find_root, previous_names
 from schemas.dataset.opened import open_dataset
 from schemas.errors import SchemaError
+from schemas.layout import EVALUATION, MANIFEST
 from schemas.machine import machine_budget
 from schemas.paths import ALLOW_OUTSIDE
 from schemas.run.records import CHECKPOINTS, RUN_FILE

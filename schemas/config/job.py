@@ -23,9 +23,9 @@ from schemas.config.transforms import (
     VocabularyConfig,
     check_vocabularies,
 )
-from schemas.dataset.layout import SAMPLE_WEIGHT
 from schemas.errors import SchemaError, check_at_least, check_positive, suggest_name
 from schemas.hashing import MAX_ROW
+from schemas.layout import SAMPLE_WEIGHT
 from schemas.paths import NAME, check_length, check_names, path_or_url
 from schemas.storage.location import Location
 

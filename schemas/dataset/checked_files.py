@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from schemas.arrays import Array, Jagged, join_times, offsets_of
 from schemas.dataset.files import FileEntry, chunk_range, parquet_file
-from schemas.dataset.layout import SPLIT_TIME
 from schemas.errors import SchemaError
+from schemas.layout import SPLIT_TIME
 from schemas.storage.location import Location
 
 _PREFETCH_THREADS = 4

@@ -19,8 +19,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from schemas.dataset.layout import FILES_SCHEMA
 from schemas.errors import SchemaError
+from schemas.layout import FILES_SCHEMA
 from schemas.paths import is_below
 from schemas.storage.location import Location
 

@@ -25,7 +25,10 @@ from schemas.arrays import (
     unique_tuples,
 )
 from schemas.dataset.checked_files import CheckedFile
-from schemas.dataset.layout import (
+from schemas.errors import SchemaError
+from schemas.hashing import splitmix64
+from schemas.kernels import arrays as kernels
+from schemas.layout import (
     BLOCK,
     BUFFER_INDEX,
     TUPLE_INDEX,
@@ -34,9 +37,6 @@ from schemas.dataset.layout import (
     part_path,
     window_columns,
 )
-from schemas.errors import SchemaError
-from schemas.hashing import splitmix64
-from schemas.kernels import arrays as kernels
 
 # Lists as windows over shared buffers, for histories that shift: each list overlaps with the
 # previous one, as entries are removed at one end and added at the other.

@@ -17,8 +17,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
-from schemas.dataset.layout import FORMAT_VERSION, MANIFEST
 from schemas.errors import SchemaError, shown
+from schemas.layout import FORMAT_VERSION, MANIFEST
 from schemas.paths import NAME, is_below
 from schemas.storage.location import Location
 from schemas.storage.versions import Version, Versions, writer_id

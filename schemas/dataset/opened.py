@@ -24,21 +24,6 @@ from schemas.dataset.checked_files import (
     rows_before,
 )
 from schemas.dataset.files import FileEntry, decode_parquet, parse_files, read_verified
-from schemas.dataset.layout import (
-    BLOCK,
-    BLOCKS,
-    EVALUATION,
-    FILE_SHIFT,
-    FILES,
-    JOB,
-    MANIFEST,
-    SCHEMA,
-    SEGMENTS,
-    TRAIN,
-    num_unique_column,
-    part_path,
-    reuse_schema,
-)
 from schemas.dataset.manifest import (
     DatasetManifest,
     IndexEntry,
@@ -61,6 +46,21 @@ from schemas.dataset.tombstones import (
 )
 from schemas.errors import SchemaError, pluralize, shown
 from schemas.features import FeatureSet, parse_features
+from schemas.layout import (
+    BLOCK,
+    BLOCKS,
+    EVALUATION,
+    FILE_SHIFT,
+    FILES,
+    JOB,
+    MANIFEST,
+    SCHEMA,
+    SEGMENTS,
+    TRAIN,
+    num_unique_column,
+    part_path,
+    reuse_schema,
+)
 from schemas.oracle.next_uses import from_gaps
 from schemas.oracle.reuse import reuse_bounds
 from schemas.storage.location import Location

@@ -11,8 +11,8 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from schemas.dataset.files import decode_parquet, encode_parquet, read_verified
-from schemas.dataset.layout import TOMBSTONES_SCHEMA, tombstones_path
 from schemas.errors import SchemaError
+from schemas.layout import TOMBSTONES_SCHEMA, tombstones_path
 from schemas.storage.location import Location
 
 NO_TOMBSTONES = pa.Table.from_batches([], schema=TOMBSTONES_SCHEMA)  # `empty_table` imports pandas

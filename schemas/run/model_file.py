@@ -42,9 +42,9 @@ from numpy.typing import NDArray
 
 from schemas.arrays import Array, find_sorted, numpy_of
 from schemas.dataset.files import replace_bytes, sha256_of
-from schemas.dataset.layout import JOB, MANIFEST, SCHEMA
 from schemas.dataset.manifest import decode_manifest, encode_manifest
 from schemas.errors import SchemaError
+from schemas.layout import JOB, MANIFEST, SCHEMA
 from schemas.rows import initial_rows
 from schemas.run.model_inputs import ModelInputs, build_inputs
 from schemas.storage.location import Location, local_copy

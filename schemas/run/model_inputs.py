@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 
 from schemas.arrays import Array, Jagged, is_list, jagged_of, numpy_of, one_chunk, values_of
 from schemas.config.job import TableConfig
-from schemas.dataset.layout import weights_column
 from schemas.errors import SchemaError, suggest_name_or
+from schemas.layout import weights_column
 from schemas.rows import rows_of_values
 
 

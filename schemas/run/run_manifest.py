@@ -22,9 +22,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from schemas.dataset.layout import BLOCKS, JOB, MANIFEST, SCHEMA
 from schemas.dataset.manifest import decode_manifest, encode_manifest
 from schemas.errors import SchemaError
+from schemas.layout import BLOCKS, JOB, MANIFEST, SCHEMA
 from schemas.paths import is_below
 from schemas.run.records import (
     CHECKPOINT_LOG,

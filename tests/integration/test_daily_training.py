@@ -9,7 +9,7 @@ import pytest
 
 from pipelines.cli import main as pipelines
 from pipelines.table.verify import verify
-from schemas.dataset.layout import JOB, SCHEMA
+from schemas.layout import JOB, SCHEMA
 from tests.pipelines.logs import IN_PROCESS
 from trainer.__main__ import main as trainer
 from trainer.checkpoint.load import newest_checkpoint, read_dense

@@ -13,9 +13,9 @@ import pytest
 
 from pipelines.cli import main
 from schemas.config.job import load_job
-from schemas.dataset.layout import MANIFEST
 from schemas.dataset.manifest import find_root, read_dataset
 from schemas.dataset.opened import open_dataset
+from schemas.layout import MANIFEST
 from schemas.storage.location import Location
 from tests.conftest import REPOSITORY
 from tests.pipelines.appending import changed

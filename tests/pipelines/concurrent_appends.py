@@ -17,10 +17,10 @@ from pathlib import Path
 
 from pipelines.build import build
 from pipelines.table.verify import verify
-from schemas.dataset.layout import SEGMENTS
 from schemas.dataset.manifest import read_dataset
 from schemas.dataset.opened import open_dataset
 from schemas.errors import SchemaError
+from schemas.layout import SEGMENTS
 from schemas.storage.location import Location
 from tests.pipelines.appending import addition
 from tests.pipelines.logs import vacuum_later, write_job, write_log

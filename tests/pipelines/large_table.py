@@ -21,8 +21,8 @@ from schemas.arrays import Jagged, offsets_of
 from schemas.config.job import OrderConfig
 from schemas.dataset.checked_files import CheckedFile
 from schemas.dataset.files import describe_file
-from schemas.dataset.layout import FILE_SHIFT, part_path
 from schemas.dataset.order import Order
+from schemas.layout import FILE_SHIFT, part_path
 from schemas.storage.location import Location
 
 NUM_PARTS, BLOCKS_PER_PART, ROWS_PER_BLOCK = 80, 20, 5_000

@@ -20,12 +20,12 @@ from pipelines.build_context import BuildRequest
 from pipelines.table.indexes import INDEX_PREFIX
 from pipelines.table.vacuum import vacuum
 from schemas.dataset.fitted import FITTED_DIRECTORY, VOCABULARIES
-from schemas.dataset.layout import JOB as JOB_FILE
-from schemas.dataset.layout import SCHEMA as SCHEMA_FILE
-from schemas.dataset.layout import SEGMENTS, tombstones_path
 from schemas.dataset.manifest import DatasetManifest, encode_manifest, find_root, read_dataset
 from schemas.dataset.opened import open_dataset, version_name
 from schemas.dataset.samples import read_samples
+from schemas.layout import JOB as JOB_FILE
+from schemas.layout import SCHEMA as SCHEMA_FILE
+from schemas.layout import SEGMENTS, tombstones_path
 from schemas.storage.leases import LEASES
 from schemas.storage.location import MANIFESTS, Location
 from schemas.storage.probes import store_time

@@ -16,12 +16,12 @@ from pipelines.cli import main
 from pipelines.oracle.index import index_table
 from pipelines.table.expand import expand
 from pipelines.table.verify import verify
-from schemas.dataset.layout import SEGMENTS
+from schemas.dataset.accesses import TableAccesses, indexed_steps
 from schemas.dataset.manifest import commit_root, read_dataset, read_root
 from schemas.dataset.opened import Segment, open_dataset
 from schemas.dataset.samples import read_samples
 from schemas.errors import SchemaError
-from schemas.oracle.accesses import TableAccesses, indexed_steps
+from schemas.layout import SEGMENTS
 from schemas.oracle.next_uses import next_use
 from schemas.rows import rows_of_ids
 from schemas.storage.location import Location

@@ -11,8 +11,8 @@ import pytest
 from pipelines.build import label_warnings, warnings_of
 from pipelines.cli import main
 from schemas.config.job import SplitConfig
-from schemas.dataset.layout import EVALUATION, STATISTICS, TRAIN
 from schemas.dataset.opened import Dataset, open_dataset
+from schemas.layout import EVALUATION, STATISTICS, TRAIN
 from tests.pipelines.logs import write_job, write_log
 from tests.shared import error_of, output_of
 

@@ -35,8 +35,8 @@ from schemas.config.job import (
     TableConfig,
     WindowConfig,
 )
-from schemas.dataset.layout import STATISTICS
 from schemas.dataset.opened import open_dataset
+from schemas.layout import STATISTICS
 from tests.pipelines.logs import request, samples_of, stored_samples, stored_table, write_job
 from tests.pipelines.logs import write_log as write_small_log
 

@@ -16,11 +16,11 @@ from pipelines.build import build
 from pipelines.cli import main
 from pipelines.table.indexes import segment_of_part
 from pipelines.table.verify import verify
-from schemas.dataset.layout import MANIFEST, SEGMENTS
+from schemas.dataset.accesses import indexed_steps
 from schemas.dataset.manifest import read_dataset
 from schemas.dataset.opened import open_dataset, select_segments
 from schemas.errors import SchemaError
-from schemas.oracle.accesses import indexed_steps
+from schemas.layout import MANIFEST, SEGMENTS
 from tests.pipelines.appending import KILLED_AT, addition, changed
 from tests.pipelines.logs import (
     IN_PROCESS,

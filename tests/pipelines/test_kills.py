@@ -18,10 +18,10 @@ from pipelines.clustering.star import check_num_blocks
 from pipelines.clustering.writer import LOOKUPS
 from pipelines.table.expand import VIEW, view_sql
 from pipelines.table.verify import verify
-from schemas.dataset.layout import JOB
 from schemas.dataset.manifest import find_root, read_dataset
 from schemas.dataset.opened import open_dataset, open_root
 from schemas.errors import SchemaError
+from schemas.layout import JOB
 from schemas.storage.location import Location
 from tests.pipelines.appending import KILLED_AT
 from tests.pipelines.logs import (

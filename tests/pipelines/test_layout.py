@@ -47,10 +47,10 @@ from schemas.arrays import Jagged, comparable_tuple, join_times, large_list, off
 from schemas.config.job import DataConfig, SamplesConfig, SessionConfig, SourceConfig
 from schemas.dataset.checked_files import CheckedFile
 from schemas.dataset.group_files import group_schema, read_group
-from schemas.dataset.layout import BLOCK, DATA_DIRECTORIES, UNIQUE_INDEX, window_columns
 from schemas.dataset.opened import Dataset, open_dataset
 from schemas.dataset.samples import read_samples
 from schemas.errors import SchemaError
+from schemas.layout import BLOCK, DATA_DIRECTORIES, UNIQUE_INDEX, window_columns
 from tests.pipelines.logs import bytes_of, request, stored_table
 from tests.pipelines.shifting import STORAGES, built_in_every_layout, stored_as
 

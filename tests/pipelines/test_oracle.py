@@ -22,10 +22,10 @@ from pipelines.oracle.table_files import ArrayFile, IndexedLists
 from pipelines.table.verify import verify
 from schemas.arrays import Jagged, jagged_of, offsets_of
 from schemas.dataset.checked_files import CheckedFile
-from schemas.dataset.layout import FILE_SHIFT, part_path
 from schemas.dataset.opened import open_dataset
 from schemas.errors import SchemaError
 from schemas.hashing import NUM_SLOTS
+from schemas.layout import FILE_SHIFT, part_path
 from schemas.oracle.next_uses import from_gaps
 from schemas.storage.location import Location
 from tests.fork_server import without_forking

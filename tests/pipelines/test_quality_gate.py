@@ -33,9 +33,9 @@ from pipelines.quality.segment_statistics import (
 )
 from pipelines.table.commit import anomalies_text_of
 from pipelines.table.verify import verify
-from schemas.dataset.layout import ANOMALIES
 from schemas.dataset.opened import open_dataset
 from schemas.errors import SchemaError
+from schemas.layout import ANOMALIES
 from tests.pipelines.logs import (
     IN_PROCESS,
     SCHEMA,

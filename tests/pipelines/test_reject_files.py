@@ -35,10 +35,10 @@ from pipelines.sources.rejects import (
 from pipelines.stages import partition_samples
 from pipelines.table.verify import verify
 from schemas.config.job import load_job
-from schemas.dataset.layout import REJECTS_SCHEMA
 from schemas.dataset.manifest import InputFile
 from schemas.errors import SchemaError
 from schemas.features import load_features
+from schemas.layout import REJECTS_SCHEMA
 from schemas.storage.location import Location
 from tests.pipelines.logs import bytes_of, raw_rows, request, write_job
 from tests.shared import error_of, printed_by

@@ -11,9 +11,9 @@ import pytest
 
 from pipelines.beam.score import SCORE, SCORES, ScoreRowGroups, chosen_samples, row_groups_of
 from pipelines.cli import main
-from schemas.dataset.layout import MANIFEST
 from schemas.dataset.opened import open_dataset
 from schemas.errors import SchemaError
+from schemas.layout import MANIFEST
 from schemas.run.scoring import load_model
 from schemas.storage.location import Location
 from tests.pipelines.logs import bytes_of

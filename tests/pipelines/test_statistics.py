@@ -22,8 +22,8 @@ from pipelines.quality.segment_statistics import (
 from pipelines.samples.sql import Connection, run, select_origin, with_list_index
 from pipelines.samples.sql_rejects import map_rows
 from pipelines.sources.raw_rows import ORIGIN
-from schemas.dataset.layout import STATISTICS
 from schemas.errors import SchemaError
+from schemas.layout import STATISTICS
 from schemas.storage.location import Location
 
 

@@ -36,9 +36,9 @@ from pipelines.table.vacuum import vacuum
 from pipelines.table.verify import verify
 from schemas.dataset import opened as dataset_module
 from schemas.dataset.files import find_damaged_files
-from schemas.dataset.layout import tombstones_path
 from schemas.dataset.opened import Dataset, open_dataset
 from schemas.errors import SchemaError
+from schemas.layout import tombstones_path
 from schemas.storage.leases import LEASES, Lease
 from schemas.storage.local_files import PARTIAL
 from schemas.storage.location import Location

@@ -23,10 +23,10 @@ from pipelines.samples.tuples import (
     separate_tuples,
 )
 from schemas.config.job import DataConfig, load_job
-from schemas.dataset.layout import SAMPLE_WEIGHT
 from schemas.dataset.opened import open_dataset
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet, load_features
+from schemas.layout import SAMPLE_WEIGHT
 from tests.pipelines.logs import bytes_of, raw_rows, request, stored_table, write_job, write_log
 from trainer.data.decode import spec_of
 

@@ -24,10 +24,10 @@ from pipelines.table.vacuum import vacuum
 from pipelines.table.verify import verify
 from pipelines.transforms import fit
 from schemas.dataset import opened as dataset_module
-from schemas.dataset.layout import SEGMENTS, TOMBSTONES_SCHEMA
 from schemas.dataset.manifest import DatasetManifest, read_dataset
 from schemas.dataset.opened import open_dataset, open_root
 from schemas.errors import SchemaError
+from schemas.layout import SEGMENTS, TOMBSTONES_SCHEMA
 from schemas.storage.leases import Lease
 from schemas.storage.location import MANIFESTS, Location
 from schemas.storage.probes import store_time

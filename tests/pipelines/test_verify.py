@@ -15,7 +15,7 @@ import pytest
 from pipelines.cli import main
 from pipelines.table.verify import segment_problems, verify
 from schemas.dataset.files import describe_file, parse_files, sha256_of, write_files
-from schemas.dataset.layout import FILES, SEGMENTS
+from schemas.dataset.hints import read_hints
 from schemas.dataset.manifest import (
     SegmentManifest,
     commit_root,
@@ -27,7 +27,7 @@ from schemas.dataset.manifest import (
 from schemas.dataset.opened import open_dataset
 from schemas.dataset.samples import read_samples
 from schemas.errors import SchemaError
-from schemas.oracle.hints import read_hints
+from schemas.layout import FILES, SEGMENTS
 from schemas.storage.location import MANIFESTS
 from tests.pipelines.logs import IN_PROCESS, built, copy_of, segment_directory
 from tests.schemas import reference

@@ -21,9 +21,9 @@ from torch.utils.data._utils import worker as torch_worker
 import presage
 from pipelines.build import build
 from presage.batch import Batch
-from schemas.dataset.layout import FILE_SHIFT, JOB, SCHEMA
 from schemas.dataset.opened import Dataset, open_dataset, select_segments
 from schemas.errors import SchemaError
+from schemas.layout import FILE_SHIFT, JOB, SCHEMA
 from tests.pipelines.logs import request, write_job, write_log
 from tests.trainer.growing import commit, grown_versions
 from tests.trainer.make_dataset import BLOCK_SAMPLES, make_samples

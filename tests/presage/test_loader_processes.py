@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader as TorchLoader
 import presage
 from pipelines.table.vacuum import check_unused, vacuum
 from presage.batch import Batch
-from schemas.dataset.layout import SEGMENTS
 from schemas.dataset.manifest import commit_root, find_root, read_dataset
 from schemas.errors import SchemaError
+from schemas.layout import SEGMENTS
 from schemas.storage.leases import LEASES, live_leases
 from schemas.storage.location import Location
 from tests.object_store import Store

@@ -43,7 +43,7 @@ from trainer.components import build_model, dense_optimizer
 from trainer.data.collate import features_of_tables
 from trainer.data.decode import spec_of
 from trainer.embedding.collections import EmbeddingBagCollection, set_rows
-from trainer.embedding.own_loops import EmbeddingRows
+from trainer.own_loops import EmbeddingRows
 from trainer.step import loss_of
 
 KINDS = ("memory", "mmap", "log", "processes")

@@ -8,9 +8,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from schemas import layout
 from schemas.arrays import Jagged, is_list, large_list, offsets_of
 from schemas.config.job import parse_job
-from schemas.dataset import layout
 from schemas.dataset.checked_files import ListFiles
 from schemas.dataset.files import FileEntry, describe_file, sha256_of, write_files
 from schemas.dataset.manifest import (

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from schemas.dataset.accesses import TableAccesses, indexed_steps, num_unique_rows
 from schemas.dataset.opened import Dataset, open_dataset, select_segments
 from schemas.errors import SchemaError
-from schemas.oracle.accesses import TableAccesses, indexed_steps, num_unique_rows
 from tests.schemas.reference import next_use
 from tests.schemas.tiny import GROUPS, PLACES, TABLES, lookups_of, samples_of, write_dataset
 

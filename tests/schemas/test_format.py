@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from schemas import layout
 from schemas.arrays import comparable, hash_keys
-from schemas.dataset import layout
 from schemas.dataset.manifest import DatasetManifest, IndexManifest, SegmentManifest
 from schemas.hashing import hash_rows, slot_of_row
 from tests.schemas.tiny import write_dataset

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from schemas.dataset.hints import TableHints, read_hints, write_hints
 from schemas.errors import SchemaError
-from schemas.oracle.hints import TableHints, read_hints, write_hints
 
 HINTS = {
     name: TableHints(

@@ -5,9 +5,9 @@ import pytest
 
 from schemas.arrays import Jagged, offsets_of
 from schemas.config.job import OrderConfig
+from schemas.dataset.accesses import REUSE_BINS, count_distances, slot_accesses
 from schemas.dataset.order import Order
 from schemas.hashing import slot_of_row
-from schemas.oracle.accesses import REUSE_BINS, count_distances, slot_accesses
 from schemas.oracle.next_uses import next_use
 from tests.schemas import reference
 from tests.schemas.tiny import merge_blocks

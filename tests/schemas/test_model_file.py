@@ -13,9 +13,9 @@ import pyarrow as pa
 import pytest
 
 from schemas.config.job import TableConfig
-from schemas.dataset.layout import MANIFEST
 from schemas.dataset.manifest import canonical_json, hash_of
 from schemas.errors import SchemaError
+from schemas.layout import MANIFEST
 from schemas.rows import initial_rows
 from schemas.run.model_file import (
     PROGRAM,

@@ -13,17 +13,17 @@ import pytest
 
 from schemas.arrays import Jagged
 from schemas.config.train import CacheConfig
-from schemas.dataset.checked_files import CheckedFile
-from schemas.dataset.opened import Dataset, select_segments, step_distances
-from schemas.errors import SchemaError
-from schemas.oracle import accesses
-from schemas.oracle.accesses import (
+from schemas.dataset import accesses
+from schemas.dataset.accesses import (
     NextUses,
     TableAccesses,
     indexed_steps,
     next_steps,
     num_unique_rows,
 )
+from schemas.dataset.checked_files import CheckedFile
+from schemas.dataset.opened import Dataset, select_segments, step_distances
+from schemas.errors import SchemaError
 from schemas.oracle.cache_plan import required_rows
 from schemas.oracle.reuse import next_bound, peak_cache_rows
 from tests.schemas import reference
@@ -131,7 +131,7 @@ def test_next_uses_in_a_temporary_file_are_the_same(
 ) -> None:
     segments = random_segments(np.random.default_rng(5), 4)
     dataset = write_lists(tmp_path / "dataset", segments, (32, 2, "none", 0))
-    monkeypatch.setattr("schemas.oracle.accesses.HEAP_BYTES", 0)
+    monkeypatch.setattr("schemas.dataset.accesses.HEAP_BYTES", 0)
     check(dataset, segments)
 
 
@@ -150,8 +150,10 @@ def test_accesses_and_next_uses_keep_one_decoded_row_group_each(
 
         return decode_and_remember
 
-    monkeypatch.setattr("schemas.oracle.accesses.DECODED_CACHE_BYTES", 0)
-    monkeypatch.setattr("schemas.oracle.accesses._decode_narrow", remember(accesses._decode_narrow))
+    monkeypatch.setattr("schemas.dataset.accesses.DECODED_CACHE_BYTES", 0)
+    monkeypatch.setattr(
+        "schemas.dataset.accesses._decode_narrow", remember(accesses._decode_narrow)
+    )
     monkeypatch.setattr("schemas.dataset.opened.step_distances", remember(step_distances))
     steps = indexed_steps(dataset, dataset.open_index(dataset.manifest.indexes[0]), "items")
     for _ in steps:

@@ -10,10 +10,10 @@ import pytest
 
 from pipelines.build import build
 from schemas.dataset.checked_files import CheckedFile
-from schemas.dataset.layout import EVALUATION, TRAIN, inverse_column
 from schemas.dataset.opened import Dataset, open_dataset
 from schemas.dataset.samples import column_names, read_columns, read_samples
 from schemas.errors import SchemaError
+from schemas.layout import EVALUATION, TRAIN, inverse_column
 from schemas.storage.location import Location
 from tests.pipelines.logs import SCHEMA, built, request
 from tests.pipelines.shifting import JOB, STORAGES, shifting_log, stored_as

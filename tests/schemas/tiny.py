@@ -9,8 +9,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from schemas import layout
 from schemas.arrays import Jagged, comparable_tuple, large_list, unique_tuples
-from schemas.dataset import layout
 from schemas.dataset.files import describe_file, write_files
 from schemas.dataset.manifest import (
     DatasetManifest,

@@ -39,6 +39,6 @@ def uploads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         shapes.append(tuple(block.shape))
         return to_fake_device(block)
 
-    for where in ("trainer.device.transfer.upload", "trainer.device.embedding.upload"):
+    for where in ("trainer.data.transfer.upload", "trainer.embedding.device_embedding.upload"):
         monkeypatch.setattr(where, upload)
     return shapes

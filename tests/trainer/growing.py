@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from schemas.dataset.layout import JOB, SCHEMA, SEGMENTS
 from schemas.dataset.manifest import commit_root, find_root, read_dataset
+from schemas.layout import JOB, SCHEMA, SEGMENTS
 from schemas.run.records import RunSummary, StepMetric
 from schemas.storage.location import Location
 from tests.shared import make_once

@@ -17,7 +17,19 @@ import pyarrow.parquet as pq
 from schemas.arrays import large_list, offsets_of, unique_tuples
 from schemas.config.job import Job, load_job
 from schemas.dataset.files import describe_file, sha256_of, write_files
-from schemas.dataset.layout import (
+from schemas.dataset.manifest import (
+    DatasetManifest,
+    Reference,
+    SegmentManifest,
+    TableCounts,
+    commit_root,
+    new_index,
+    read_dataset,
+    read_root,
+    write_manifest,
+)
+from schemas.dataset.opened import open_root, version_name
+from schemas.layout import (
     BLOCK,
     BLOCKS,
     FILE_SHIFT,
@@ -33,18 +45,6 @@ from schemas.dataset.layout import (
     num_unique_column,
     part_path,
 )
-from schemas.dataset.manifest import (
-    DatasetManifest,
-    Reference,
-    SegmentManifest,
-    TableCounts,
-    commit_root,
-    new_index,
-    read_dataset,
-    read_root,
-    write_manifest,
-)
-from schemas.dataset.opened import open_root, version_name
 from schemas.oracle.next_uses import unique_per_block
 from schemas.rows import rows_of_ids
 from schemas.storage.location import Location

@@ -9,9 +9,9 @@ import pyarrow as pa
 import torch
 
 from schemas.config.job import load_job
-from schemas.dataset.layout import EVALUATION
 from schemas.dataset.opened import open_dataset
 from schemas.dataset.samples import read_joined_row_group, row_groups
+from schemas.layout import EVALUATION
 from tests.trainer.runs import parts_of, reader_of
 from trainer.checkpoint.load import load_checkpoint, verify_checkpoint
 from trainer.components import uses_shared_features

@@ -10,9 +10,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from schemas.dataset.layout import JOB, MANIFEST, SCHEMA, part_path
 from schemas.dataset.opened import open_dataset
 from schemas.errors import SchemaError
+from schemas.layout import JOB, MANIFEST, SCHEMA, part_path
 from schemas.run.records import CHECKPOINTS, METRICS, RUN_FILE, SUMMARY, StepMetric
 from schemas.storage.location import Location
 from schemas.storage.locks import LOCK

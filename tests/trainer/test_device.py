@@ -14,9 +14,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from schemas.config.job import Job, load_job
 from schemas.config.train import DenseOptimizerConfig, ModelConfig
+from schemas.dataset.accesses import SharedNextUses
 from schemas.dataset.opened import Dataset, open_dataset
 from schemas.errors import SchemaError
-from schemas.oracle.accesses import SharedNextUses
 from schemas.run.records import SUMMARY, read_summary
 from schemas.storage.location import Location
 from tests.trainer.device_jobs import MODELS, with_device
@@ -29,23 +29,23 @@ from tests.trainer.fake_device import (
 )
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import assert_same_bits, losses_of, parts_of, reader_of, run_job
-from trainer.checkpoint.schedule import copy_bytes_of
 from trainer.components import build_components, order_of, uses_shared_features
 from trainer.compute import StepCompute
 from trainer.data.collate import Batch, move_batch
 from trainer.data.decode import spec_of
 from trainer.data.kjt_lookups import batch_from_kjt
-from trainer.device.embedding import DeviceLookups
-from trainer.device.transfer import to_device
-from trainer.device.worker import DeviceMicrobatchWorker
+from trainer.data.transfer import to_device
+from trainer.device_worker import DeviceMicrobatchWorker
 from trainer.embedding.cache import DirectSource
+from trainer.embedding.device_embedding import DeviceLookups
 from trainer.embedding.kernels.interface import ArenaRows
 from trainer.embedding.module import MicrobatchLookups
-from trainer.embedding.run_rows import RunRows
 from trainer.evaluation.evaluate import evaluate_run
 from trainer.growing.follow import Horizon, Span
 from trainer.options import TrainOptions
+from trainer.run.checkpoints import copy_bytes_of
 from trainer.run.run_context import RunContext
+from trainer.run_rows import RunRows
 from trainer.step import MicrobatchWorker, PhaseTimer, train_batch, update_from_sums
 
 

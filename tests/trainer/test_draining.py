@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from schemas.dataset.layout import SEGMENTS
+from schemas.layout import SEGMENTS
 from schemas.run.records import CHECKPOINTS, RUN_FILE, SUMMARY
 from tests.trainer.growing import commit
 from tests.trainer.make_dataset import make_dataset, write_job

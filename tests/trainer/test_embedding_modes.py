@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from schemas.config.job import load_job
-from schemas.dataset.layout import MANIFEST
 from schemas.errors import PlanError, SchemaError
+from schemas.layout import MANIFEST
 from schemas.run.records import SUMMARY, read_summary
 from tests.trainer.embedding_modes import MODES
 from tests.trainer.make_dataset import write_job

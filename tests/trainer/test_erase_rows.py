@@ -14,10 +14,10 @@ import pyarrow as pa
 import pytest
 
 from schemas.config.job import load_job
-from schemas.dataset.layout import tombstones_path
 from schemas.dataset.opened import open_dataset
 from schemas.dataset.tombstones import encode_tombstones, merge_tombstones
 from schemas.errors import SchemaError
+from schemas.layout import tombstones_path
 from schemas.rows import rows_of_ids
 from schemas.run.records import CHECKPOINTS
 from tests.id_search import files_with_id

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from schemas.config.job import load_job
-from schemas.dataset.layout import BLOCK, EVALUATION, TRAIN
 from schemas.dataset.manifest import canonical_json
 from schemas.dataset.opened import open_dataset
+from schemas.layout import BLOCK, EVALUATION, TRAIN
 from schemas.storage.location import Location
 from tests.trainer.exact_metrics import auc, calibration, gauc, normalized_entropy
 from tests.trainer.make_dataset import make_dataset, write_job

@@ -8,8 +8,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from schemas.dataset.layout import SCHEMA
 from schemas.errors import SchemaError
+from schemas.layout import SCHEMA
 from schemas.rows import initial_rows
 from schemas.run.model_file import open_model
 from schemas.run.model_inputs import PADDING, build_inputs

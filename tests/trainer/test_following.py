@@ -10,9 +10,9 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from schemas.dataset.layout import BLOCKS
 from schemas.dataset.manifest import DatasetManifest, read_dataset
 from schemas.errors import PlanError, SchemaError
+from schemas.layout import BLOCKS
 from schemas.run.records import METRICS, RUN_FILE, StepMetric, read_metrics
 from schemas.storage.location import MANIFESTS
 from tests.shared import in_pairs

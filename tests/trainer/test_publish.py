@@ -11,9 +11,9 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from schemas.dataset.layout import MANIFEST
 from schemas.dataset.manifest import canonical_json, hash_of
 from schemas.errors import SchemaError
+from schemas.layout import MANIFEST
 from schemas.run.model_file import changed_path, open_changes
 from tests.trainer.make_dataset import write_job
 from tests.trainer.runs import checkpoint_at, rows_in, run_job

@@ -10,9 +10,9 @@ import torch
 
 from schemas.arrays import Jagged
 from schemas.config.job import TableConfig, load_job
-from schemas.dataset.layout import part_path
 from schemas.dataset.opened import open_dataset
 from schemas.errors import SchemaError
+from schemas.layout import part_path
 from schemas.rows import rows_of_ids
 from tests.shared import hard_links
 from tests.trainer.make_dataset import make_samples, write_job

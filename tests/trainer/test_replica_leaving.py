@@ -21,7 +21,7 @@ from tests.trainer.runs import assert_equal, steps_of
 from tests.trainer.stores import member_of
 from tests.trainer.test_draining import SEGMENT
 from tests.trainer.test_replicas import agreed, status
-from trainer.elastic.agreement import LeaveOutcome, leave_outcome
+from trainer.agreement import LeaveOutcome, leave_outcome
 from trainer.elastic.launcher import LocalReplicas
 from trainer.elastic.membership import Lighthouse, Member
 from trainer.elastic.sums import SplitPlanner

@@ -20,10 +20,10 @@ from tests.trainer.make_dataset import write_job
 from tests.trainer.processes import agents_of_run, is_gone, is_stopped, suspend, wait_for
 from tests.trainer.replica_runs import run_replicas
 from tests.trainer.runs import assert_equal, checkpoint_at, run_job, small_dataset, steps_of
-from trainer.checkpoint import schedule as run_checkpoints
 from trainer.checkpoint.files import complete_checkpoints, read_checkpoint_manifest, verify_files
 from trainer.checkpoint.manager import CHECKPOINT_LOG
 from trainer.checkpoint.snapshot import memory_path
+from trainer.run import checkpoints as run_checkpoints
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

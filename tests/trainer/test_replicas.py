@@ -21,8 +21,8 @@ from schemas.run.records import LEDGER, METRICS, LedgerEntry, StepMetric, read_m
 from tests.trainer.faults import FaultInjector, Faults
 from tests.trainer.processes import suspend
 from tests.trainer.stores import member_of
+from trainer.agreement import Agreement, Member, ReplicaStatus
 from trainer.compute import smooth_speed
-from trainer.elastic.agreement import Agreement, Member, ReplicaStatus
 from trainer.elastic.membership import Lighthouse
 from trainer.elastic.peer_state import PeerClient, PeerError
 from trainer.elastic.sums import (

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from schemas.dataset.layout import MANIFEST
 from schemas.errors import SchemaError
+from schemas.layout import MANIFEST
 from schemas.run.records import METRICS
 from schemas.storage.location import Location
 from tests.trainer.make_dataset import make_dataset, write_job

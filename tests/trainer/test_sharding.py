@@ -7,7 +7,7 @@ from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from schemas.oracle.hints import TableHints
+from schemas.dataset.hints import TableHints
 from trainer.embedding.collections import OracleCacheStatistics, planner_constraints
 
 HINTS = {

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from schemas.dataset.layout import JOB
 from schemas.dataset.manifest import DatasetManifest, read_segment, write_manifest
 from schemas.dataset.opened import open_dataset, select_segments
 from schemas.errors import SchemaError
+from schemas.layout import JOB
 from schemas.storage.location import Location
 from tests.trainer.daily import DATES, IN_ORDER, make_days, run_days
 from tests.trainer.make_dataset import bytes_of, change_root, make_dataset, write_job

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schemas.arrays import find_sorted
-from schemas.dataset.layout import MANIFEST
 from schemas.errors import SchemaError
+from schemas.layout import MANIFEST
 from schemas.run.records import CHECKPOINTS
 from trainer.checkpoint.files import (
     DENSE_FILE,

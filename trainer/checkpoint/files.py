@@ -20,9 +20,9 @@ from typing import Any, BinaryIO
 
 from schemas.arrays import Array
 from schemas.dataset.files import replace_bytes, sha256_of, sync_file
-from schemas.dataset.layout import MANIFEST
 from schemas.dataset.manifest import decode_manifest, encode_manifest
 from schemas.errors import SchemaError, shown
+from schemas.layout import MANIFEST
 from schemas.paths import is_below
 from schemas.run.records import CHECKPOINTS, LEDGER, METRICS
 from schemas.storage.local_files import sync_directory

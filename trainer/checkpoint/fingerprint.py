@@ -9,12 +9,11 @@ from typing import Any
 from schemas.config.job import Job
 from schemas.config.train import CacheConfig
 from schemas.dataset.opened import Dataset
-from schemas.errors import SchemaError, check_at_least, shown
+from schemas.errors import SchemaError, check_at_least, first_difference, shown
 from schemas.typed_values import DecodeError, from_json
 from trainer.checkpoint.files import CheckpointManifest
 from trainer.components import layouts_of, order_of
 from trainer.data.decode import spec_of
-from trainer.run.folder import first_difference
 
 # ---- The fingerprint: what a checkpoint belongs to ----
 #

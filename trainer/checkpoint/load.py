@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schemas.arrays import Array, find_sorted
-from schemas.dataset.layout import MANIFEST
 from schemas.errors import SchemaError
+from schemas.layout import MANIFEST
 from schemas.run.records import CHECKPOINTS
 from trainer.checkpoint.dense_state import load_state
 from trainer.checkpoint.files import (

@@ -34,7 +34,7 @@ from trainer.checkpoint.snapshot import (
 from trainer.components import Components
 from trainer.embedding.cache import arrays_of_cached
 from trainer.embedding.changes import Changes
-from trainer.embedding.run_rows import RunRows
+from trainer.run_rows import RunRows
 from trainer.runtime import close_pipes, is_readable, start_child
 
 logger = logging.getLogger(__name__)

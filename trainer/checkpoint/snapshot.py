@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from schemas.arrays import Array
 from schemas.config.train import CacheConfig
+from schemas.dataset.accesses import SharedNextUses
 from schemas.dataset.opened import Dataset
 from schemas.errors import SchemaError
 from schemas.machine import free_bytes
-from schemas.oracle.accesses import SharedNextUses
 from schemas.oracle.cache_plan import reuse_distance
 from schemas.storage.locks import lock_file
 from trainer.checkpoint.format import ROW_FILES, ArraySpec

@@ -28,7 +28,7 @@ from trainer.data.lookup import (
     vector_layout,
 )
 from trainer.data.shared import SharedFeatures, find_dense_group, find_shared_features
-from trainer.device.transfer import to_device
+from trainer.data.transfer import to_device
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,10 +22,10 @@ from schemas.arrays import (
     values_of,
 )
 from schemas.config.job import DataConfig, TableConfig
-from schemas.dataset.layout import BLOCK, inverse_column, weights_column
 from schemas.dataset.opened import Dataset
 from schemas.errors import SchemaError, suggest_name
 from schemas.features import FeatureSet
+from schemas.layout import BLOCK, inverse_column, weights_column
 from schemas.rows import rows_of_values
 from schemas.run.model_inputs import check_lengths, check_range, scalar_values
 from trainer.data.batch import ListColumns

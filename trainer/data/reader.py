@@ -23,9 +23,9 @@ from schemas.arrays import offsets_of
 from schemas.dataset.checked_files import CheckedFile
 from schemas.dataset.defaults import missing_column_defaults, read_with_defaults
 from schemas.dataset.group_files import read_group
-from schemas.dataset.layout import DATA_DIRECTORIES, EVALUATION, TRAIN, part_path
 from schemas.dataset.opened import Dataset, Segment
 from schemas.dataset.order import Order, Step, blocks_of_rank, runs_of_ranks
+from schemas.layout import DATA_DIRECTORIES, EVALUATION, TRAIN, part_path
 from trainer.data.collate import Batch, BlockRange, PartOfBlock, Range, collate
 from trainer.data.decode import SAMPLES, BatchSpec, BlockCounts, RowGroup, decode, padding_row_group
 from trainer.data.microbatches import Microbatches, make_microbatches

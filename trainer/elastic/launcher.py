@@ -31,16 +31,16 @@ from schemas.storage.location import Location
 from schemas.storage.versions import writer_id
 from trainer.checkpoint.load import newest_checkpoint, step_of
 from trainer.checkpoint.manager import claim_leftovers
-from trainer.checkpoint.schedule import check_room, copy_bytes_of
 from trainer.components import layouts_of
 from trainer.data.decode import spec_of
-from trainer.device.transfer import device_of
+from trainer.data.transfer import device_of
 from trainer.elastic.attempt import TOKEN, Rendezvous, remove_rendezvous, write_rendezvous
 from trainer.elastic.membership import Lighthouse
 from trainer.elastic.shared_rows import BUFFER_BYTES, SharedStores, launch_shared_stores
 from trainer.growing.follow import FollowedDataset
 from trainer.options import TrainOptions
 from trainer.recovery import Drain, DrainInterrupt, Watchdog, resume_hint
+from trainer.run.checkpoints import check_room, copy_bytes_of
 from trainer.run.folder import run_lock
 from trainer.run.ledger import truncate_logs
 from trainer.run.output import rows_are_lost

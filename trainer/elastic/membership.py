@@ -28,7 +28,7 @@ from torchft.coordination import LighthouseClient, LighthouseServer, Quorum, Quo
 
 from schemas.errors import SchemaError
 from schemas.typed_values import from_json
-from trainer.elastic.agreement import Agreement, Member, ReplicaStatus
+from trainer.agreement import Agreement, Member, ReplicaStatus
 from trainer.stores.remote.connection import Access
 from trainer.stores.remote.wire import Certificate, check_address, check_host
 

@@ -17,14 +17,14 @@ import pyarrow.flight as fl
 from schemas.arrays import Array
 from schemas.errors import SchemaError
 from schemas.storage.location import Location
+from trainer.agreement import CommittedStep
 from trainer.checkpoint.format import Buffer, from_bytes, to_buffers
 from trainer.checkpoint.load import load_rows, newest_checkpoint, step_of, verify_checkpoint
-from trainer.elastic.agreement import CommittedStep
 from trainer.elastic.state_copy import RowsCopy
 from trainer.embedding.cache import DirectSource
 from trainer.embedding.module import Embedding
-from trainer.embedding.run_rows import RunRows
 from trainer.growing.follow import Span
+from trainer.run_rows import RunRows
 from trainer.stores.local import LocalStore
 from trainer.stores.remote.connection import Access, connect
 from trainer.stores.remote.wire import (

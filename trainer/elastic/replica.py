@@ -19,10 +19,10 @@ from functools import partial
 import numpy as np
 
 from schemas.arrays import Array
+from trainer.agreement import Agreement, CommittedStep, ReplicaStatus
 from trainer.checkpoint.dense_state import load_state, state_of
 from trainer.compute import StepCompute
 from trainer.data.microbatches import Microbatches
-from trainer.elastic.agreement import Agreement, CommittedStep, ReplicaStatus
 from trainer.elastic.membership import Membership, ReplicaOptions
 from trainer.elastic.peer_state import MemoryRows, PeerAddresses, PeerClient, PeerError, PeerServer
 from trainer.elastic.shared_rows import SharedRows

@@ -22,8 +22,8 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import ProcessGroupGloo
 
 from schemas.dataset.order import split_by_work
+from trainer.agreement import Agreement
 from trainer.compute import NO_MICROBATCHES
-from trainer.elastic.agreement import Agreement
 from trainer.elastic.membership import ReplicaOptions
 from trainer.elastic.peer_state import PeerClient, PeerError
 from trainer.embedding.kernels.interface import RowSums

@@ -21,7 +21,7 @@ from trainer.checkpoint.load import load_checkpoint, newest_checkpoint, verify_c
 from trainer.components import Components, build_components, layouts_of
 from trainer.compute import StepCompute, WholeBatchCompute
 from trainer.data.decode import BatchSpec
-from trainer.device.transfer import select_device
+from trainer.data.transfer import select_device
 from trainer.elastic.attempt import Rendezvous
 from trainer.elastic.membership import ReplicaOptions
 from trainer.elastic.peer_state import MemoryRows

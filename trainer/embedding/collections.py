@@ -32,13 +32,13 @@ from torchrec.modules.embedding_modules import (
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from schemas.config.train import SparseOptimizerConfig
-from schemas.oracle.hints import TableHints
+from schemas.dataset.hints import TableHints
+from schemas.errors import first_difference
 from trainer.data.kjt_lookups import OrderedKeyedTensor, batch_from_kjt
 from trainer.data.lookup import take_unsorted
 from trainer.embedding.fused import ExternalRows, FusedRows, PooledStep, SequenceStep, fused_outputs
 from trainer.embedding.ranks import has_ranks
 from trainer.embedding.state_tensor import pack, unpack
-from trainer.run.folder import first_difference
 from trainer.stores.store import Records
 
 _CPU = torch.device("cpu")
@@ -471,7 +471,7 @@ def planner_constraints(tables: Mapping[str, TableHints]) -> dict[str, Parameter
     """Return constraints for `EmbeddingShardingPlanner`, by table.
 
     Args:
-        tables: from `schemas.oracle.hints.read_hints`.
+        tables: from `schemas.dataset.hints.read_hints`.
     """
     return {
         name: ParameterConstraints(

@@ -1,7 +1,7 @@
 """Rows that collections update in the backward pass, as FBGEMM's fused optimizers do.
 
 `FusedRows` selects rows from where they are: memory, or a source such as
-`trainer.embedding.own_loops.EmbeddingRows`. With several ranks of torch.distributed, every rank has
+`trainer.own_loops.EmbeddingRows`. With several ranks of torch.distributed, every rank has
 all rows and updates them by the mean gradient of all ranks. `FusedRows.defer` keeps gradients for
 an optimizer, which updates the rows later.
 """

@@ -9,8 +9,8 @@ import torch
 
 from schemas.config.job import Job, load_job
 from schemas.config.train import EVALUATE
-from schemas.dataset.layout import MANIFEST
 from schemas.dataset.opened import Dataset, open_dataset, select_segments, select_segments_by_hash
+from schemas.layout import MANIFEST
 from schemas.run.records import RUN_FILE
 from schemas.storage.location import Location
 from trainer.checkpoint.fingerprint import check_model, fingerprint_of
@@ -24,7 +24,7 @@ from trainer.components import Components, build_components, order_of, uses_shar
 from trainer.data.collate import Batch, move_batch
 from trainer.data.decode import spec_of
 from trainer.data.reader import Reader
-from trainer.device.transfer import device_of
+from trainer.data.transfer import device_of
 from trainer.evaluation.metrics import Evaluation, MetricColumns, Metrics, columns_of
 from trainer.recovery import Watchdog
 from trainer.run.folder import check_run, check_schema, read_identity

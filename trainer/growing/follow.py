@@ -15,12 +15,12 @@ from typing import Literal
 
 from schemas.config.job import Job
 from schemas.config.train import TrainConfig
-from schemas.dataset.layout import TRAIN
+from schemas.dataset.accesses import SharedNextUses
 from schemas.dataset.manifest import DatasetManifest, read_dataset
 from schemas.dataset.opened import Dataset, open_dataset, select_segments_by_hash
 from schemas.dataset.order import Order
 from schemas.errors import PlanError, SchemaError
-from schemas.oracle.accesses import SharedNextUses
+from schemas.layout import TRAIN
 from schemas.oracle.cache_plan import Keyframe
 from schemas.storage.leases import Lease
 from schemas.storage.location import Location

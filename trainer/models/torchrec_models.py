@@ -23,7 +23,7 @@ from schemas.config.train import TrainConfig
 from trainer.data.collate import Batch
 from trainer.data.lookup import Inverse, take
 from trainer.data.shared import SharedFeatures
-from trainer.device.transfer import to_device
+from trainer.data.transfer import to_device
 from trainer.embedding.kernels.compiled import CompiledInteractions
 from trainer.embedding.kernels.interface import Vectors
 from trainer.embedding.kernels.torch_ops import TorchInteractions

@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 
 from schemas.config.job import Job, TableConfig, load_job
 from schemas.config.train import CheckpointConfig
-from schemas.dataset.layout import JOB, SCHEMA
 from schemas.errors import SchemaError, suggest_name
 from schemas.features import load_features
+from schemas.layout import JOB, SCHEMA
 from schemas.rows import ids_of, rows_of_ids
 from schemas.run.records import CHECKPOINTS
 from schemas.storage.local_files import sync_directory

@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from schemas.config.job import TableConfig
 from schemas.config.train import TrainConfig
 from schemas.dataset.files import replace_bytes, sync_file
-from schemas.dataset.layout import BLOCKS, JOB, SCHEMA, TRAIN
 from schemas.dataset.manifest import canonical_json
 from schemas.dataset.opened import Dataset, read_version
-from schemas.errors import SchemaError, shown
+from schemas.errors import SchemaError, first_difference, shown
+from schemas.layout import BLOCKS, JOB, SCHEMA, TRAIN
 from schemas.run.records import (
     LEDGER,
     METRICS,
@@ -232,24 +232,6 @@ def _check_equal(
             f"{name} must be that of the run, got {shown(now)} for {shown(before)}; {advice}",
             file=str(path),
         )
-
-
-def first_difference(old: Any, new: Any, name: str) -> tuple[str, Any, Any] | None:
-    """Return the name of the first value that differs in nested mappings, and both values.
-
-    Example:
-        >>> first_difference({"a": 1, "b": {"c": 2}}, {"a": 1, "b": {"d": 2}}, "x")
-        ('x.b.c', 2, None)
-    """
-    if old == new:
-        return None
-    if not (isinstance(old, Mapping) and isinstance(new, Mapping)):
-        return name, old, new
-    for key in [*old, *new]:
-        difference = first_difference(old.get(key), new.get(key), f"{name}.{key}")
-        if difference is not None:
-            return difference
-    return None
 
 
 def _check_segments(

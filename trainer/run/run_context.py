@@ -10,19 +10,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schemas.config.job import Job
+from schemas.dataset.accesses import TableAccesses
 from schemas.dataset.checked_files import DecodedListCache
 from schemas.dataset.opened import Dataset
 from schemas.dataset.order import Order
-from schemas.oracle.accesses import TableAccesses
 from schemas.run.records import LedgerEntry
 from trainer.components import Components, uses_shared_features
 from trainer.data.collate import Batch
 from trainer.data.decode import spec_of
 from trainer.data.microbatches import Microbatches
 from trainer.data.reader import Reader
-from trainer.embedding.run_rows import RunRows
 from trainer.growing.follow import Span
 from trainer.options import TrainOptions
+from trainer.run_rows import RunRows
 from trainer.step import Clock
 
 _ACCESS_LIST_BYTES = 128 << 20

@@ -31,8 +31,8 @@ from types import TracebackType
 from typing import BinaryIO
 
 from schemas.config.train import CheckpointConfig
-from schemas.dataset.layout import MANIFEST
 from schemas.errors import SchemaError
+from schemas.layout import MANIFEST
 from schemas.run.records import CHECKPOINTS, METRICS
 from schemas.run.run_manifest import (
     ALL,

@@ -21,10 +21,10 @@ from numpy.typing import NDArray
 from schemas.arrays import find_sorted
 from schemas.config.job import Job
 from schemas.dataset.files import sha256_of
-from schemas.dataset.layout import MANIFEST
 from schemas.dataset.manifest import previous_names
 from schemas.dataset.opened import Dataset, Segment, all_segment_hashes
 from schemas.errors import SchemaError
+from schemas.layout import MANIFEST
 from schemas.run.records import CHECKPOINTS, RUN_FILE
 from schemas.run.run_manifest import local_run
 from schemas.storage.location import Location

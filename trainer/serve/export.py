@@ -27,9 +27,9 @@ from schemas.arrays import Array
 from schemas.config.job import Job, load_job
 from schemas.config.train import TrainConfig
 from schemas.dataset.files import sha256_of
-from schemas.dataset.layout import JOB, MANIFEST, SCHEMA
 from schemas.errors import SchemaError
 from schemas.features import load_features
+from schemas.layout import JOB, MANIFEST, SCHEMA
 from schemas.run.model_file import PROGRAM, Lineage, ModelManifest, rows_paths, write_model
 from schemas.run.model_inputs import (
     DENSE,

@@ -19,8 +19,8 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from schemas.dataset.files import sha256_of
-from schemas.dataset.layout import JOB, MANIFEST, SCHEMA
 from schemas.errors import SchemaError
+from schemas.layout import JOB, MANIFEST, SCHEMA
 from schemas.run.model_file import (
     PROGRAM,
     TEXTS,

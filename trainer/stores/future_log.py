@@ -25,10 +25,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schemas.arrays import Array, find_sorted
+from schemas.dataset.accesses import RowNumbering, next_steps
 from schemas.dataset.opened import Dataset
 from schemas.dataset.order import Order
 from schemas.errors import PlanError, SchemaError
-from schemas.oracle.accesses import RowNumbering, next_steps
 from schemas.oracle.cache_plan import NEVER_AGAIN
 from trainer.stores.bucket_files import (
     MERGE_CHUNK_BYTES,

@@ -19,8 +19,8 @@ from scheduler.retrain.drive import Root, newest_checkpoint, read_pointer, write
 from scheduler.retrain.records import Begun, Promoted, Record, State, apply_record
 from scheduler.retrain.root_log import SNAPSHOT_RECORDS, Log, read_state, roll_back
 from schemas.config.schedule import RetrainConfig
-from schemas.dataset.layout import MANIFEST
 from schemas.errors import PlanError, SchemaError
+from schemas.layout import MANIFEST
 from schemas.storage.leases import LEASES
 from schemas.storage.location import Location
 from schemas.storage.versions import Versions

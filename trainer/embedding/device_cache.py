@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from schemas.arrays import Array
 from schemas.errors import SchemaError
-from trainer.device.transfer import to_device
+from trainer.data.transfer import to_device
 from trainer.embedding.cache import CacheSlots, PlannedCache, RowsOfTables, TablePlan
 from trainer.embedding.changes import RowsAndArrays
 from trainer.stores.store import Records, Store, TableLayout, WriteBack, doubled, empty_records

@@ -21,12 +21,12 @@ from numpy.typing import NDArray
 
 from schemas.arrays import Array, Jagged, jagged_of, offsets_of, stable_order
 from schemas.dataset.checked_files import CheckedFile, DecodedListCache, ListFiles, rows_before
-from schemas.dataset.layout import reuse_columns
 from schemas.dataset.opened import Dataset, Index, access_lists
 from schemas.dataset.order import Order
 from schemas.errors import SchemaError
 from schemas.hashing import NUM_SLOTS, slot_of_row
 from schemas.kernels import oracle as kernels
+from schemas.layout import reuse_columns
 from schemas.oracle.next_uses import NEVER, number_by_appearance, union
 from schemas.oracle.reuse import StepReuse, bounds_up_to, next_bound, peak_cache_rows
 

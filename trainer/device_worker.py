@@ -16,9 +16,9 @@ from trainer.components import Components, build_model, table_specs
 from trainer.data.collate import Batch, move_batch
 from trainer.data.decode import BatchSpec
 from trainer.data.microbatches import Microbatches, single_microbatch
-from trainer.device.embedding import DeviceEmbedding, DeviceLookups, upload_rows
-from trainer.device.transfer import to_device
+from trainer.data.transfer import to_device
 from trainer.embedding.cache import DirectSource
+from trainer.embedding.device_embedding import DeviceEmbedding, DeviceLookups, upload_rows
 from trainer.embedding.kernels.interface import RowSums
 from trainer.step import (
     MicrobatchWorker,

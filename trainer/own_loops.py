@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from schemas.config.train import CacheConfig, StoresConfig, TrainConfig
 from schemas.dataset.opened import Dataset
 from schemas.dataset.order import Order
-from schemas.errors import SchemaError
+from schemas.errors import SchemaError, first_difference
 from schemas.storage.locks import directory_lock
 from trainer.checkpoint.files import STATE_FILE, NewCheckpoint
 from trainer.checkpoint.load import (
@@ -38,7 +38,6 @@ from trainer.checkpoint.save import write_checkpoint
 from trainer.components import plans_of
 from trainer.embedding.cache import PlannedCache, RowsOfTables
 from trainer.embedding.ranks import world_size
-from trainer.run.folder import first_difference
 from trainer.stores.factory import open_store
 from trainer.stores.future_log import FutureLog, NextUseLookup
 from trainer.stores.local import LocalStore

@@ -23,9 +23,9 @@ from trainer.data.collate import Batch
 from trainer.data.lookup import Inverse, segment_sums, take, transpose_on_device
 from trainer.data.microbatches import Microbatches, single_microbatch
 from trainer.data.shared import SharedFeatures
-from trainer.device.cache import DeviceCache
-from trainer.device.transfer import host_block, upload
+from trainer.data.transfer import host_block, upload
 from trainer.embedding.cache import RowsOfTables, RowSource
+from trainer.embedding.device_cache import DeviceCache
 from trainer.embedding.kernels.torch_ops import update_rows
 from trainer.embedding.module import Embedding, TableSpec
 from trainer.stores.store import GatheredRows, Records, RowReader
