@@ -69,7 +69,7 @@ MEMORY_BUNDLE_BYTES = 4 << 20
 SENT_BYTES = 160 << 20
 """Bytes of samples after which a task sends them before its end."""
 DISK_FACTOR = 2.0
-"""Bytes on disk for each byte of the input, exchanged rows and the segment itself (README)."""
+"""Bytes on disk for each byte of the input: exchanged rows and the segment (docs/operations.md)."""
 FILES_PER_TASK = 64
 """Files that a task divides into splits."""
 

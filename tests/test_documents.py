@@ -21,6 +21,7 @@ DOCUMENTS = sorted(
     for pattern in (
         "README.md",
         "docs/*.md",
+        "docs/decisions/*.md",
         "*/README.md",
         "pipelines/*/README.md",
         "deploy/*/README.md",

@@ -188,7 +188,7 @@ def collate(
         expanded: one bag per sample instead of one per unique tuple.
         find_shared: set `Batch.shared`; needs `lookups`.
         lookups: set `Batch.lookups` and `Batch.groups`, for our collections; they take most of the
-            time (presage/README.md).
+            time (docs/decisions/0088-loader-batch.md).
     """
     owner = {f: None if expanded else spec.owner.get(f) for f in spec.sparse}
     inverse = {} if expanded else {g: _concat_inverse(ranges, g) for g in spec.groups}

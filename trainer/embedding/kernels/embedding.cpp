@@ -2,7 +2,8 @@
 //
 // Vectors are numbered as by VectorLayout of trainer/data/lookup.py: those below num_outputs are
 // the output, (num_samples * num_features, dim) with one row of features per sample; the others
-// are in a second block, one per bag of a deduplicated feature. See README.md.
+// are in a second block, one per bag of a deduplicated feature. See
+// docs/decisions/0054-embedding-kernels.md.
 
 #include "rows.h"
 #include "rules.h"

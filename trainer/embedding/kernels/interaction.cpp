@@ -6,7 +6,8 @@
 //   row_out = [x_0 if the rows have a first vector, x_a . x_b for a < b]
 //   own_out = [v_0 if the samples have a first vector, v_a . v_b for a < b, v_a . x_b for all a, b]
 //
-// All samples of a row are computed while its vectors are in the L1 cache. See README.md.
+// All samples of a row are computed while its vectors are in the L1 cache. See
+// docs/decisions/0051-shared-computation.md.
 
 #include "rows.h"
 #include "tensors.h"

@@ -1,4 +1,5 @@
-// Sums of rows, and loops split into parts of equal work. See README.md.
+// Sums of rows, and loops split into parts of equal work. See
+// docs/decisions/0054-embedding-kernels.md.
 #pragma once
 
 #include <sys/mman.h>
