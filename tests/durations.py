@@ -90,7 +90,7 @@ class Durations:
         for test, seconds in sorted(self._tests.items(), key=lambda t: -t[1])[:SLOWEST]:
             terminalreporter.line(f"{seconds:7.1f} {test}")
         total = sum(usual.values())
-        if "slow" not in terminalreporter.config.getoption("markexpr"):
+        if "slow" not in str(terminalreporter.config.getoption("markexpr")):
             terminalreporter.line(
                 f"{total:,.0f} s in all, of `make test`; {before:,.0f} s in {SECONDS.name}: "
                 f"{total - before:+,.0f} s"
