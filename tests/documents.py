@@ -91,6 +91,32 @@ def arguments(command: str) -> list[str]:
     return words
 
 
+def anchor(title: str) -> str:
+    """Return the anchor of a heading.
+
+    Example:
+        >>> anchor("The columns: `schema.pbtxt`")
+        'the-columns-schemapbtxt'
+    """
+    return re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-")
+
+
+def anchors(text: str) -> set[str]:
+    """List the anchors of a document's headings."""
+    titles = re.findall(r"^#+ (.+)$", FENCE.sub("", text), re.MULTILINE)
+    return {anchor(title) for title in titles}
+
+
+def named_anchors(text: str) -> list[tuple[str, str]]:
+    """List the anchors that a document links to, with their files; its own have none.
+
+    Example:
+        >>> named_anchors("[a](job.md#data), [b](#top), [c](job.md)")
+        [('job.md', 'data'), ('', 'top')]
+    """
+    return re.findall(r"\]\((?!\w+:)([^)#\s]*)#([^)\s]+)\)", text)
+
+
 def named_paths(text: str, folders: set[str]) -> list[str]:
     """List the files of the repository that a document names in links or backticks."""
     links = re.findall(r"\]\((?!\w+:|#)([^)#\s]+)", text)

@@ -11,7 +11,16 @@ from pathlib import Path
 import pytest
 
 from presage.commands import PACKAGES as OF_PRESAGE
-from tests.documents import Block, arguments, blocks, commands, named_paths, named_tests
+from tests.documents import (
+    Block,
+    anchors,
+    arguments,
+    blocks,
+    commands,
+    named_anchors,
+    named_paths,
+    named_tests,
+)
 from tests.fork_server import write_python_wrapper
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -197,6 +206,18 @@ def test_documents_name_only_files_and_tests_that_exist() -> None:
             for path, test in named_tests(text)
             if not (REPOSITORY / path).is_file()
             or f"def {test}(" not in (REPOSITORY / path).read_text()
+        ]
+    assert missing == []
+
+
+def test_documents_link_only_to_headings_that_exist() -> None:
+    missing: list[str] = []
+    for name in DOCUMENTS:
+        page = REPOSITORY / name
+        missing += [
+            f"{name}: {path}#{title}"
+            for path, title in named_anchors(page.read_text())
+            if title not in anchors((page.parent / path if path else page).read_text())
         ]
     assert missing == []
 

@@ -155,7 +155,7 @@ def job_text(plan: Plan, name: str, folder: str, split: datetime | None) -> str:
         f"# A first job for the files in {folder}, written by `presage init`.",
         "# Each choice has its reason as a comment: correct it where it is wrong, then check with",
         "#     presage preview JOB --input DIR",
-        "# docs/job.md documents each key; schema.pbtxt has the roles of columns.",
+        "# docs/job_reference.md lists the keys; schema.pbtxt has the roles of columns.",
         *_left_out(plan),
         f"name: {yaml_word(name)}",
         "data:",
@@ -214,7 +214,7 @@ def _training(plan: Plan) -> Iterator[str]:
     )
     yield f"  block_samples: {min(1024, batch)}"
     yield f"  oracle: {{batch_samples: {batch}}}  # as in train:"
-    yield "# A small model; docs/job.md documents others, and optimizers and metrics."
+    yield "# A small model; docs/job_reference.md lists others, and optimizers."
     yield "train:"
     yield "  model: {name: dlrm, bottom_layers: [64], top_layers: [128, 64]}"
     yield "  embedding_dim: 16"

@@ -1,7 +1,7 @@
 """The job file: one YAML file with the sections `data`, `train` and `schedule`.
 
-Every dataclass field of this package is a key of the file; `docs/job.md` shows each with an
-example.
+Every dataclass field of this package is a key of the file. `docs/job_reference.md` is generated
+from the fields, their docstrings and the examples of the classes; `docs/job.md` has the guides.
 """
 
 from __future__ import annotations
@@ -38,21 +38,36 @@ SAMPLES = "samples"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateConfig:
-    """Limits on a segment as a whole; limits on columns are in the schema."""
+    """Conditions for a segment to enter the dataset; those on columns are in the schema.
+
+    Example:
+        data:
+          gate:
+            action: fail
+            max_reject_fraction: 0.01
+            session_drift: 0.1
+            delay_drift: 0.2
+            label_drift: 0.25
+            dedup_drift: 0.3
+    """
 
     action: Literal["fail", "warn"] = "fail"
-    """`fail`: a segment with anomalies is not committed (exit code 3); `warn`: it is."""
+    """`fail`: a segment with findings stays out, and the build ends with exit code 3; `warn`:
+    findings are recorded, and the segment is committed."""
     max_reject_fraction: float | None = 0.1
-    """Most rejected rows, as a fraction of rejected rows and rows that gave samples; no limit when
-    null. The default applies without a `gate`, too."""
+    """Largest share of rejected rows, among these and the rows that gave samples (a row that gives
+    six samples is one row); no limit when null. Applies without `gate`, too."""
     session_drift: float | None = None
-    """Largest Jensen-Shannon divergence of samples per session from the previous segment."""
+    """Largest Jensen-Shannon divergence, in [0, 1], of samples per session from the previous
+    segment; not checked when null."""
     delay_drift: float | None = None
-    """Largest Jensen-Shannon divergence of label delay (`label_time` - time) from it."""
+    """Largest Jensen-Shannon divergence, in [0, 1], of label delay (`label_time` minus time) from
+    the previous segment; not checked when null."""
     label_drift: float | None = None
-    """Largest relative change of the mean label from it."""
+    """Largest change of the mean label, relative to the previous segment; not checked when null."""
     dedup_drift: float | None = None
-    """Largest relative change of a group's dedup factor from it."""
+    """Largest change of a group's dedup factor, relative to the previous segment; not checked when
+    null."""
 
     def __post_init__(self) -> None:
         for name in ("max_reject_fraction", "session_drift", "delay_drift"):
@@ -64,14 +79,21 @@ class GateConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingConfig:
-    """Downsampling of the negatives of the training range."""
+    """Downsampling of the negatives of the training range.
+
+    Example:
+        data:
+          sampling: {negatives: 0.1, unit: session, seed: 0}
+    """
 
     negatives: float
-    """Fraction of the negatives that is kept, in (0, 1]; each gets the weight 1 / fraction."""
+    """Share of the negatives that is kept, in (0, 1]; each kept negative gets `sample_weight` 1 /
+    `negatives`."""
     unit: Literal["session", "sample"] = "session"
-    """`session`: the negatives of a session key are all kept or all dropped; `sample`: each is
-    drawn independently."""
+    """`session`: negatives of one session key are all kept or all dropped; `sample`: each is
+    selected by itself."""
     seed: int = 0
+    """Changes the selection; in [0, 2**63)."""
 
     def __post_init__(self) -> None:
         if not 0 < self.negatives <= 1:
@@ -84,13 +106,18 @@ class SamplingConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitConfig:
-    """Range of samples that is held back for evaluation."""
+    """Range of samples that is held back for evaluation; at most one of the two keys.
+
+    Example:
+        data:
+          split: {evaluation_last: 2h}
+    """
 
     evaluation_from: datetime | None = None
-    """Samples at or after this time (UTC) are the evaluation split; none when null."""
+    """Samples at or after this time (UTC) are the evaluation split; none are when null."""
     evaluation_last: timedelta | None = None
-    """Length of the evaluation range at the end of each segment's day, instead of one time for all;
-    requires building segments by day."""
+    """Length of the range at the end of each segment's day (UTC) that is for evaluation, shorter
+    than `1d`; segments must be built with `--day`, all with the same length."""
 
     def __post_init__(self) -> None:
         last = self.evaluation_last
@@ -119,11 +146,12 @@ class SessionConfig:
     """Definition of a session by columns of the samples."""
 
     key: str
-    """Column with one value per session; samples with null are rejected."""
+    """Column that is equal for all samples of a session; samples with null are rejected."""
     time: str
-    """Timestamp column that orders the samples of a session."""
+    """Timestamp column that orders the samples of a session; may be a whole number if no `gap`,
+    `window.span` or `split` needs its unit."""
     gap: timedelta | None = None
-    """A longer pause starts a new session of the same key; no limit when null."""
+    """A longer pause starts another session of the same key; no limit when null."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,12 +170,13 @@ class TableConfig:
     """One embedding table: its features and how ids become rows."""
 
     features: tuple[str, ...]
-    """Sparse features that share the table."""
+    """Sparse features that share the table, all of numbers or all of texts; each feature is in one
+    table."""
     num_rows: int
-    """Rows of the table, up to 2**63; rows are allocated on first use."""
+    """Rows of the table, 1 to 2**63; a row costs nothing until its first use."""
     rows: Literal["hash", "identity"] = "hash"
-    """`hash`: stable hash of the id, modulo `num_rows`; `identity`: the id is the row, and samples
-    with an id outside [0, num_rows) are rejected."""
+    """`hash`: a stable hash of the id, a number or a text, modulo `num_rows`; `identity`: the id is
+    the row, and a sample with an id outside [0, `num_rows`) is rejected."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.num_rows <= MAX_ROW + 1:
@@ -163,15 +192,25 @@ class OrderConfig:
     up to eight row groups; `blocks`: in every epoch, the row groups of a segment are permuted, and
     blocks within 16 of them."""
     seed: int = 0
+    """Seed of the permutation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OracleConfig:
-    """The default index, built with the dataset."""
+    """The default index, built with the dataset.
+
+    Example:
+        data:
+          oracle:
+            batch_samples: 8192
+            epochs: 3
+            order: {shuffle: blocks, seed: 7}
+    """
 
     batch_samples: int = 4096
     """Samples of a global batch; a multiple of `data.block_samples`."""
     epochs: int = 1
+    """Passes over the training range that the index covers."""
     order: OrderConfig = field(default_factory=OrderConfig)
     """Order of the blocks; the trainer must use the same one."""
 
@@ -181,51 +220,77 @@ class OracleConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateConfig:
-    """The synthetic log of `pipelines generate`."""
+    """The synthetic log of `pipelines generate`.
+
+    Example:
+        data:
+          generate: {num_samples: 50000, seed: 3, start: 2026-02-01, span: 12h}
+    """
 
     num_samples: int = 200_000
+    """Rows of the log."""
     seed: int = 0
+    """Seed of all random values in the log."""
     start: datetime = datetime(2026, 1, 1)
-    """Start of the log (UTC)."""
+    """Time of the first possible sample (UTC)."""
     span: timedelta = timedelta(days=2)
+    """Length of the log."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Inputs, samples and storage of the dataset."""
+    """Inputs, samples and storage of the dataset.
+
+    Example:
+        data:
+          block_samples: 1024
+          on_error: reject
+          schema: schema.pbtxt
+    """
 
     sources: Mapping[str, SourceConfig]
-    """Source name, a table in SQL, to files."""
+    """Source name, usable as a table in SQL, to input files."""
     samples: SamplesConfig
-    """SQL, joins and events that turn raw rows into samples."""
+    """How raw rows become samples."""
     session: SessionConfig
+    """Definition of a session."""
     tables: Mapping[str, TableConfig]
+    """Embedding tables by name."""
     sides: Mapping[str, SideConfig] = field(default_factory=dict)
-    """Side tables by name, for `samples.joins`; small ones are tables in SQL, too."""
+    """Side tables by name, looked up by `samples.joins`; SQL may read small ones as tables, too."""
     groups: Annotated[Mapping[str, tuple[str, ...]], AUTO] = field(default_factory=dict)
-    """Dedup groups: columns that change together, stored once per unique tuple of a block. `auto`,
-    kept as `{auto: ()}`, lets the build choose them."""
+    """Dedup groups: columns that change together, stored once per distinct tuple of a block; at
+    most 8, each column in at most one. `auto`: the build chooses them."""
     transforms: Mapping[str, Mapping[str, str | TransformConfig]] = field(default_factory=dict)
-    """Group name (or `samples`) to new columns, each a scalar SQL expression over the columns of
-    that group or a declared transform; computed in order, once per unique tuple. Inputs are
+    """Group name, or `samples`, to new columns, each a scalar SQL expression over the columns of
+    the group or a declared transform; computed in order, once per distinct tuple. The inputs are
     kept."""
     vocabularies: Mapping[str, VocabularyConfig] = field(default_factory=dict)
+    """Values with rows of their own, by name, for transforms."""
     sampling: SamplingConfig | None = None
+    """Which negatives are kept; all when null."""
     window: WindowConfig = field(default_factory=WindowConfig)
+    """Horizon of clustering."""
     split: SplitConfig = field(default_factory=SplitConfig)
+    """Range that is held back for evaluation."""
     block_samples: int = 1024
-    """Samples of a block, a power of two."""
+    """Samples of a block: a power of two in [16, 65536]."""
     oracle: OracleConfig = field(default_factory=OracleConfig)
+    """The default index."""
     gate: GateConfig | None = None
-    """Limits on a segment, beyond those of the schema."""
+    """Limits that keep a segment out of the dataset; when null, findings are recorded and printed
+    as a warning."""
     on_error: Literal["reject", "reject_files", "fail", "drop_key"] = "reject"
-    """`reject`: unusable rows go to `rejects/` with their reason, and an unreadable file fails the
-    build; `reject_files`: an unreadable file is a reject, too; `fail`: the first reject fails the
-    build; `drop_key`: as `reject`, and a row that `samples.per` cannot use rejects all rows of its
-    key."""
+    """`reject`: unusable rows are written to `rejects/` with their reason, and a file that cannot
+    be read to its end fails the build; `reject_files`: such a file is a reject, too; `fail`: the
+    first reject fails the build; `drop_key`: as `reject`, and a row that `samples.per` cannot use
+    also rejects the other rows of its key."""
     schema: str = "schema.pbtxt"
-    """tensorflow-metadata Schema of the sample columns, beside the job file."""
+    """The columns, a tensorflow-metadata Schema in the folder of the job file or below it;
+    elsewhere, also at a URL, only with `--allow-outside`, an option of every command that reads it
+    (`preview`, `build`, `append`, `scheduler plan`, `run` and `retrain`)."""
     generate: GenerateConfig | None = None
+    """The synthetic log, for jobs that have one."""
 
     def __post_init__(self) -> None:
         block = self.block_samples
@@ -250,7 +315,7 @@ class DataConfig:
 
     @property
     def has_auto_groups(self) -> bool:
-        """Whether the build chooses the groups."""
+        """Whether the build chooses the groups: `auto` is read as `{auto: ()}`."""
         return self.groups == {AUTO: ()}
 
     @property
@@ -292,10 +357,14 @@ class Job:
     """A whole job file."""
 
     name: str
-    """Short name, used in logs, manifests and as the scheduler's folder of the job."""
+    """Short name, used in logs, in manifests and for folders: at most 128 letters, digits, `_` and
+    `-`, not starting with `-`."""
     data: DataConfig
+    """Definition of the dataset."""
     train: TrainConfig = field(default_factory=TrainConfig)
+    """Model and training."""
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    """Resources, and daily retraining."""
 
     def __post_init__(self) -> None:
         """Check the name, which becomes that of a folder."""

@@ -19,29 +19,48 @@ FormatName = Literal["parquet", "csv", "jsonl", "avro"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceConfig:
-    """Input files of one format."""
+    r"""Input files of one format; the keys from `delimiter` on apply to `csv`.
+
+    Example:
+        data:
+          sources:
+            users:
+              files: users.tsv
+              format: csv
+              columns: {user_id: int64, age: float32, name: string}
+              delimiter: "\t"
+              quote: null
+              escape: null
+              header: false
+              null_values: ["", NA]
+    """
 
     files: str
-    """Glob below the input directory, such as `day/*.parquet`; `**` matches any folders."""
+    """Glob over the paths below the input directory: `*` and `?` match within one folder, `**`
+    matches any folders; a file that is reached again through links counts once."""
     format: FormatName
-    """`csv` also reads tab-separated files; `jsonl` is one JSON object a line."""
+    """`parquet`; `csv`, tab-separated files too; `jsonl`, one JSON object a line; `avro`. Texts may
+    be compressed with gzip, zstd, bzip2 or xz, whatever their names."""
     columns: Mapping[str, str] | None = None
-    """Column name to Arrow type (`int64`, `string`, `list<int64>`, `timestamp`); all columns
-    of a Parquet or Avro file when null; required for `jsonl`, and for `csv` in file order."""
+    """Column name to type (`docs/types.md`), such as `int64`, `string`, `list<int64>`, `timestamp`
+    or `"struct<id: int64>"` (in quotes: YAML reads `: ` as a key). Required for `csv`, all columns
+    in file order, without lists, and for `jsonl`, the fields to be read; all columns of the files
+    when null."""
     partitions: Mapping[str, str] = field(default_factory=dict)
-    """Column to Arrow type, for values in folder names such as `day=2026-03-01/`, and those of
-    `ROW_COLUMNS`."""
+    """Column to type, for values in folder names such as `day=2026-03-01/`, and for `_file:
+    string`, `_line: int64` and `_day: date`: the path of the row's file, the position in it, and
+    the day of the segment."""
     delimiter: str = ","
-    """One character between CSV fields."""
+    """One ASCII character between fields."""
     quote: str | None = '"'
-    """One character around CSV fields; null if quotes are plain text."""
+    """One ASCII character around fields; null if quotes are plain text."""
     escape: str | None = None
-    r"""One character before a quote, or itself, within quotes, such as `\` of Spark and MySQL; null
-    if quotes are written twice there."""
+    r"""One ASCII character before a quote, or before itself, within quotes, such as `\` of Spark
+    and MySQL; null if quotes are written twice there."""
     header: bool = True
-    """Whether the first line of a CSV file names its columns."""
+    """Whether the first line names the columns; a file with other names is rejected."""
     null_values: tuple[str, ...] = ("",)
-    """CSV texts that mean null; in a string column only the empty text."""
+    """Texts that mean null; in a string column only the empty one can."""
 
     @property
     def declared(self) -> Mapping[str, str]:
@@ -82,61 +101,80 @@ class PerConfig:
     """SQL over all rows of one key."""
 
     key: str
-    """Column of every source; the rows of one value form the relations of `sql`."""
+    """Column that every source has; its values group the rows."""
     sql: str
-    """A SELECT whose tables are the sources; window functions see a single key."""
+    """A SELECT over the sources, run once per value of `key`; window functions see the rows of one
+    value only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SideConfig(SourceConfig):
-    """A side table: rows looked up by a key."""
+    r"""A side table: rows looked up by a key. The keys besides `key` and `time` are a source's.
+
+    Example:
+        data:
+          sides:
+            articles:
+              files: articles.tsv
+              format: csv
+              columns: {id: int64, category: string, price: float32}
+              delimiter: "\t"
+              quote: null
+              escape: null
+              header: false
+              null_values: ["", NA]
+              key: id
+    """
 
     key: str
-    """Key column; unique without `time`."""
+    """Column that is looked up, without duplicates unless `time` is set; integers match at any
+    width, other types must be equal."""
     time: str | None = None
-    """Timestamp column: a row is valid from this time on; always valid when null."""
+    """Timestamp column from which on a row is valid; rows are always valid when null."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinConfig:
-    """A left join of the samples with a side table, after the SQL."""
+    """A look-up of every sample in a side table, after the SQL; a missing key gives nulls."""
 
     side: str
+    """Name of the side table."""
     key: str | None = None
-    """Key column of the samples; the side table's key column when null."""
+    """Column of the samples that is looked up; the side table's key column when null."""
     as_of: str | None = None
-    """Timestamp column of the samples, for a side table with `time`: the newest row at or before it
-    is joined; `session.time` when null."""
+    """Timestamp column of the samples, for a side table with `time`: the newest row that is not
+    after it is used; `session.time` when null."""
     columns: Mapping[str, str] | tuple[str, ...] | None = None
-    """Columns to join, or new name to column; all but key and time when null. Samples without a
-    match get nulls."""
+    """Columns to add, as a list, or as new name to column; all but key and time when null."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EventsConfig:
-    """A second stream of events, joined to the rows of the sample source as labels."""
+    """Labels from a separate stream of events, joined to the sample source before any SQL."""
 
     source: str
-    """Source of the events; the sample source has the features."""
+    """The source of the events; `samples.source` has the features."""
     key: tuple[str, ...]
-    """Join columns of both streams, such as `[request_id]`."""
+    """Columns of both, equal for a row of features and its events, such as `[request_id]`."""
     shard: str | None = None
-    """Column of both streams by which they are sharded; the session key avoids a second shuffle.
-    The first column of `key` when null."""
+    """Column of both by which they are sharded: the session key, if events have it, which saves a
+    shuffle; the first of `key` when null."""
     time: str
     """Timestamp column of the features."""
     event_time: str | None = None
     """Timestamp column of the events; the name of `time` when null."""
     label_wait: timedelta
-    """Longest delay of an event after its features; later events go to `late/`."""
+    """Longest time between features and a matching event (an earlier event matches, too); later
+    events are written to `late/`."""
     columns: Mapping[str, float | None]
-    """Columns to join from the event, with their values for features without an event."""
+    """Columns to take from the event, each with its value for features without one."""
     label_time: str | None = None
-    """New column with the time of the joined event; none when null."""
+    """New column with the time of the matching event; none when null."""
     without_event: Literal["keep", "drop"] = "keep"
-    """Whether features without an event are kept."""
+    """Whether features without a matching event are kept or dropped."""
     duplicates: Literal["first", "last", "any"] = "first"
-    """Which of several events is joined: by time; `any` takes the largest value of each column."""
+    """Which of several events is used: `first` or `last` by time, or `any`: of each column the
+    largest value."""
 
     def __post_init__(self) -> None:
         if not self.key:
@@ -147,12 +185,22 @@ class EventsConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SqlLimitsConfig:
-    """Limits of one SQL statement of the job on one chunk of rows (at most 65,536)."""
+    """Limits of one SQL statement on one chunk of rows; beyond them, the build fails.
+
+    A chunk is at most 65,536 rows, or a whole key, however many rows it has.
+
+    Example:
+        data:
+          samples:
+            map: SELECT * FROM log
+            limits: {time: 60s, memory: 1GiB}
+    """
 
     time: timedelta = timedelta(minutes=5)
-    """Until its last row."""
+    """Time limit of a statement."""
     memory: int = 4 << 30
-    """Most bytes that DuckDB uses, and of the result; nothing is spilled to disk."""
+    """Memory of a statement in DuckDB, and bytes of its result, at least 16MiB; nothing is spilled
+    to disk."""
 
     def __post_init__(self) -> None:
         check_positive(self, "time")
@@ -162,18 +210,21 @@ class SqlLimitsConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplesConfig:
-    """How raw rows become samples: at least one of `map` and `per`."""
+    """How raw rows become samples: by `map`, by `per`, or by both."""
 
     map: str | None = None
-    """Row-local SELECT from the one source, or from the result of `per`."""
+    """Row-local SELECT from the one source, or from the table `per`, the result of `per.sql`: a
+    row's output depends only on that row."""
     per: PerConfig | None = None
-    """SELECT run after grouping by a key, over one or several sources."""
+    """SELECT run once per value of a key, over all its rows of one or several sources."""
     source: str | None = None
-    """Source whose rows become samples; optional with a single source."""
+    """The source whose rows become samples; required with several sources."""
     joins: tuple[JoinConfig, ...] = ()
+    """Look-ups of every sample in side tables, one after the other."""
     events: EventsConfig | None = None
+    """Labels from a separate stream, joined before any SQL."""
     limits: SqlLimitsConfig = field(default_factory=SqlLimitsConfig)
-    """Limits of a statement on one chunk of rows; beyond them, the build fails."""
+    """Limits of a statement on one chunk of rows."""
 
     def __post_init__(self) -> None:
         if self.map is None and self.per is None:

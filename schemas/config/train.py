@@ -21,26 +21,37 @@ MAX_THREADS = 1 << 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """The model."""
+    """Architecture of the model.
+
+    Example:
+        train:
+          model:
+            {name: dcn, bottom_layers: [64], top_layers: [256, 64], cross_layers: 2, cross_rank: 32}
+    """
 
     name: Literal["dlrm", "dcn", "deepfm", "wide_deep", "attention"] = "dlrm"
-    """`dlrm`, `dcn` and `deepfm`: TorchRec's models; `wide_deep`: from its modules; `attention`:
-    target attention over one history feature."""
+    """`dlrm`, `dcn` (DLRM with DCN-v2's low-rank cross network) and `deepfm`: TorchRec's `DLRM`,
+    `DLRM_DCN` and `SimpleDeepFMNN`; `wide_deep`: Wide & Deep, the first number of each row being
+    the id's weight in the wide part; `attention`: target attention over one history."""
     bottom_layers: tuple[int, ...] = (64,)
-    """Widths of the MLP over dense features; a layer of `embedding_dim` follows."""
+    """Widths of the MLP over dense features, without the last layer of width `embedding_dim`;
+    `wide_deep` has none."""
     top_layers: tuple[int, ...] = (256, 64)
-    """Widths of the MLP over the interactions; a layer of 1 follows."""
+    """Widths of the MLP over the interactions, without the last layer of width 1; for `deepfm` and
+    `wide_deep`, of the deep part."""
     dedup_compute: bool = True
-    """Compute once per unique tuple what depends only on it; equal up to rounding."""
+    """Whether to compute once per distinct tuple whatever depends on it alone, equal up to
+    rounding; `false` runs TorchRec's unmodified module."""
     cross_layers: int = 3
     """Layers of the cross network of `dcn`."""
     cross_rank: int = 64
+    """Rank of the matrices of each layer of the cross network."""
     history: str | None = None
-    """List feature of the attention model."""
+    """List feature that `attention` reads; required for it."""
     target: str | None = None
-    """Scalar feature that queries the history; must share its table."""
+    """Scalar feature that queries the history, in the same table; required for `attention`."""
     max_history: int = 50
-    """Newest entries of the history that are read."""
+    """Number of newest history entries that are read."""
     num_heads: int = 4
     """Heads of the history encoder; divides `embedding_dim`."""
 
@@ -62,24 +73,39 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DenseOptimizerConfig:
-    """Optimizer of the dense parameters."""
+    """Optimizer of the dense parameters.
+
+    Example:
+        train:
+          dense_optimizer: {name: sgd, learning_rate: 0.01}
+    """
 
     name: Literal["adam", "sgd"] = "adam"
+    """Algorithm."""
     learning_rate: float = 1e-3
+    """Step size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SparseOptimizerConfig:
-    """Optimizer of the embedding rows, fused into their update."""
+    """Optimizer of the embedding rows, fused into their update; its state is stored with the row.
+
+    Example:
+        train:
+          sparse_optimizer:
+            {name: adam, learning_rate: 0.001, eps: 1.0e-8, beta1: 0.9, beta2: 0.999}
+    """
 
     name: Literal["rowwise_adagrad", "adagrad", "adam", "sgd"] = "rowwise_adagrad"
+    """Algorithm; `adam` is lazy: only rows of the step change."""
     learning_rate: float = 0.02
+    """Step size."""
     eps: float = 1e-8
     """Added to the root of the accumulated squares."""
     beta1: float = 0.9
-    """Decay of Adam's mean of gradients."""
+    """Decay of Adam's mean of gradients, in [0, 1)."""
     beta2: float = 0.999
-    """Decay of Adam's mean of their squares."""
+    """Decay of Adam's mean of their squares, in [0, 1)."""
 
     def __post_init__(self) -> None:
         for name in ("beta1", "beta2"):
@@ -89,21 +115,27 @@ class SparseOptimizerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheConfig:
-    """The cache plan of `--embedding cached`."""
+    """The cache of embedding rows, and its plan with `--embedding cached`.
+
+    Example:
+        train:
+          cache: {policy: ttl, lookahead: 20, prefetch_steps: 2, rows: 500000, files: log}
+    """
 
     policy: Literal["ttl", "belady"] = "ttl"
-    """`ttl`: a row is evicted when its next use is more than `lookahead` steps away; `belady`: when
-    space is needed, the row with the farthest next use is evicted."""
+    """`ttl`: a row stays cached while its next use is within `lookahead` steps; `belady`: rows stay
+    while there is room, then the row with the farthest next use is evicted."""
     lookahead: int = 50
-    """Steps that a `ttl` plan looks ahead."""
+    """Steps that the plan of `ttl` looks ahead."""
     prefetch_steps: int = 2
-    """A row is fetched this many steps before its use; with `ttl` at most `lookahead`."""
+    """Steps before its use that a row is fetched; with `ttl` at most `lookahead`."""
     rows: int | None = None
-    """Most cached rows per table, rows in flight included; unbounded when null."""
+    """Largest number of rows in the cache of each table, including those in flight; unbounded when
+    null; required for `--embedding lru`."""
     files: Literal["log", "mmap"] = "log"
-    """The store of uncached rows if there are no store processes (`train.stores`). `log`: files
-    ordered by next use, read and written sequentially; `mmap`: memory-mapped files, updated in
-    place, as always for `lru` and `uncached`."""
+    """Store of the rows that are not cached, if there are no store processes: `log`: files in the
+    order of next use, read and written sequentially; `mmap`: mapped files, updated in place, as
+    always with `lru` and `uncached`."""
 
     def __post_init__(self) -> None:
         # A fetch must follow the write-back that it depends on.
@@ -120,20 +152,32 @@ class StoresConfig:
     """Store processes started separately, with `python -m trainer store`.
 
     Without `addresses` and `--stores`, rows are in this process: `train.cache.files` chooses how.
+
+    Example:
+        train:
+          stores:
+            addresses: ["grpc+tls://store-0:7070", "grpc+tls://store-1:7070"]
+            token_file: token
+            certificates: authorities.pem
+            certificate_name: stores.example
+            timeout: 2m
     """
 
     addresses: tuple[str, ...] = ()
-    """`grpc://host:port` or `grpc+tls://host:port` of each, or where a store that may move
-    publishes that: `file:///DIRECTORY/address`, or a URL such as `s3://bucket/run/stores/0/address`.
-    They share all slots equally when they serve their first run."""
+    """`grpc://host:port` or `grpc+tls://host:port` of each, or where a store that may be restarted
+    on another host publishes that address: `file:///DIRECTORY/address`, in its `--directory`, or a
+    URL such as `s3://bucket/run/stores/0/address`, given to it with `--address-file`. They share
+    the 4,096 slots of each table; used by every `--embedding` except `plain`."""
     token_file: str | None = None
-    """File with the stores' token, relative to the job file."""
+    """Local file with the stores' token, relative to the job file, an absolute path if the job file
+    is at a URL; required with `addresses`."""
     certificates: str | None = None
-    """PEM file of trusted authorities, relative to the job file; the system's when null."""
+    """PEM file of the trusted authorities, relative to the job file; those of the system when
+    null."""
     certificate_name: str | None = None
     """Name in the stores' certificates; the host of each address when null."""
     timeout: timedelta = timedelta(seconds=30)
-    """Longest wait for a response; a store must restart within this time."""
+    """Time-out of a request; also the time within which a failed store must be back."""
 
     def __post_init__(self) -> None:
         try:
@@ -148,24 +192,37 @@ class StoresConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsConfig:
-    """Metrics of the evaluation split besides NE and AUC."""
+    """Metrics of the evaluation split besides NE and AUC.
+
+    Example:
+        train:
+          metrics: {gauc_key: user_id}
+    """
 
     gauc_key: str | None = None
-    """Column that groups samples for GAUC; the session key when null."""
+    """Column whose values group samples for GAUC; the session key when null."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointConfig:
-    """Checkpoints."""
+    """When checkpoints are written, and which are kept.
+
+    Example:
+        train:
+          checkpoint: {every_steps: 1000, keep: 3, late: skip, copy_to: /dev/shm}
+    """
 
     every_steps: int | None = None
-    """Steps between checkpoints; only one at the end when null."""
+    """Steps between checkpoints, which are written asynchronously (`docs/checkpoints.md`); only one
+    at the end when null."""
     keep: int = 2
-    """Newest checkpoints kept."""
+    """Number of newest checkpoints to keep."""
     late: Literal["skip", "wait"] = "skip"
-    """If a checkpoint is due while the previous one is still being written: skip it, or wait."""
+    """What to do if a checkpoint is due while the previous one is still being written: `skip`: omit
+    it, training never waits; `wait`: training waits."""
     copy_to: str = "/dev/shm"
-    """Directory of the copy that is written in the background: in memory, or on a slower disk."""
+    """Directory for the copy that is waiting to be written: in memory, or on a disk, which is
+    slower."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "every_steps", "keep")
@@ -173,10 +230,15 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FollowConfig:
-    """Training on committed segments while later ones are built."""
+    """Training on committed segments while later ones are built.
+
+    Example:
+        train:
+          follow: {poll: 5s}
+    """
 
     poll: timedelta = timedelta(seconds=1)
-    """Shortest time between two looks at the dataset, beside training too."""
+    """Shortest time between two looks at the dataset, also during training."""
 
     def __post_init__(self) -> None:
         check_positive(self, "poll")
@@ -184,25 +246,34 @@ class FollowConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitsConfig:
-    """Longest time of each activity of a trainer; beyond it, the trainer reports and exits."""
+    """Longest time of each activity of a trainer; beyond it, the trainer reports and exits.
+
+    Example:
+        train:
+          limits: {start: 1h, read: 5m, fetch: 2m, forward: 1m, backward: 1m, sync: 2m, update: 1m,
+                   save: 1h, evaluate: 5m, wait: 12h, drain: 60s}
+    """
 
     start: timedelta = timedelta(minutes=30)
-    """Start until the first step: stores, the checkpoint, the plan."""
+    """From the creation of the run's folder to the first step: stores, the checkpoint, the plan."""
     read: timedelta = timedelta(minutes=10)
-    """Phase of a step: its batch from the dataset's files."""
+    """Of each step: its batch from the dataset's files."""
     fetch: timedelta = timedelta(minutes=10)
-    """Phase of a step: its rows from the stores."""
+    """Of each step: its rows from the stores; longer than `stores.timeout`."""
     forward: timedelta = timedelta(minutes=10)
+    """Of each step: the forward pass."""
     backward: timedelta = timedelta(minutes=10)
+    """Of each step: the backward pass."""
     sync: timedelta = timedelta(minutes=10)
-    """Phase of a step: partial sums from the other replicas."""
+    """Of each step: partial sums from the other replicas."""
     update: timedelta = timedelta(minutes=10)
+    """Of each step: the update of parameters and rows."""
     save: timedelta = timedelta(minutes=30)
     """One checkpoint."""
     evaluate: timedelta = timedelta(minutes=10)
     """One batch of the evaluation split."""
     wait: timedelta = timedelta(hours=1)
-    """Until the pipeline commits the next segment or seals the dataset."""
+    """Until the pipeline commits the next segment, or seals the dataset."""
     drain: timedelta = timedelta(seconds=30)
     """From SIGTERM or SIGINT to the end of the process."""
 
@@ -220,34 +291,61 @@ MIN_MICROBATCH_SAMPLES = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
-    """Model, optimizers, batches and checkpoints."""
+    """Model, optimizers, batches and checkpoints.
+
+    Example:
+        train:
+          embedding_dim: 64
+          pooling: mean
+          batch_samples: 8192
+          microbatch_samples: 512
+          epochs: 3
+          seed: 1
+          dtype: float32
+          device: cpu
+          num_threads: 8
+    """
 
     model: ModelConfig = field(default_factory=ModelConfig)
+    """Architecture."""
     embedding_dim: int = 32
+    """Width of every embedding row."""
     pooling: Literal["mean", "sum"] = "mean"
+    """How the rows of a list become one vector."""
     batch_samples: int = 4096
     """Samples of a global batch; a multiple of `data.block_samples`."""
     microbatch_samples: int | None = None
-    """Samples of a microbatch, a power of two: replicas compute whole ones, and the sums of a step
-    are added over a fixed tree of them. `data.block_samples` when null."""
+    """Samples of a microbatch, a power of two from 16 on, below or above the block size;
+    `data.block_samples` when null. Replicas compute whole microbatches, so a batch serves at most
+    `batch_samples / microbatch_samples` of them; smaller ones are slower
+    (`benchmarks/microbatches.md`)."""
     epochs: int = 1
+    """Passes over the training range."""
     seed: int = 0
     """Seed of dense parameters and embedding rows."""
     dtype: Literal["float32", "float64"] = "float32"
     """Precision of parameters and computation."""
     dense_optimizer: DenseOptimizerConfig = field(default_factory=DenseOptimizerConfig)
+    """Optimizer of the dense parameters."""
     sparse_optimizer: SparseOptimizerConfig = field(default_factory=SparseOptimizerConfig)
+    """Optimizer of the embedding rows."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """Device of the computation, and of rows that `--embedding cached` keeps between steps."""
+    """`cuda` uses one GPU for each process, and is refused at start if torch finds none."""
     cache: CacheConfig = field(default_factory=CacheConfig)
+    """Plan and store of cached rows."""
     stores: StoresConfig = field(default_factory=StoresConfig)
-    """Store processes that hold the rows."""
+    """Store processes that hold the rows; none by default."""
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    """Evaluation."""
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    """Saving."""
     follow: FollowConfig = field(default_factory=FollowConfig)
+    """Training while the dataset is built (`docs/following.md`)."""
     limits: LimitsConfig = field(default_factory=LimitsConfig)
+    """Time limits (`docs/following.md`)."""
     num_threads: int | None = None
-    """Compute threads; all cores when null."""
+    """Compute threads. When null, the cores of the process: its affinity mask, within its cgroup
+    quota."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "embedding_dim", "batch_samples", "epochs", "num_threads")

@@ -23,9 +23,10 @@ class HashConfig:
     """Ids from the stable hash of one or several columns."""
 
     columns: tuple[str, ...]
-    """One or more; at most one is a list, each value of which is hashed with the other columns."""
+    """Numbers, times or texts; several are hashed together, and one of them may be a list, each
+    value of which is hashed with the other columns."""
     num_rows: int
-    """Ids are in [0, num_rows); up to 2**63."""
+    """Ids are in [0, `num_rows`), up to 2**63."""
     salt: str | None = None
     """Columns with the same salt give equal values the same id."""
 
@@ -40,9 +41,9 @@ class CrossConfig:
     """Ids from the stable hash of a pair of features."""
 
     columns: tuple[str, ...]
-    """Two; one may be a list, each value of which is crossed with the other column."""
+    """Two columns; one may be a list, each value of which is crossed with the other column."""
     num_rows: int
-    """Ids are in [0, num_rows); up to 2**63."""
+    """Ids are in [0, `num_rows`), up to 2**63."""
     salt: str | None = None
     """Crosses with the same salt give equal pairs the same id."""
 
@@ -56,12 +57,12 @@ class CrossConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VocabularyLookupConfig:
-    """Rows of the values in a vocabulary."""
+    """Rows of the values in a vocabulary, for a table with `rows: identity`."""
 
     name: str
     """One of `data.vocabularies`."""
     column: str
-    """Integers or strings, scalar or list."""
+    """Whole numbers or texts, or a list of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +72,7 @@ class TruncateConfig:
     column: str
     """A list."""
     count: int
-    """Most values that are kept."""
+    """Number of values to keep: the first ones with `first`, the last ones with `last`."""
 
     def __post_init__(self) -> None:
         check_at_least(self, 1, "count")
@@ -79,14 +80,14 @@ class TruncateConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClipConfig:
-    """Numbers clipped to a range."""
+    """Numbers clipped to a range; at least one of the bounds."""
 
     column: str
-    """Numbers, scalar or list."""
+    """Numbers, or a list of them."""
     minimum: float | None = None
-    """Smaller numbers become this; no limit when null."""
+    """Lower bound, which smaller numbers become; none when null."""
     maximum: float | None = None
-    """Larger numbers become this; no limit when null."""
+    """Upper bound, which larger numbers become; none when null."""
 
     def __post_init__(self) -> None:
         low, high = self.minimum, self.maximum
@@ -101,9 +102,9 @@ class LogConfig:
     """ln(offset + max(x, 0))."""
 
     column: str
-    """Numbers, scalar or list."""
+    """Numbers, or a list of them; a negative one counts as 0."""
     offset: float = 1.0
-    """Larger than 0."""
+    """Added before the logarithm; above 0."""
 
     def __post_init__(self) -> None:
         if not self.offset > 0:
@@ -115,7 +116,7 @@ class NormalizeConfig:
     """Numbers scaled by statistics of the training range."""
 
     column: str
-    """Numbers, scalar or list."""
+    """Numbers, or a list of them."""
     by: Literal["mean_std", "min_max"] = "mean_std"
     """`mean_std`: (x - mean) / standard deviation; `min_max`: (x - min) / (max - min)."""
 
@@ -125,11 +126,11 @@ class BucketizeConfig:
     """The number of boundaries that are at most x. Exactly one of `boundaries` and `quantiles`."""
 
     column: str
-    """Numbers; scalar, or a list when `boundaries` is given."""
+    """Numbers, or with `boundaries` a list of them."""
     boundaries: tuple[float, ...] | None = None
-    """Ascending."""
+    """Boundaries in ascending order."""
     quantiles: int | None = None
-    """Buckets of about equal size in the training range, 2 to 4096."""
+    """Number of buckets of about equal size in the training range, 2 to 4096."""
 
     def __post_init__(self) -> None:
         if (self.boundaries is None) == (self.quantiles is None):
@@ -144,17 +145,49 @@ class BucketizeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformConfig:
-    """One declared transform: exactly one of the kinds."""
+    """One declared transform: exactly one of the kinds.
+
+    Example:
+        data:
+          groups:
+            user: [user_id, city, age, history]
+          vocabularies:
+            articles: {columns: [article_id, recent], num_rows: 131072, min_count: 5, oov_rows: 64}
+          transforms:
+            user:
+              recent: {last: {column: history, count: 50}}
+              oldest: {first: {column: history, count: 5}}
+              recent_rows: {vocabulary: {name: articles, column: recent}}
+              city_id: {hash: {columns: [city], num_rows: 10000, salt: city}}
+              city_age: {cross: {columns: [city, age], num_rows: 100000, salt: null}}
+              adult_age: {clip: {column: age, minimum: 18, maximum: 90}}
+              age_scale: {normalize: {column: adult_age, by: mean_std}}
+              age_bucket: {bucketize: {column: age, boundaries: [18, 30, 50]}}
+              num_recent: len(recent)
+            samples:
+              article_row: {vocabulary: {name: articles, column: article_id}}
+              price_log: {log: {column: price, offset: 1}}
+              price_bucket: {bucketize: {column: price, quantiles: 10}}
+    """
 
     hash: HashConfig | None = None
+    """Ids from the stable hash of one or several columns."""
     cross: CrossConfig | None = None
+    """Ids from the stable hash of a pair of columns."""
     vocabulary: VocabularyLookupConfig | None = None
+    """Rows of values in a vocabulary."""
     first: TruncateConfig | None = None
+    """The first values of a list."""
     last: TruncateConfig | None = None
+    """The last values of a list."""
     clip: ClipConfig | None = None
+    """Numbers clipped to a range."""
     log: LogConfig | None = None
+    """The logarithm of numbers."""
     normalize: NormalizeConfig | None = None
+    """Numbers scaled by statistics of the training range."""
     bucketize: BucketizeConfig | None = None
+    """The index of the bucket of numbers."""
 
     def __post_init__(self) -> None:
         given = [f.name for f in fields(self) if getattr(self, f.name) is not None]
@@ -196,13 +229,16 @@ class VocabularyConfig:
     """A vocabulary: one row per value, most frequent first, append-only over segments."""
 
     columns: tuple[str, ...]
-    """Columns whose values are counted, all integers or all strings, scalar or list."""
+    """Columns whose values are counted, all whole numbers or all texts; may be lists, and results
+    of transforms."""
     num_rows: int
-    """Most rows, out-of-vocabulary rows included; the rarest values get no entry."""
+    """Total number of rows, those of `oov_rows` included; the rarest values beyond it get no
+    entry."""
     min_count: int = 1
-    """Fewest occurrences of a value in a segment's training samples."""
+    """Least occurrences in the training samples of a segment; a list entry counts in every sample
+    that has it."""
     oov_rows: int = 1
-    """Rows 0 to oov_rows - 1, shared by hash among the values without an entry."""
+    """Number of first rows, shared by hash among values without an entry."""
 
     def __post_init__(self) -> None:
         if not self.columns:

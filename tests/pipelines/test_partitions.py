@@ -227,10 +227,11 @@ def test_undeclared_columns_of_folders_are_said_with_the_key_to_add(
     assert [row["city"] for row in shown["samples"]] == ["\u00c5rhus"] * 4
 
 
-def test_types_in_the_examples_of_the_job_page_are_known(tmp_path: Path) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "job.md").read_text()
+def test_types_in_the_examples_of_the_job_pages_are_known(tmp_path: Path) -> None:
+    docs = Path(__file__).parents[2] / "docs"
+    pages = "".join((docs / name).read_text() for name in ("job.md", "job_reference.md"))
     result = 0
-    for example in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL):
+    for example in re.findall(r"```yaml\n(.*?)```", pages, re.DOTALL):
         sources = (yaml.safe_load(example).get("data") or {}).get("sources") or {}
         for source in sources.values():
             for word in {**source.get("columns", {}), **source.get("partitions", {})}.values():

@@ -1,6 +1,6 @@
 """Every Arrow type in every role of a job: built with another reader's values, or refused.
 
-`python -m tests.pipelines.type_matrix` prints the table of docs/job.md.
+`python -m tests.pipelines.type_matrix` prints the table of docs/types.md.
 """
 
 from __future__ import annotations

@@ -1,23 +1,21 @@
-"""The job file: its checks, and the page that documents every key."""
+"""The job file: its checks, and the pages that document it."""
 
-import dataclasses
 import re
-import types
-from collections.abc import Iterator, Mapping
-from datetime import timedelta
+from collections.abc import Mapping
 from functools import reduce
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
 import pytest
 import yaml
 
-from schemas.config.job import Job, load_job
+from schemas.config.job import load_job
 from schemas.config.schedule import UNLIMITED_CPUS, UNLIMITED_MEMORY, BudgetConfig
 from schemas.errors import SchemaError
 from schemas.features import ROLES, load_features
 from schemas.hashing import MAX_ROW
-from schemas.typed_values import parse_duration, parse_size
+from schemas.typed_values import from_json
+from tests.schemas.job_reference import GUIDES, default_text, heading, page, sections, sentences
 
 SMALLEST: dict[str, Any] = {
     "name": "small",
@@ -28,24 +26,6 @@ SMALLEST: dict[str, Any] = {
         "tables": {"users": {"features": ["user_id"], "num_rows": 10}},
     },
 }
-
-
-def nested(hint: Any) -> Iterator[type]:
-    """The dataclasses that a type speaks of."""
-    if dataclasses.is_dataclass(hint) and isinstance(hint, type):
-        yield hint
-    elif get_origin(hint) in (Union, types.UnionType, tuple, Mapping):
-        for part in get_args(hint):
-            yield from nested(part)
-
-
-def sections(kind: type = Job, path: str = "") -> Iterator[tuple[str, dataclasses.Field[Any]]]:
-    """Each key of the job file as its path, names of sources and tables left out."""
-    hints = get_type_hints(kind)
-    for field in dataclasses.fields(kind):
-        yield f"{path}{field.name}", field
-        for inner in nested(hints[field.name]):
-            yield from sections(inner, f"{path}{field.name}.")
 
 
 def merged(base: Mapping[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
@@ -72,34 +52,40 @@ def examples(text: str) -> list[dict[str, Any]]:
     return [yaml.safe_load(body) for body in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)]
 
 
-def rows_of_tables(text: str) -> dict[str, str]:
-    """Each documented key, below the path of its heading, to the default that is shown."""
-    found: dict[str, str] = {}
-    for part in re.split(r"^##+ ", text, flags=re.MULTILINE)[1:]:
-        heading = part.splitlines()[0]
-        if "schema.pbtxt" in heading:
-            continue
-        prefixes = [""] if heading == "name" else [f"{p}." for p in heading.split(", ")]
-        for key, default in re.findall(r"^\| `([\w.]+)` \| ([^|]+) \|", part, re.MULTILINE):
-            for prefix in prefixes if len(prefixes) == 1 else [f"{heading.split('.')[0]}."]:
-                found[f"{prefix}{key}"] = default.strip()
-    for worker in ("preprocessing.worker", "training.replica", "training.store"):
-        for key in ("cpus", "memory"):
-            found[f"schedule.{worker}.{key}"] = found[f"schedule.{key}"]
-    return found
+def keys() -> set[str]:
+    """Each key of the job file, names of sources and tables left out."""
+    return {heading(key) for section in sections() for key, _, _ in section.keys}
 
 
-def test_document_has_a_row_for_every_key(document: str) -> None:
-    documented = rows_of_tables(document)
-    wanted = {path for path, _ in sections()}
-    only_parents = {
-        path for path in wanted if any(other.startswith(f"{path}.") for other in wanted)
-    }
-    assert wanted - only_parents - set(documented) == set()
-    assert set(documented) - wanted - {"schedule.cpus", "schedule.memory"} == set()
+def test_every_key_has_a_sentence_that_says_more_than_its_name() -> None:
+    for section in sections():
+        for key, field, _ in section.keys:
+            words = re.findall(r"[a-z]+", sentences(section.kind).get(field.name, "").lower())
+            assert {*words} - {*field.name.split("_"), "a", "of", "the"}, f"docstring of {key}"
 
 
-def test_document_shows_every_key_in_an_example(document: str) -> None:
+def test_reference_is_that_of_the_dataclasses(repository: Path) -> None:
+    written = (repository / "docs" / "job_reference.md").read_text()
+    command = "python -m tests.schemas.job_reference > docs/job_reference.md"
+    assert written == page(), f"run {command}"
+
+
+def test_reference_links_to_a_guide_from_sections_that_exist() -> None:
+    assert set(GUIDES) <= {section.heading for section in sections()}
+
+
+def test_defaults_of_the_reference_are_read_as_those_of_the_dataclasses() -> None:
+    read: dict[str, str] = {}
+    for section in sections():
+        for key, field, hint in section.keys:
+            text = default_text(key, field)
+            if text.startswith("`"):
+                read[key] = text
+                assert from_json(hint, yaml.safe_load(text.strip("`"))) == field.default, key
+    assert len(read) > 100
+
+
+def test_documents_show_every_key_in_an_example(document: str) -> None:
     shown: set[str] = set()
 
     def walk(value: Any, path: str) -> None:
@@ -114,42 +100,14 @@ def test_document_shows_every_key_in_an_example(document: str) -> None:
         for inner in value if isinstance(value, list) else ():
             walk(inner, path)
 
-    for example in examples(document):
+    for example in examples(document + page()):
         walk(example, "")
-    assert {path for path, _ in sections()} - shown == set()
+    assert keys() - shown == set()
 
 
-def test_document_shows_the_true_defaults(document: str) -> None:
-    documented = rows_of_tables(document)
-    compared = 0
-    for path, field in sections():
-        text = documented.get(path, "").strip("`")
-        if field.default is dataclasses.MISSING or isinstance(field.default, tuple):
-            continue
-        default = field.default
-        if not text and any(other.startswith(f"{path}.") for other in documented):
-            continue  # the keys below it are in the table
-        if isinstance(default, timedelta):
-            assert parse_duration(text) == default, path
-        elif default in (UNLIMITED_CPUS, UNLIMITED_MEMORY):
-            assert text == "this machine", path
-        elif path.endswith(".memory"):
-            assert parse_size(text) == default, path
-        elif default is None:
-            assert text in ("null", "the only one", "all of the file"), path
-        elif isinstance(default, bool):
-            assert text == str(default).lower(), path
-        elif isinstance(default, int | float):
-            assert float(text) == default, path
-        else:
-            assert text in (str(default), str(default).split(" ")[0]), path
-        compared += 1
-    assert compared > 40
-
-
-def test_examples_of_the_document_are_read(document: str, tmp_path: Path) -> None:
-    found = examples(document)
-    assert len(found) == document.count("```yaml") > 10
+def test_examples_of_the_documents_are_read(document: str, tmp_path: Path) -> None:
+    found = examples(document + page())
+    assert len(found) == (document + page()).count("```yaml") > 10
     for example in found:
         load_job(write(tmp_path, example))
 
