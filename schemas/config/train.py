@@ -330,7 +330,8 @@ class TrainConfig:
     sparse_optimizer: SparseOptimizerConfig = field(default_factory=SparseOptimizerConfig)
     """Optimizer of the embedding rows."""
     device: Literal["cpu", "cuda"] = "cpu"
-    """`cuda` uses one GPU for each process, and is refused at start if torch finds none."""
+    """`cuda` uses one GPU for each process (`docs/gpu.md`), and is refused at start if torch finds
+    none."""
     cache: CacheConfig = field(default_factory=CacheConfig)
     """Plan and store of cached rows."""
     stores: StoresConfig = field(default_factory=StoresConfig)
