@@ -1,11 +1,13 @@
 """Every Arrow type in every role of a job: built with another reader's values, or refused."""
 
+import re
 from itertools import product
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 
+from pipelines.sources.types import arrow_type
 from tests.pipelines.type_matrix import BUILT, COLUMNS, NUM_ROWS, ROLES, outcome
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "types.md"
@@ -38,3 +40,9 @@ def test_type_in_a_role_is_read_as_by_another_reader_or_refused(
     kind: str, role: str, tmp_path: Path
 ) -> None:
     check(kind, role, tmp_path)
+
+
+@pytest.mark.parametrize("text", ["struct<a: int64", "struct a: int64>", "list<int64", "int64>"])
+def test_type_with_one_bracket_is_unknown(text: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"unknown type {text!r}")):
+        arrow_type(text)
