@@ -21,8 +21,9 @@ from pathlib import Path
 
 from benchmarks.logs import DEMO_JOB, write_result
 from pipelines.build import build
-from pipelines.build_context import BuildRequest
+from pipelines.build_request import BuildInput, BuildOptions, BuildRequest
 from pipelines.demo_log.generate import GeneratorConfig, write_log
+from pipelines.table.target import SegmentTarget
 from schemas.storage.location import Location
 
 LOG_SAMPLES = 2_000
@@ -52,13 +53,14 @@ def append_in_process(job: Path, log: Path, dataset: Path) -> None:
     """Append the log of a day, without the start of a process."""
     build(
         BuildRequest(
-            job_path=job,
-            input_root=str(log),
-            dataset=Location.parse(dataset),
-            beam_args=["--runner=InProcess"],
-            attempt=uuid.uuid4().hex[:12],
-            append=dataset.exists(),
-            day=log.name,
+            BuildInput(job, str(log)),
+            SegmentTarget(
+                Location.parse(dataset),
+                uuid.uuid4().hex[:12],
+                append=dataset.exists(),
+                day=log.name,
+            ),
+            BuildOptions(["--runner=InProcess"]),
         )
     )
 

@@ -20,8 +20,9 @@ import yaml
 from numpy.typing import NDArray
 
 from pipelines.build import build
-from pipelines.build_context import BuildRequest
+from pipelines.build_request import BuildInput, BuildOptions, BuildRequest
 from pipelines.demo_log.generate import GeneratorConfig, write_log
+from pipelines.table.target import SegmentTarget
 from schemas.config.job import load_job
 from schemas.run.records import StepMetric
 from schemas.storage.location import Location
@@ -193,11 +194,9 @@ def build_job(job: Path, log: Path, dataset: Path) -> dict[str, Any]:
     """Build a dataset on the local runner and return what `build --json` prints."""
     return build(
         BuildRequest(
-            job_path=job,
-            input_root=log,
-            dataset=Location.parse(dataset),
-            beam_args=[],
-            attempt="benchmark",
+            BuildInput(job, log),
+            SegmentTarget(Location.parse(dataset), "benchmark"),
+            BuildOptions([]),
         )
     )
 

@@ -7,10 +7,11 @@ List inputs -> read rows -> make samples by SQL -> cluster by session -> write p
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import date
+from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
@@ -19,12 +20,14 @@ import pyarrow.compute as pc
 from pipelines import executor
 from pipelines.autogroup.choose import with_groups
 from pipelines.autogroup.costs import LEAST_DEDUP_FACTOR
-from pipelines.build_context import BuildContext, BuildRequest, beam_build, local_options
+from pipelines.build_context import BuildContext
+from pipelines.build_request import BuildOptions, BuildRequest
 from pipelines.clustering.part import PartResult
 from pipelines.prepare import holds_in_memory, prepare
 from pipelines.progress import Progress
 from pipelines.quality.gate import GateError, keep_rejects
 from pipelines.quality.segment_statistics import segment_statistics
+from pipelines.runner_options import beam_build, local_options
 from pipelines.samples.event_join import read_counts, write_counts
 from pipelines.sources.rejects import (
     RejectCounts,
@@ -52,9 +55,10 @@ from pipelines.table.segment import (
     segment_directory,
     segment_key,
 )
+from pipelines.table.target import JobFiles, SegmentTarget, load_job_files
 from pipelines.transforms.fit import publish_fitted, returned_files, stage_fitted
 from pipelines.workers import num_processes
-from schemas.config.job import DataConfig, GateConfig, Job, SplitConfig, load_job
+from schemas.config.job import DataConfig, GateConfig, SplitConfig
 from schemas.dataset.manifest import (
     InputFile,
     Reference,
@@ -66,7 +70,6 @@ from schemas.dataset.manifest import (
 )
 from schemas.dataset.opened import Dataset, Segment, open_dataset, select_segments
 from schemas.errors import SchemaError
-from schemas.features import FeatureSet, load_features
 from schemas.layout import BUILDS, EVALUATION, SEGMENTS, TRAIN, part_path
 from schemas.storage.location import Location
 
@@ -96,20 +99,21 @@ def build(request: BuildRequest) -> dict[str, Any]:
         GateError: the quality gate refused the segment.
     """
     started = time.perf_counter()
-    job, features = load_request(request)
-    if request.day is not None:
-        request = replace(request, position=position_of_day(date.fromisoformat(request.day)))
-    if request.append:
-        read_root(request.dataset)  # raises if the directory holds no dataset
-    request, job = with_groups(request, job, features)
-    result = build_segment(request, job, features)
-    if request.final:
-        seal(request.dataset)
-        request.progress("dataset sealed: no segment follows")
-    wall_sec, dataset = time.perf_counter() - started, open_dataset(request.dataset)
+    files, target, progress = request.input, request.target, request.options.progress
+    job = load_job_files(files.job_path, target.day, allow_outside=files.allow_outside)
+    if target.day is not None:
+        target = replace(target, position=position_of_day(date.fromisoformat(target.day)))
+    if target.append:
+        read_root(target.dataset)  # raises if the directory holds no dataset
+    request, job = with_groups(replace(request, target=target), job)
+    result = build_segment(request, job)
+    if target.final:
+        seal(target.dataset)
+        progress("dataset sealed: no segment follows")
+    wall_sec, dataset = time.perf_counter() - started, open_dataset(target.dataset)
     segment = _find_built(dataset, result.reference)
-    for line in warnings_of(dataset, segment, job.data.split):
-        request.progress(f"warning: {line}")
+    for line in warnings_of(dataset, segment, job.config.data.split):
+        progress(f"warning: {line}")
     return _summary(dataset, segment, result, wall_sec - result.waited_sec)
 
 
@@ -123,75 +127,62 @@ def _find_built(dataset: Dataset, reference: Reference) -> Segment:
     )
 
 
-def load_request(request: BuildRequest) -> tuple[Job, FeatureSet]:
-    """Return the job, with the split of the request's day, and its features.
-
-    Raises:
-        SchemaError: the job file or the schema is invalid.
-    """
-    job = load_job(request.job_path)
-    if request.day is not None:
-        split = job.data.split.for_day(date.fromisoformat(request.day))
-        job = replace(job, data=replace(job.data, split=split))
-    return job, load_features(request.schema_path(job))
-
-
-def build_segment(request: BuildRequest, job: Job, features: FeatureSet) -> BuildResult:
+def build_segment(request: BuildRequest, job: JobFiles) -> BuildResult:
     """Build and commit one segment, unless the dataset has it already.
 
     Raises:
         SchemaError: the job, the input or the dataset is invalid.
         GateError: the quality gate refused the segment.
     """
-    context = prepare(request, job, features)
+    target, options = request.target, request.options
+    context = prepare(request, job)
     listing = context.listing
     size = sum(f.num_bytes for f in listing)
-    request.progress(f"input: {len(listing)} files, {size / 1e6:.1f} MB")
-    if request.check_sql and job.data.samples.map is None:
+    options.progress(f"input: {len(listing)} files, {size / 1e6:.1f} MB")
+    if options.check_sql and context.data.samples.map is None:
         raise SchemaError(
             "--check-sql needs a job with samples.map; rows of samples.per are not cut into chunks"
         )
-    context = replace(context, checks_all_rows=request.check_sql)
-    hashes, key = segment_hashes(job, features, listing, request.day)
-    existing = check_admissible(request, job, features, key, listing)
+    context = replace(context, checks_all_rows=options.check_sql)
+    hashes, key = segment_hashes(job, listing, target.day)
+    existing = check_admissible(target, job, key, listing)
     if existing is None:
-        directory = request.dataset / SEGMENTS / f"{key}-{request.attempt}"
-        with discarded_on_error(request.dataset, directory):
+        directory = target.dataset / SEGMENTS / f"{key}-{target.attempt}"
+        with discarded_on_error(target.dataset, directory):
             _write_segment(request, context, key, hashes, directory)
-            request.check(directory, job)
-            result = _commit(request, job, features, key, directory)
+            options.check(directory, job.config)
+            result = _commit(target, options, job, key, directory)
     else:
-        request.progress(f"segment {existing.id}: exists already, nothing to build")
+        options.progress(f"segment {existing.id}: exists already, nothing to build")
         result = BuildResult(existing, built=False)
-    write_copies(request.dataset, read_root(request.dataset))  # a build that was killed has not
+    write_copies(target.dataset, read_root(target.dataset))  # a build that was killed has not
     return result
 
 
 def _commit(
-    request: BuildRequest, job: Job, features: FeatureSet, key: str, directory: Location
+    target: SegmentTarget, options: BuildOptions, job: JobFiles, key: str, directory: Location
 ) -> BuildResult:
     rejects, manifest = count_segment_rejects(directory), read_segment(directory)
-    position = request.position if request.in_order else None
-    waited_sec = wait_for_predecessors(
-        request.dataset, position or 0, request.wait_sec, request.progress
-    )
+    position, progress = target.position if target.in_order else None, options.progress
+    waited_sec = wait_for_predecessors(target.dataset, position or 0, target.wait_sec, progress)
     try:
-        reference = commit_segment(request, job, features, key, directory)
+        reference = commit_segment(target, job, key, directory, options.beam_args, progress)
     except GateError:
-        _report_rejects(request, rejects, manifest, refused_path(request.dataset, key))
+        _report_rejects(progress, rejects, manifest, refused_path(target.dataset, key))
         raise
-    committed = request.dataset / SEGMENTS / reference.directory
-    _report_rejects(request, rejects, manifest, committed)
-    request.progress(f"segment {reference.id} committed")
+    committed = target.dataset / SEGMENTS / reference.directory
+    _report_rejects(progress, rejects, manifest, committed)
+    progress(f"segment {reference.id} committed")
     return BuildResult(reference, True, waited_sec, rejects)
 
 
 def segment_hashes(
-    job: Job, features: FeatureSet, listing: tuple[InputFile, ...], day: str | None
+    job: JobFiles, listing: tuple[InputFile, ...], day: str | None
 ) -> tuple[tuple[str, str], str]:
     """Return the hashes of job and schema, and the hash in the segment's id."""
-    hashes = hash_of(identity_of(job.data)), hash_of([asdict(f) for f in features.features])
-    return hashes, segment_key(*hashes, listing, day if reads_day(job.data) else None)
+    data, features = job.config.data, job.features.features
+    hashes = hash_of(identity_of(data)), hash_of([asdict(f) for f in features])
+    return hashes, segment_key(*hashes, listing, day if reads_day(data) else None)
 
 
 def _write_segment(
@@ -202,48 +193,50 @@ def _write_segment(
     directory: Location,
 ) -> None:
     """Write a complete segment; for an object store, in a local directory that is uploaded."""
-    on_beam = local_options(request.beam_args) is None
+    dataset = request.target.dataset
+    on_beam = local_options(request.options.beam_args) is None
     with segment_directory(directory, in_place=on_beam) as building:
         context = replace(context, segment_root=building)
-        stage_fitted(request.dataset, context.fitted, building)
+        stage_fitted(dataset, context.fitted, building)
         values = _run_pipeline(request, context, key)
-        finish_segment_files(request, context, hashes, values)
+        finish_segment_files(dataset, context, hashes, values)
         publish(building, directory)
 
 
 def _run_pipeline(
     request: BuildRequest, context: BuildContext, key: str
 ) -> Mapping[str, list[Any]]:
-    options = local_options(request.beam_args)
+    beam_args = request.options.beam_args
+    options = local_options(beam_args)
     gate = context.data.gate or GateConfig()
     size = sum(file.num_bytes for file in context.listing)
-    progress = Progress(request.progress, context.num_parts, size, gate.max_reject_fraction)
-    with _job_file_in_errors(request):
+    progress = Progress(request.options.progress, context.num_parts, size, gate.max_reject_fraction)
+    with _job_file_in_errors(request.input.job_path):
         if options is None:
-            return beam_build().run_segment(context, request.beam_args)
+            return beam_build().run_segment(context, beam_args)
         values = executor.run_segment(context, options, progress)
         if progress.stopped:
             opened = f"{progress.counts.num_bytes:,} of {size:,} bytes"
-            raise _stopped_error(request, context, key, merge_counts(values["rejects"]), opened)
+            refused = refused_path(request.target.dataset, key)
+            raise _stopped_error(refused, context, merge_counts(values["rejects"]), opened)
     return values
 
 
 @contextmanager
-def _job_file_in_errors(request: BuildRequest) -> Iterator[None]:
+def _job_file_in_errors(path: Path | Location) -> Iterator[None]:
     """Add the path of the job file to errors of workers about one of its keys."""
     try:
         yield
     except SchemaError as error:
         if error.file is None and error.message.startswith("data."):
-            raise SchemaError(error.message, file=str(request.job_path)) from error
+            raise SchemaError(error.message, file=str(path)) from error
         raise
 
 
 def _stopped_error(
-    request: BuildRequest, context: BuildContext, key: str, rejects: RejectCounts, opened: str
+    refused: Location, context: BuildContext, rejects: RejectCounts, opened: str
 ) -> GateError:
     """Keep the rejects of a build that stopped early; return the error to raise."""
-    refused = refused_path(request.dataset, key)
     keep_rejects(context.segment_root, refused)
     lines = "\n".join(summary_lines(rejects, 0, f"{refused}/rejects"))
     return GateError(
@@ -254,7 +247,7 @@ def _stopped_error(
 
 
 def finish_segment_files(
-    request: BuildRequest,
+    dataset: Location,
     context: BuildContext,
     hashes: tuple[str, str],
     values: Mapping[str, list[Any]],
@@ -264,7 +257,7 @@ def finish_segment_files(
     rejects = merge_counts(values["rejects"])
     check_usable(parts, rejects, context.data)
     fitted = returned_files(values, context.fitted)
-    fitted = publish_fitted(building, request.dataset, fitted)
+    fitted = publish_fitted(building, dataset, fitted)
     write_counts(building, values["events"])
     finish_segment(
         building,
@@ -301,10 +294,13 @@ def check_usable(parts: list[PartResult], rejects: RejectCounts, data: DataConfi
 
 
 def _report_rejects(
-    request: BuildRequest, rejects: RejectCounts, manifest: SegmentManifest, folder: Location
+    progress: Callable[[str], None],
+    rejects: RejectCounts,
+    manifest: SegmentManifest,
+    folder: Location,
 ) -> None:
     for line in summary_lines(rejects, manifest.num_rows, f"{folder}/rejects"):
-        request.progress(line)
+        progress(line)
 
 
 def _summary(

@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from pipelines.build import build, record_build_speed
-from pipelines.build_context import BuildRequest
+from pipelines.build_request import BuildInput, BuildOptions, BuildRequest
 from pipelines.demo_log.example import generate_log, write_example
 from pipelines.init.first_job import init
 from pipelines.preview import preview
@@ -29,6 +29,7 @@ from pipelines.table.delete import erase
 from pipelines.table.expand import expand
 from pipelines.table.indexes import oracle
 from pipelines.table.root import MIN_AGE
+from pipelines.table.target import SegmentTarget
 from pipelines.table.vacuum import vacuum
 from pipelines.table.verify import verify
 from schemas.config.job import load_job
@@ -297,7 +298,10 @@ def _generate(arguments: argparse.Namespace, _: list[str]) -> int:
 
 
 def _build(arguments: argparse.Namespace, beam_args: list[str]) -> int:
-    return _build_segment(arguments, beam_args, dataset=arguments.output)
+    target = SegmentTarget(
+        arguments.output, _new_attempt(), day=arguments.day, final=arguments.final
+    )
+    return _build_segment(arguments, beam_args, target)
 
 
 def _append(arguments: argparse.Namespace, beam_args: list[str]) -> int:
@@ -307,35 +311,36 @@ def _append(arguments: argparse.Namespace, beam_args: list[str]) -> int:
         raise ValueError("--day and --position exclude each other; the day is the position")
     if arguments.replace and arguments.day is None:
         raise ValueError("--replace must come with --day, got none; name the day")
-    return _build_segment(
-        arguments,
-        beam_args,
+    target = SegmentTarget(
         dataset=arguments.dataset,
+        attempt=_new_attempt(),
         append=True,
         position=arguments.position,
+        day=arguments.day,
         replaces=arguments.replace,
         in_order=arguments.in_order,
         wait_sec=arguments.wait.total_seconds(),
+        final=arguments.final,
     )
+    return _build_segment(arguments, beam_args, target)
 
 
-def _build_segment(arguments: argparse.Namespace, beam_args: list[str], **settings: Any) -> int:
+def _build_segment(
+    arguments: argparse.Namespace, beam_args: list[str], target: SegmentTarget
+) -> int:
     startup = _process_age()
     request = BuildRequest(
-        job_path=arguments.job,
-        input_root=arguments.input,
-        only=tuple(arguments.only),
-        beam_args=beam_args,
-        attempt=_new_attempt(),
-        check_sql=arguments.check_sql,
-        allow_outside=arguments.allow_outside,
-        final=arguments.final,
-        day=arguments.day,
-        progress=_progress,
-        **settings,
+        BuildInput(
+            job_path=arguments.job,
+            root=arguments.input,
+            only=tuple(arguments.only),
+            allow_outside=arguments.allow_outside,
+        ),
+        target,
+        BuildOptions(beam_args, check_sql=arguments.check_sql, progress=_progress),
     )
     result = {**build(request), "startup_sec": round(startup, 3)}
-    record_build_speed(request.dataset, result, beam_args)
+    record_build_speed(target.dataset, result, beam_args)
     _print_result(arguments, result)
     return 0
 

@@ -20,13 +20,14 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from pipelines.build_context import BuildContext, LocalOptions
+from pipelines.build_context import BuildContext
 from pipelines.clustering.part import PartResult, build_part, sum_statistics
 from pipelines.clustering.writer import SegmentLayout, choose_segment_layout
 from pipelines.exchange import Exchange, Received, Sent, TaskResult
 from pipelines.oracle.numbering import NumberedTable, number_table, training_blocks
 from pipelines.prepare import holds_in_memory
 from pipelines.progress import Counts, Progress
+from pipelines.runner_options import LocalOptions
 from pipelines.samples.event_join import add_counts
 from pipelines.samples.tuples import Tuples, batches_by_size, concat_tuples
 from pipelines.shuffle import SHUFFLE, Element, group_rows

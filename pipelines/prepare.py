@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pyarrow as pa
 
-from pipelines.build_context import BuildContext, BuildRequest, LocalOptions
+from pipelines.build_context import BuildContext
+from pipelines.build_request import BuildInput, BuildRequest
+from pipelines.runner_options import LocalOptions
 from pipelines.samples.lookups import broadcast_sides, key_type, key_types
 from pipelines.samples.sql import Connection, SqlError
 from pipelines.samples.statements import dry_run_lookups, dry_run_sql, job_steps
@@ -15,9 +16,9 @@ from pipelines.samples.tuples import check_sampling
 from pipelines.samples.validate import check_columns, check_repeatable
 from pipelines.sources.formats import empty_rows
 from pipelines.sources.listing import Folder, folder_of, list_inputs, undeclared_partitions
+from pipelines.table.target import JobFiles
 from pipelines.transforms.apply import check_transforms
 from pipelines.transforms.fit import fitted_files
-from schemas.config.job import Job
 from schemas.dataset.manifest import InputFile
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet
@@ -34,7 +35,7 @@ MEMORY_INPUT_BYTES, MEMORY_FACTOR = 224 << 20, 18
 """Most input bytes of a segment that is held in memory by default, and the memory for each byte."""
 
 
-def prepare(request: BuildRequest, job: Job, features: FeatureSet) -> BuildContext:
+def prepare(request: BuildRequest, job: JobFiles) -> BuildContext:
     """List the input and check the SQL against the declared columns.
 
     Returns:
@@ -43,34 +44,30 @@ def prepare(request: BuildRequest, job: Job, features: FeatureSet) -> BuildConte
     Raises:
         SchemaError: the input, the job or the schema is invalid.
     """
-    folder, data = _input_folder(request), job.data
-    listing = request.listing or list_inputs(folder, data.inputs)
-    context = context_of(job, request.job_path, features, folder, listing, request.day)
-    for note in context.notes if request.listing is None else ():
-        request.progress(note)
-    for name, config in data.inputs.items() if request.listing is None else ():
+    files, target, progress = request.input, request.target, request.options.progress
+    folder, inputs = _input_folder(files, target.dataset), job.config.data.inputs
+    listing = files.listing or list_inputs(folder, inputs)
+    context = context_of(job, folder, listing, target.day)
+    for note in context.notes if files.listing is None else ():
+        progress(note)
+    for name, config in inputs.items() if files.listing is None else ():
         columns = context.empty_rows[name].column_names
         paths = [f.path for f in listing if f.source == name]
         note = undeclared_partitions(name, paths, config.partitions, columns)
         if note is not None:
-            request.progress(note)
-    return replace(context, fitted=fitted_files(request.dataset))
+            progress(note)
+    return replace(context, fitted=fitted_files(target.dataset))
 
 
 def context_of(
-    job: Job,
-    job_path: Path | Location,
-    features: FeatureSet,
-    folder: Folder,
-    listing: tuple[InputFile, ...],
-    day: str | None,
+    job: JobFiles, folder: Folder, listing: tuple[InputFile, ...], day: str | None
 ) -> BuildContext:
     """Return the context of some files, without `segment_root`; raises as `prepare`."""
-    data = job.data
+    data, features = job.config.data, job.features
     if data.split.evaluation_last is not None and data.split.evaluation_from is None:
         raise SchemaError(
             "data.split.evaluation_last needs the day of the segment; use --day",
-            file=str(job_path),
+            file=str(job.path),
         )
     notes = list[str]()
     paths_of = {name: [f.path for f in listing if f.source == name] for name in data.inputs}
@@ -93,10 +90,10 @@ def context_of(
         )
         return replace(_compile_sql(context), notes=tuple(notes))
     except SqlError as error:
-        raise error.in_file(job_path) from error
+        raise error.in_file(job.path) from error
     except SchemaError as error:
         if error.file is None:
-            raise SchemaError(error.message, file=str(job_path)) from error
+            raise SchemaError(error.message, file=str(job.path)) from error
         raise
 
 
@@ -147,16 +144,16 @@ def count_parts(num_bytes: int) -> int:
     return max(1, min(large, -(-num_bytes // PART_INPUT_BYTES)))
 
 
-def _input_folder(request: BuildRequest) -> Folder:
+def _input_folder(files: BuildInput, dataset: Location) -> Folder:
     """Return the input directory.
 
     Raises:
         SchemaError: the output lies in the input.
     """
-    folder = folder_of(request.input_root, request.only)
-    if folder.contains(request.dataset):
+    folder = folder_of(files.root, files.only)
+    if folder.contains(dataset):
         raise SchemaError(
-            f"output must lie outside the input, got {request.dataset} below {request.input_root}; "
+            f"output must lie outside the input, got {dataset} below {files.root}; "
             "choose another --output"
         )
     return folder

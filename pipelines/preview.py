@@ -24,12 +24,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipelines import executor
-from pipelines.autogroup.choose import with_groups
-from pipelines.build import check_usable, group_warnings, label_warnings, load_request
-from pipelines.build_context import IN_PROCESS, BuildContext, BuildRequest
+from pipelines.autogroup.choose import with_chosen_groups, without_groups
+from pipelines.build import check_usable, group_warnings, label_warnings
+from pipelines.build_context import BuildContext
 from pipelines.clustering.part import PartResult
 from pipelines.exchange import Received
-from pipelines.prepare import prepare
+from pipelines.prepare import context_of
 from pipelines.quality.gate import reject_findings
 from pipelines.samples.lookups import broadcast_sides, key_column, key_type
 from pipelines.samples.sql import LIST_INDEX, PREVIEW_TIME
@@ -41,10 +41,11 @@ from pipelines.sources.rejects import RejectCounts, count_rejects, python_rows, 
 from pipelines.sources.types import type_text
 from pipelines.stages import REJECTS, SAMPLES, Outputs, read_rows, split_file
 from pipelines.table.segment import group_counts
+from pipelines.table.target import JobFiles, load_job_files
 from pipelines.transforms.apply import apply_transforms
 from pipelines.transforms.fit import load_staged
 from schemas.arrays import is_list, one_chunk
-from schemas.config.job import GateConfig
+from schemas.config.job import GateConfig, Job
 from schemas.errors import SchemaError
 from schemas.layout import EVALUATION, REJECTS_SCHEMA, TRAIN
 from schemas.storage.location import Location
@@ -81,46 +82,49 @@ def preview(
     if rows < 1:
         raise ValueError(f"rows must be at least 1, got {rows}; leave --rows out")
     started = time.perf_counter()
+    folder = folder_of(input_root, only)
+    job = load_job_files(job_path, day, allow_outside=allow_outside)
+    job = replace(job, config=_with_limited_time(job.config))
     with TemporaryDirectory(prefix="presage-preview-") as scratch:
-        request = BuildRequest(
-            job_path=job_path,
-            input_root=str(Path(scratch, "input")),
-            dataset=Location.parse(Path(scratch, "dataset")),
-            beam_args=["--runner", IN_PROCESS],
-            attempt="preview",
-            day=day,
-            allow_outside=allow_outside,
-            progress=progress,
-        )
-        result = _preview(request, folder_of(input_root, only), rows)
+        result = _preview(job, day, folder, rows, Path(scratch), progress)
     return {**result, "wall_sec": round(time.perf_counter() - started, 3)}
 
 
-def _preview(request: BuildRequest, folder: Folder, rows: int) -> dict[str, Any]:
-    job, features = load_request(request)
+def _with_limited_time(job: Job) -> Job:
     limits = job.data.samples.limits
     limits = replace(limits, time=min(limits.time, PREVIEW_TIME))
     samples = replace(job.data.samples, limits=limits)
-    job = replace(job, data=replace(job.data, samples=samples))
-    data = job.data
+    return replace(job, data=replace(job.data, samples=samples))
+
+
+def _preview(
+    job: JobFiles,
+    day: str | None,
+    folder: Folder,
+    rows: int,
+    scratch: Path,
+    progress: Callable[[str], None],
+) -> dict[str, Any]:
+    data = job.config.data
     files = find_files(folder, data.inputs)
     all_files = [file for name in files for file in files[name]]
     broadcast_sides(data, all_files)  # raises where a build of all files would
     copies: dict[str, Excerpt] = {}
     for name, config in data.inputs.items():
         num_rows = rows if name == data.sample_source else max(rows, OTHER_ROWS)
-        target = Path(request.input_root)
-        copies[name] = copy_excerpt(folder, config, files[name], num_rows, target)
-    listing = [file for excerpt in copies.values() for file in excerpt.listing]
-    listing.sort(key=lambda file: (file.source, file.path))
-    request = replace(request, listing=tuple(listing))
-    with _limited_memory(limits.memory):
-        request, job = with_groups(request, job, features)
-        context = prepare(request, job, features)
-        root = request.dataset / "segment"
-        Path(root).mkdir(parents=True)
-        context = replace(context, segment_root=root)
-        return {"job": job.name, "input": folder.root, **_run_stages(context, copies)}
+        copies[name] = copy_excerpt(folder, config, files[name], num_rows, scratch / "input")
+    every_file = [file for excerpt in copies.values() for file in excerpt.listing]
+    listing = tuple(sorted(every_file, key=lambda file: (file.source, file.path)))
+    excerpts = folder_of(scratch / "input")
+    with _limited_memory(data.samples.limits.memory):
+        if data.has_auto_groups:
+            context = context_of(without_groups(job), excerpts, listing, day)
+            job = with_chosen_groups(job, context, progress)
+        context = context_of(job, excerpts, listing, day)
+        root = scratch / "segment"
+        root.mkdir()
+        context = replace(context, segment_root=Location.parse(root))
+        return {"job": job.config.name, "input": folder.root, **_run_stages(context, copies)}
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from tempfile import TemporaryDirectory
 
@@ -32,15 +32,18 @@ from numpy.typing import NDArray
 from pipelines import executor, stages
 from pipelines.autogroup.costs import BYTES_PER_GROUP, Costs, feature_of
 from pipelines.autogroup.search import ChosenGroup, GroupChoice, choose_groups
-from pipelines.build_context import BuildContext, BuildRequest, LocalOptions
+from pipelines.build_context import BuildContext
+from pipelines.build_request import BuildRequest
 from pipelines.clustering.star import cluster
 from pipelines.exchange import Received, TaskResult
 from pipelines.prepare import count_parts, holds_in_memory, prepare
 from pipelines.progress import Counts
+from pipelines.runner_options import LocalOptions
 from pipelines.samples.lookups import key_column, key_hashes, key_type
 from pipelines.samples.tuples import hash_session_keys, separate_tuples
 from pipelines.sources.formats import format_of, read_split
 from pipelines.sources.raw_rows import ORIGIN, InputSplit, microseconds
+from pipelines.table.target import JobFiles
 from pipelines.transforms.apply import inputs_of
 from pipelines.workers import Worker
 from schemas.arrays import is_list, one_chunk
@@ -66,25 +69,44 @@ PER_SAMPLE_ROLES = ("label", "weight", "label_time")
 """Roles of features that stay with the samples: the trainer reads them there."""
 
 
-def with_groups(request: BuildRequest, job: Job, features: FeatureSet) -> tuple[BuildRequest, Job]:
-    """Return the request and the job with named groups.
+def with_groups(request: BuildRequest, job: JobFiles) -> tuple[BuildRequest, JobFiles]:
+    """Return the request, with its listing if files were read, and the job with named groups.
 
     Raises:
         SchemaError: the job does not match its input, or there are no samples to choose from.
     """
-    if not job.data.has_auto_groups:
+    if not job.config.data.has_auto_groups:
         return request, job
-    text = request.job_path.read_bytes().decode()
-    root = find_root(request.dataset)
+    dataset = request.target.dataset
+    root = find_root(dataset)
     if root is not None:
-        job_bytes = read_version(request.dataset, JOB, root.manifest.job_sha256)
-        existing = parse_job(job_bytes.decode(), str(request.dataset / JOB))
-        named = named_groups(job, existing.data.groups)
+        job_bytes = read_version(dataset, JOB, root.manifest.job_sha256)
+        existing = parse_job(job_bytes.decode(), str(dataset / JOB))
+        named = named_groups(job.config, existing.data.groups)
         if named != existing:
-            job_bytes = rewritten(text, named.data, {}).encode()
-        return replace(request, job_bytes=job_bytes), named
-    ungrouped = replace(job, data=replace(job.data, groups={}))
-    context = prepare(request, ungrouped, features)
+            job_bytes = rewritten(job.job_bytes.decode(), named.data, {}).encode()
+        return request, replace(job, config=named, job_bytes=job_bytes)
+    context = prepare(request, without_groups(job))
+    job = with_chosen_groups(job, context, request.options.progress)
+    return replace(request, input=replace(request.input, listing=context.listing)), job
+
+
+def without_groups(job: JobFiles) -> JobFiles:
+    """Return a job that stores all columns with the samples."""
+    data = replace(job.config.data, groups={})
+    return replace(job, config=replace(job.config, data=data))
+
+
+def with_chosen_groups(
+    job: JobFiles, context: BuildContext, progress: Callable[[str], None]
+) -> JobFiles:
+    """Return a job with groups that are chosen on a sample of its input.
+
+    `context` is that of a build of the job without groups.
+
+    Raises:
+        SchemaError: there are no samples to choose from.
+    """
     with TemporaryDirectory(prefix="presage-") as scratch:
         sample, counts = sample_sessions(replace(context, segment_root=Location.parse(scratch)))
     if sample is None:
@@ -93,17 +115,17 @@ def with_groups(request: BuildRequest, job: Job, features: FeatureSet) -> tuple[
             advice = f"{counts}; correct the job or the rows"
         raise SchemaError(
             f"groups: auto found no samples in the training range; {advice}",
-            file=str(request.job_path),
+            file=str(job.path),
         )
     size = sum(f.num_bytes for f in context.listing)
     bytes_per_group = BYTES_PER_GROUP * sample.share * count_parts(size)
-    choice = choose_from(sample.rows, ungrouped.data, features, bytes_per_group)
+    choice = choose_from(sample.rows, context.data, job.features, bytes_per_group)
     for line in explained(choice):
-        request.progress(line)
-    named = named_groups(job, choice.mapping())
+        progress(line)
+    named = named_groups(job.config, choice.mapping())
     reasons = {g.name: reason(g) for g in choice.groups}
-    job_bytes = rewritten(text, named.data, reasons).encode()
-    return replace(request, listing=context.listing, job_bytes=job_bytes), named
+    job_bytes = rewritten(job.job_bytes.decode(), named.data, reasons).encode()
+    return replace(job, config=named, job_bytes=job_bytes)
 
 
 # Sample whole sessions.

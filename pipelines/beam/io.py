@@ -34,7 +34,8 @@ from pipelines.beam.jobs import segment_of_rows, segment_pipeline
 from pipelines.beam.stage_transforms import REJECTED, EachReject, ReadRows
 from pipelines.beam.stage_transforms import MakeSamples as _SamplesBySql
 from pipelines.build import finish_segment_files, segment_hashes
-from pipelines.build_context import BuildContext, BuildRequest
+from pipelines.build_context import BuildContext
+from pipelines.build_request import BuildInput, BuildOptions, BuildRequest
 from pipelines.clustering.writer import LOOKUPS
 from pipelines.prepare import context_of, prepare
 from pipelines.samples.statements import job_steps
@@ -48,20 +49,22 @@ from pipelines.stages import REJECTS, SAMPLES
 from pipelines.table.commit import check_admissible, commit_segment, discarded_on_error
 from pipelines.table.expand import ContentHash, content_hash, row_hashes
 from pipelines.table.root import write_copies
+from pipelines.table.target import JobFiles, SegmentTarget, load_job_files
 from pipelines.transforms.fit import fitted_files, stage_fitted
-from schemas.config.job import Job, load_job
+from schemas.config.job import Job
 from schemas.dataset.defaults import missing_column_defaults
 from schemas.dataset.manifest import InputFile, hash_of, read_root
 from schemas.dataset.opened import open_dataset
 from schemas.dataset.samples import column_names, read_live_row_group, row_groups, samples_schema
 from schemas.errors import SchemaError, suggest_name, suggest_name_or
-from schemas.features import FeatureSet, load_features
 from schemas.layout import SEGMENTS
-from schemas.paths import path_or_url, schema_path
+from schemas.paths import path_or_url
 from schemas.storage.location import Location
 
 SEGMENT = "segment"
 ROWS = "rows"
+BEAM_ARGS = ["--direct_num_workers=1"]
+"""Options of the indexes of a segment, which the last worker builds."""
 
 
 class BuildDataset(beam.PTransform):
@@ -86,22 +89,26 @@ class BuildDataset(beam.PTransform):
             SchemaError: the job is invalid, or the dataset cannot be written.
         """
         super().__init__()
-        request, self._job, self._features = _segment_request(job, dataset, append, allow_outside)
-        self._request = replace(request, input_root=str(log))
+        self._job = _load_job(job, allow_outside)
+        self._request = BuildRequest(
+            BuildInput(self._job.path, str(log), allow_outside=allow_outside),
+            _target(dataset, append),
+            BuildOptions(BEAM_ARGS),
+        )
 
     def expand(self, input_or_inputs: Any) -> dict[str, Any]:
         """List the input, build the parts, commit the segment."""
-        pipeline, features = input_or_inputs.pipeline, self._features
-        request, job = with_groups(self._request, self._job, features)
-        context = prepare(request, job, features)
-        _, key = segment_hashes(job, features, context.listing, request.day)
-        existing = check_admissible(request, job, features, key, context.listing)
+        pipeline, target = input_or_inputs.pipeline, self._request.target
+        request, job = with_groups(self._request, self._job)
+        context = prepare(request, job)
+        _, key = segment_hashes(job, context.listing, target.day)
+        existing = check_admissible(target, job, key, context.listing)
         if existing is not None:
             return {
                 SEGMENT: pipeline | "existing segment" >> beam.Create([existing.id]),
                 REJECTS: pipeline | "no rejects" >> beam.Create([]).with_output_types(Reject),
             }
-        pending = _start_build(request, job, context)
+        pending = _start_build(target, job, context)
         outputs = segment_pipeline(pipeline, pending.context)
         listing = pipeline | "listing" >> beam.Create([context.listing])
         return add_commit(listing, outputs, pending)
@@ -131,14 +138,12 @@ class WriteDataset(beam.PTransform):
         """
         super().__init__()
         _check_num_parts(num_parts)
-        request, self._job, features = _segment_request(job, dataset, append, allow_outside)
-        listing = (_unread_file(self._job, request.job_path, name),)
-        self._request = replace(request, listing=listing)
-        self._context = _context_of_rows(self._job, request.job_path, features, listing, num_parts)
+        self._job, self._target = _load_job(job, allow_outside), _target(dataset, append)
+        self._context = _context_of_rows(self._job, name, num_parts)
 
     def expand(self, input_or_inputs: Any) -> dict[str, Any]:
         """Convert the rows, build the parts, commit the segment."""
-        pending = _start_build(self._request, self._job, self._context)
+        pending = _start_build(self._target, self._job, self._context)
         in_one_window = input_or_inputs | "one window" >> beam.WindowInto(GlobalWindows())
         typed = _typed_rows(in_one_window, pending.context)
         rows = {SAMPLES: typed[SAMPLES], REJECTS: typed[REJECTS]}
@@ -229,13 +234,14 @@ class ReadSource(beam.PTransform):
             SchemaError: the job is invalid, or has no such source.
         """
         super().__init__()
-        path, parsed, self._features = _load_job(job, allow_outside)
-        self._data = parsed.data
+        loaded = _load_job(job, allow_outside)
+        self._data, self._features = loaded.config.data, loaded.features
         self._folder, self._source = folder_of(log), source or self._data.sample_source
         if self._source not in self._data.inputs:
             advice = suggest_name(self._source, self._data.inputs)
             raise SchemaError(
-                f"source must be one of the job's, got {self._source!r}; {advice}", file=str(path)
+                f"source must be one of the job's, got {self._source!r}; {advice}",
+                file=str(loaded.path),
             )
 
     @property
@@ -297,9 +303,7 @@ class MakeSamples(beam.PTransform):
         """
         super().__init__()
         _check_num_parts(num_parts)
-        path, parsed, features = _load_job(job, allow_outside)
-        listing = (_unread_file(parsed, path, name),)
-        self._context = _context_of_rows(parsed, path, features, listing, num_parts)
+        self._context = _context_of_rows(_load_job(job, allow_outside), name, num_parts)
 
     def expand(self, input_or_inputs: Any) -> dict[str, Any]:
         """Convert the rows, run the SQL, join the columns of samples."""
@@ -313,43 +317,19 @@ class MakeSamples(beam.PTransform):
         }
 
 
-def _load_job(job: str | Path, allow_outside: bool) -> tuple[Path | Location, Job, FeatureSet]:
-    path = path_or_url(job).resolve()
-    parsed = load_job(path)
-    schema = schema_path(path, parsed.data.schema, allow_outside=allow_outside)
-    return path, parsed, load_features(schema)
+def _load_job(job: str | Path, allow_outside: bool) -> JobFiles:
+    return load_job_files(path_or_url(job).resolve(), allow_outside=allow_outside)
 
 
-def _context_of_rows(
-    job: Job,
-    path: Path | Location,
-    features: FeatureSet,
-    listing: tuple[InputFile, ...],
-    num_parts: int,
-) -> BuildContext:
-    """Return the context of rows of a user's pipeline."""
-    context = context_of(job, path, features, Folder(""), listing, day=None)
+def _context_of_rows(job: JobFiles, name: str, num_parts: int) -> BuildContext:
+    """Return the context of rows of a user's pipeline, in which `name` stands for their file."""
+    listing = (_unread_file(job.config, job.path, name),)
+    context = context_of(job, Folder(""), listing, day=None)
     return replace(context, num_parts=num_parts, owns_workers=False, has_files=False)
 
 
-def _segment_request(
-    job: str | Path, dataset: str | Path, append: bool, allow_outside: bool
-) -> tuple[BuildRequest, Job, FeatureSet]:
-    """Check the job and the target; return the request of a segment without files."""
-    path, parsed, features = _load_job(job, allow_outside)
-    target = Location.parse(dataset)
-    request = BuildRequest(
-        job_path=path,
-        input_root="",
-        dataset=target,
-        beam_args=["--direct_num_workers=1"],  # of the index, which the last worker builds
-        attempt=uuid.uuid4().hex[:12],
-        append=append,
-        allow_outside=allow_outside,
-        job_bytes=path.read_bytes(),
-    )
-    schema = request.schema_path(parsed).read_bytes()  # the last worker does not find the file
-    return replace(request, schema_bytes=schema), parsed, features
+def _target(dataset: str | Path, append: bool) -> SegmentTarget:
+    return SegmentTarget(Location.parse(dataset), uuid.uuid4().hex[:12], append=append)
 
 
 def _check_num_parts(num_parts: int) -> None:
@@ -372,17 +352,17 @@ def _unread_file(job: Job, path: Path | Location, name: str) -> InputFile:
     return InputFile(source=data.sample_source, path=name, num_bytes=0, sha256="")
 
 
-def _start_build(request: BuildRequest, job: Job, context: BuildContext) -> PendingSegment:
+def _start_build(target: SegmentTarget, job: JobFiles, context: BuildContext) -> PendingSegment:
     """Make the directory of a segment's parts; return the segment."""
-    root = request.dataset / SEGMENTS / request.attempt
+    root = target.dataset / SEGMENTS / target.attempt
     context = replace(
         context,
         segment_root=root,
-        fitted=fitted_files(request.dataset),
+        fitted=fitted_files(target.dataset),
         owns_workers=False,
     )
-    stage_fitted(request.dataset, context.fitted, root)
-    return PendingSegment(request, job, context)
+    stage_fitted(target.dataset, context.fitted, root)
+    return PendingSegment(target, job, context)
 
 
 def _typed_rows(tables: Any, context: BuildContext) -> Any:
@@ -404,8 +384,8 @@ def _declared_columns(samples: Tuples, context: BuildContext) -> pa.Table:
 class PendingSegment:
     """A segment that a pipeline writes; `context.segment_root` holds its parts."""
 
-    request: BuildRequest
-    job: Job
+    target: SegmentTarget
+    job: JobFiles
     context: BuildContext
 
 
@@ -451,20 +431,19 @@ def commit_pending(
     Raises:
         SchemaError: the segment must not enter the dataset.
     """
-    request, job, features = pending.request, pending.job, pending.context.features
-    parts = pending.context.segment_root
-    hashes, key = segment_hashes(job, features, listing, request.day)
-    reference = check_admissible(request, job, features, key, listing)
+    target, job, parts = pending.target, pending.job, pending.context.segment_root
+    hashes, key = segment_hashes(job, listing, target.day)
+    reference = check_admissible(target, job, key, listing)
     if reference is None:
         # A step may run twice, even at the same time: each run finishes a copy of its own.
         directory = parts.parent / f"{key}-{parts.name}-{uuid.uuid4().hex[:6]}"
-        with discarded_on_error(request.dataset, directory):
+        with discarded_on_error(target.dataset, directory):
             _copy_parts(parts, directory)
             context = replace(pending.context, segment_root=directory, listing=listing)
             results = {**values, "parts": deserialize_results(values["parts"])}
-            finish_segment_files(request, context, hashes, results)
-            reference = commit_segment(request, job, features, key, directory)
-    write_copies(request.dataset, read_root(request.dataset))
+            finish_segment_files(target.dataset, context, hashes, results)
+            reference = commit_segment(target, job, key, directory, BEAM_ARGS, lambda _: None)
+    write_copies(target.dataset, read_root(target.dataset))
     parts.remove_all()
     return reference.id
 

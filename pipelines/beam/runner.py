@@ -26,7 +26,7 @@ from apache_beam.runners.portability.fn_api_runner.fn_runner import ExtendedProv
 from google.protobuf.json_format import ParseDict
 from google.protobuf.struct_pb2 import Struct
 
-from pipelines.build_context import IN_PROCESS
+from pipelines.runner_options import IN_PROCESS
 from schemas.errors import SchemaError
 from schemas.machine import machine_budget
 from schemas.storage.location import Location

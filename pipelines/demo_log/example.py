@@ -8,8 +8,9 @@ from typing import Any
 
 import schemas
 from pipelines.build import build
-from pipelines.build_context import BuildRequest
+from pipelines.build_request import BuildInput, BuildOptions, BuildRequest
 from pipelines.demo_log.generate import GeneratorConfig, write_log
+from pipelines.table.target import SegmentTarget
 from schemas.config.job import GenerateConfig, load_job
 from schemas.dataset.manifest import find_root
 from schemas.errors import SchemaError
@@ -57,12 +58,9 @@ def write_example(
     generate_log(config, folder / "log", num_samples)
     progress(f"wrote {folder / JOB} and {folder / 'log'}; building {folder / 'dataset'}")
     request = BuildRequest(
-        job_path=SOURCE / JOB,
-        input_root=str(folder / "log"),
-        dataset=folder / "dataset",
-        beam_args=beam_args,
-        attempt=attempt,
-        progress=progress,
+        BuildInput(SOURCE / JOB, str(folder / "log")),
+        SegmentTarget(folder / "dataset", attempt),
+        BuildOptions(beam_args, progress=progress),
     )
     return build(request)
 

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipelines.build_context import BuildContext, LocalOptions
+from pipelines.build_context import BuildContext
 from pipelines.clustering.chunks import cluster_chunks
 from pipelines.clustering.storage_layout import (
     choose_encodings,
@@ -25,6 +25,7 @@ from pipelines.executor import Bundle, TaskOutputs, open_exchange, split_inputs
 from pipelines.prepare import holds_in_memory
 from pipelines.rewrite.input import BATCH_ROWS, ordering
 from pipelines.rewrite.plain_types import decoded, encoded
+from pipelines.runner_options import LocalOptions
 from pipelines.samples.sql import LIST_INDEX
 from pipelines.samples.tuples import Tuples
 from pipelines.sources.raw_rows import ORIGIN

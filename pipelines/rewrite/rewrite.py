@@ -21,17 +21,13 @@ import pyarrow as pa
 import yaml
 
 from pipelines.build import build
-from pipelines.build_context import (
-    BuildContext,
-    BuildRequest,
-    LocalOptions,
-    beam_build,
-    local_options,
-)
+from pipelines.build_context import BuildContext
+from pipelines.build_request import BuildInput, BuildOptions, BuildRequest
 from pipelines.prepare import count_parts
 from pipelines.rewrite.flat import KEY, TIME, FlatPart, FlatStage, run_flat
 from pipelines.rewrite.input import FILES, SOURCE, Rows, check_microseconds, inspect_rows, star_type
 from pipelines.rewrite.plain_types import decoded, is_rewritable
+from pipelines.runner_options import LocalOptions, beam_build, local_options
 from pipelines.samples.sql import LIST_INDEX
 from pipelines.samples.statements import Steps
 from pipelines.shuffle import SHUFFLE
@@ -42,6 +38,7 @@ from pipelines.sources.types import arrow_type
 from pipelines.table.expand import VIEW, ContentHash, content_hash, hash_of_values, value_hashes
 from pipelines.table.indexes import INDEX_PREFIX
 from pipelines.table.segment import directory_reference, publish_files, remove_partial
+from pipelines.table.target import SegmentTarget
 from schemas.config.job import DataConfig, Job, SamplesConfig, SessionConfig
 from schemas.dataset.files import sha256_of
 from schemas.dataset.group_files import read_group
@@ -326,13 +323,9 @@ def _write_star(request: RewriteRequest, rows: Rows, building: Path) -> dict[str
 
     summary = _build(
         BuildRequest(
-            job_path=job_folder / "job.yaml",
-            input_root=rows.folder.root,
-            dataset=request.output,
-            beam_args=request.beam_args,
-            attempt=request.attempt,
-            progress=request.progress,
-            check=check,
+            BuildInput(job_folder / "job.yaml", rows.folder.root),
+            SegmentTarget(request.output, request.attempt),
+            BuildOptions(request.beam_args, progress=request.progress, check=check),
         )
     )
     if not contents:  # a rewrite that was killed has committed the segment

@@ -22,14 +22,14 @@ from pathlib import Path
 
 import pyarrow.compute as pc
 
-from pipelines.build_context import BuildRequest
 from pipelines.quality.gate import check_limits, parse_schema, pass_gate
 from pipelines.table.compatibility import check_compatible, check_types
 from pipelines.table.indexes import INDEX_PREFIX, PartBuilder, segment_of_part
 from pipelines.table.root import commit_manifest, until_committed, update_root, write_version
 from pipelines.table.segment import directory_reference
+from pipelines.table.target import JobFiles, SegmentTarget
 from pipelines.transforms.fit import check_fitted_files
-from schemas.config.job import Job, parse_job
+from schemas.config.job import parse_job
 from schemas.dataset.files import read_verified
 from schemas.dataset.manifest import (
     ERASED_PREFIX,
@@ -46,7 +46,6 @@ from schemas.dataset.manifest import (
 from schemas.dataset.opened import Dataset, Segment, open_root
 from schemas.dataset.tombstones import read_tombstones
 from schemas.errors import SchemaError, pluralize
-from schemas.features import FeatureSet
 from schemas.layout import JOB, MANIFEST, SCHEMA, SEGMENTS
 from schemas.storage.location import Location, StorageError
 
@@ -69,11 +68,7 @@ class Place:
 
 
 def check_admissible(
-    request: BuildRequest,
-    job: Job,
-    features: FeatureSet,
-    key: str,
-    listing: tuple[InputFile, ...],
+    target: SegmentTarget, job: JobFiles, key: str, listing: tuple[InputFile, ...]
 ) -> Reference | None:
     """Check before the build whether a segment may be added to the dataset.
 
@@ -83,15 +78,14 @@ def check_admissible(
     Raises:
         SchemaError: the dataset has other content or settings, or the same input.
     """
-    check_limits(parse_schema(request.read_schema(job)))
-    place = find_place(request, job, features, key, listing, find_root(request.dataset))
+    check_limits(parse_schema(job.schema_bytes))
+    place = find_place(target, job, key, listing, find_root(target.dataset))
     return place if isinstance(place, Reference) else None
 
 
 def find_place(
-    request: BuildRequest,
-    job: Job,
-    features: FeatureSet,
+    target: SegmentTarget,
+    job: JobFiles,
     key: str,
     listing: tuple[InputFile, ...],
     root: Root | None,
@@ -103,37 +97,37 @@ def find_place(
     manifest = root and root.manifest
     existing = find_segment(manifest, key)
     if existing is not None:
-        check_day(request.dataset, existing, request.day)
-        if request.position not in (None, existing.position):
+        check_day(target.dataset, existing, target.day)
+        if target.position not in (None, existing.position):
             raise SchemaError(
-                f"segment {existing.id} already exists, not at position {request.position}; leave "
+                f"segment {existing.id} already exists, not at position {target.position}; leave "
                 "--position out",
-                file=str(request.dataset),
+                file=str(target.dataset),
             )
         return existing
     if manifest is None:
-        return Place(None, (), None, free_position((), request.position, request.dataset))
-    if not request.append:
+        return Place(None, (), None, free_position((), target.position, target.dataset))
+    if not target.append:
         raise SchemaError(
             f"output must be empty or hold the same segment, got "
             f"{[s.id for s in manifest.segments]} instead of one of {key}; append to it, or choose "
             "another --output",
-            file=str(request.dataset),
+            file=str(target.dataset),
         )
-    version, replaced = version_of_day(request, manifest), None
+    version, replaced = version_of_day(target, manifest), None
     if version is not None:
         replaced = version[0]
-        if not request.replaces:
+        if not target.replaces:
             if same_files(version[1].listing, listing):
                 return replaced
-            raise day_exists_error(request.dataset, replaced)
-        check_replaceable(request.dataset, manifest, *version, listing)
-    refuse_sealed(manifest, request.dataset)
+            raise day_exists_error(target.dataset, replaced)
+        check_replaceable(target.dataset, manifest, *version, listing)
+    refuse_sealed(manifest, target.dataset)
     kept = tuple(s for s in manifest.segments if s != replaced)
-    position = free_position(kept, request.position, request.dataset)
-    dataset = open_root(request.dataset, manifest)
-    check_compatible(dataset, job, features, request.job_path)
-    refuse_same_input(dataset, listing, request.job_path, replaced)
+    position = free_position(kept, target.position, target.dataset)
+    dataset = open_root(target.dataset, manifest)
+    check_compatible(dataset, job)
+    refuse_same_input(dataset, listing, job.path, replaced)
     return Place(dataset, kept, replaced, position)
 
 
@@ -150,11 +144,17 @@ def find_segment(root: DatasetManifest | None, key: str) -> Reference | None:
 
 
 def commit_segment(
-    request: BuildRequest, job: Job, features: FeatureSet, key: str, directory: Location
+    target: SegmentTarget,
+    job: JobFiles,
+    key: str,
+    directory: Location,
+    beam_args: list[str],
+    progress: Callable[[str], None],
 ) -> Reference:
     """Add a complete segment to the dataset, with all indexes.
 
-    The checks of `check_admissible` are repeated against the current dataset.
+    The checks of `check_admissible` are repeated against the current dataset. `beam_args` are for
+    the indexes.
 
     Returns:
         The segment; the existing one if another process committed this key.
@@ -163,66 +163,64 @@ def commit_segment(
         SchemaError: the dataset does not accept it, or a file of it was removed.
         GateError: the quality gate refuses it.
     """
-    parts = PartBuilder(request.dataset, request.beam_args)
+    parts = PartBuilder(target.dataset, beam_args)
     listing = read_segment(directory).listing
 
     def attempt(root: Root | None) -> Reference | None:
-        place = find_place(request, job, features, key, listing, root)
+        place = find_place(target, job, key, listing, root)
         if isinstance(place, Reference):
-            discard(request.dataset, directory)
+            discard(target.dataset, directory)
             return place
-        reference, manifest = _next_manifest(request, job, key, directory, place, parts)
-        committed = commit_manifest(request.dataset, root, manifest)
+        reference, manifest = _next_manifest(target, job, key, directory, place, parts, progress)
+        committed = commit_manifest(target.dataset, root, manifest)
         return None if committed is None else reference
 
-    return until_committed(request.dataset, find_root, attempt)
+    return until_committed(target.dataset, find_root, attempt)
 
 
 def _next_manifest(
-    request: BuildRequest,
-    job: Job,
+    target: SegmentTarget,
+    job: JobFiles,
     key: str,
     directory: Location,
     place: Place,
     parts: PartBuilder,
+    progress: Callable[[str], None],
 ) -> tuple[Reference, DatasetManifest]:
     """Return the new segment's reference, and the root with it; writes what the root names."""
     dataset, kept, position = place.dataset, place.kept, place.position
     columns, fitted = read_segment(directory).columns, read_segment(directory).fitted
-    schema = request.read_schema(job)
-    job_bytes = request.job_bytes or request.job_path.read_bytes()
     num_before = sum(s.position < position for s in kept)
     if dataset is not None:
-        check_types(dataset, columns, request.job_path)
-        check_fitted_files(fitted, request.dataset)
+        check_types(dataset, columns, job.path)
+        check_fitted_files(fitted, target.dataset)
     earlier = dataset.segments[num_before - 1] if dataset and num_before else None
-    refused = refused_path(request.dataset, key)
-    anomalies = pass_gate(
-        directory, earlier, parse_schema(schema), job.data.gate, refused, request.progress
-    )
+    refused = refused_path(target.dataset, key)
+    schema, gate = parse_schema(job.schema_bytes), job.config.data.gate
+    anomalies = pass_gate(directory, earlier, schema, gate, refused, progress)
     reference = replace(
         directory_reference(directory),
         id=f"{position:05d}-{key}",
         path=directory.name,
-        day=request.day,
+        day=target.day,
         built_at=datetime.now(UTC).isoformat(timespec="seconds"),
     )
     reference = write_anomalies(directory, reference, anomalies)
     old = dataset.manifest if dataset else None
     manifest = DatasetManifest(
         writer="",
-        name=job.name,
-        job_sha256=write_version(request.dataset, JOB, job_bytes),
-        schema_sha256=write_version(request.dataset, SCHEMA, schema),
+        name=job.config.name,
+        job_sha256=write_version(target.dataset, JOB, job.job_bytes),
+        schema_sha256=write_version(target.dataset, SCHEMA, job.schema_bytes),
         segments=(*kept[:num_before], reference, *kept[num_before:]),
         lineage=updated_lineage(
-            old.lineage if old else {}, request.day, reference.id, place.replaced
+            old.lineage if old else {}, target.day, reference.id, place.replaced
         ),
         tombstones_sha256=old.tombstones_sha256 if old else None,
     )
     segment = Segment(directory, reference, read_segment(directory, reference))
     present = [s for s in (dataset.segments if dataset else ()) if s.reference in kept]
-    data = parse_job(job_bytes.decode(), JOB).data
+    data = parse_job(job.job_bytes.decode(), JOB).data
     indexes = parts.updated_indexes(dataset, data, [*present, segment])
     return reference, replace(manifest, indexes=indexes)
 
@@ -433,17 +431,17 @@ def refuse_without_day(dataset: Location, root: DatasetManifest) -> None:
 
 
 def version_of_day(
-    request: BuildRequest, root: DatasetManifest
+    target: SegmentTarget, root: DatasetManifest
 ) -> tuple[Reference, SegmentManifest] | None:
-    """Return the segment of the day of a request, if there is one.
+    """Return the segment of the target's day, if there is one.
 
     Raises:
-        SchemaError: the request has no day, but the segments have.
+        SchemaError: the target has no day, but the segments have.
     """
-    if request.day is None:
-        refuse_without_day(request.dataset, root)
+    if target.day is None:
+        refuse_without_day(target.dataset, root)
         return None
-    return segment_of_day(request.dataset, root, request.day)
+    return segment_of_day(target.dataset, root, target.day)
 
 
 def refuse_same_input(

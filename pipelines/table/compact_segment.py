@@ -13,10 +13,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from pipelines.build_context import beam_build, local_options
 from pipelines.clustering.part import build_part, sum_statistics
 from pipelines.clustering.writer import SegmentLayout, choose_segment_layout
 from pipelines.oracle.numbering import number_table, training_blocks
+from pipelines.runner_options import beam_build, local_options
 from pipelines.samples.event_join import write_late
 from pipelines.samples.sql import LIST_INDEX
 from pipelines.samples.tuples import Tuples, distinct_rows, drop_unused_tuples

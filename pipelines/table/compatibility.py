@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from pipelines.table.target import JobFiles
 from schemas.config.job import DataConfig, Job
 from schemas.dataset.opened import Dataset
 from schemas.errors import SchemaError, suggest_name_or
@@ -36,9 +37,7 @@ def identity_of(data: DataConfig) -> dict[str, Any]:
     return identity
 
 
-def check_compatible(
-    dataset: Dataset, job: Job, features: FeatureSet, path: Path | Location
-) -> None:
+def check_compatible(dataset: Dataset, job: JobFiles) -> None:
     """Refuse a job whose segment could not be read together with the segments of the dataset.
 
     Job and schema of the open dataset are those of its newest segment.
@@ -46,15 +45,15 @@ def check_compatible(
     Raises:
         SchemaError: a key or column differs; the message has both values of the first one.
     """
-    added = check_features(dataset.features, features, path)
-    old, new = _fixed_keys(dataset.job), _fixed_keys(job)
+    added = check_features(dataset.features, job.features, job.path)
+    old, new = _fixed_keys(dataset.job), _fixed_keys(job.config)
     for key in sorted(old.keys() | new.keys()):
         if old.get(key) == new.get(key) or _may_differ(key, old, new, added):
             continue
         raise SchemaError(
             f"{key} must be {old.get(key)!r} as in the dataset, got {new.get(key)!r}; "
             "keep it, or build a new dataset",
-            file=str(path),
+            file=str(job.path),
         )
 
 

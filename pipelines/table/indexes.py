@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.build_context import beam_build, local_options
 from pipelines.oracle.index import TableTotals, index_table
 from pipelines.quality.segment_statistics import segment_statistics
+from pipelines.runner_options import beam_build, local_options
 from pipelines.table.root import until_committed, update_root
 from pipelines.table.segment import describe_files, publish, remove_partial
 from schemas.config.job import DataConfig, OrderConfig

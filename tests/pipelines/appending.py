@@ -1,9 +1,10 @@
 """Jobs, logs and requests for tests that append segments."""
 
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from pipelines.build_context import BuildRequest
+from pipelines.build_request import BuildRequest
+from schemas.storage.location import Location
 from tests.pipelines.logs import SCHEMA, built, request, write_job, write_log
 
 DEFAULT = """tensor_representation_group { key: "" value { tensor_representation { key: "price"
@@ -31,11 +32,16 @@ sys.exit(main(sys.argv[1:]))
 
 
 def addition(
-    job: Path, log: Path, dataset: Path, position: int | None = None, attempt: str = "30fe30fe30fe"
+    job: Path,
+    log: Path,
+    dataset: Path | Location,
+    position: int | None = None,
+    attempt: str = "30fe30fe30fe",
+    **settings: Any,
 ) -> BuildRequest:
-    """Return a request for one more segment."""
-    found = request(job, log, dataset)
-    return replace(found, append=True, position=position, attempt=attempt)
+    """Return a request for one more segment; `settings` as for `request`."""
+    wanted = {"append": True, "position": position, "attempt": attempt, **settings}
+    return request(job, log, dataset, **wanted)
 
 
 def changed(directory: Path, *changes: tuple[str, str], schema: str = SCHEMA) -> Path:

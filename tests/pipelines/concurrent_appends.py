@@ -11,7 +11,7 @@ import traceback
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from schemas.errors import SchemaError
 from schemas.layout import SEGMENTS
 from schemas.storage.location import Location
 from tests.pipelines.appending import addition
-from tests.pipelines.logs import vacuum_later, write_job, write_log
+from tests.pipelines.logs import request, vacuum_later, write_job, write_log
 
 NUM_ROWS = 24
 """Rows of a log; each gives some samples."""
@@ -72,8 +72,7 @@ def prepare(folder: Path, dataset: Location, writers: int, rounds: int) -> Appen
 def append(appends: Appends, writer: int, number: int) -> str:
     """Append a log; return the id of the segment."""
     log, attempt = appends.log(writer, number), uuid.uuid4().hex[:12]
-    request = addition(appends.job, log, Path(), attempt=attempt)
-    return build(replace(request, dataset=appends.dataset))["segment"]
+    return build(addition(appends.job, log, appends.dataset, attempt=attempt))["segment"]
 
 
 def write_rounds(
@@ -146,8 +145,7 @@ def run_writers(
 def first_segment(appends: Appends) -> None:
     """Build the dataset of a log of its own."""
     write_log(appends.folder / "log-0-first", NUM_ROWS, 0, num_files=1)
-    request = addition(appends.job, appends.folder / "log-0-first", Path(), attempt="first")
-    build(replace(request, dataset=appends.dataset, append=False))
+    build(request(appends.job, appends.folder / "log-0-first", appends.dataset))
 
 
 def check(appends: Appends, writers: int, rounds: int) -> None:

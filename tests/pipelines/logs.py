@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,8 +16,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines.build import build
-from pipelines.build_context import BuildRequest
+from pipelines.build_request import BuildInput, BuildOptions, BuildRequest
 from pipelines.table.indexes import INDEX_PREFIX
+from pipelines.table.target import SegmentTarget
 from pipelines.table.vacuum import vacuum
 from schemas.dataset.fitted import FITTED_DIRECTORY, VOCABULARIES
 from schemas.dataset.manifest import DatasetManifest, encode_manifest, find_root, read_dataset
@@ -34,6 +35,8 @@ PROCESSES = ["--direct_num_workers=2", "--direct_running_mode=multi_processing"]
 """Options of a command: two worker processes, which exchange rows in files."""
 IN_PROCESS = "--runner=InProcess"
 """Option of a command: the executor in this process, which gives the bytes of any runner."""
+ON_BEAM = "--runner=FnApiRunner"
+"""Option of a command: Beam's local runner."""
 JOB = """
 name: shop
 data:
@@ -114,25 +117,18 @@ def write_log(directory: Path, num_rows: int = 300, seed: int = 0, num_files: in
     return rows
 
 
-def request(job: Path, log: Path | str, dataset: Path) -> BuildRequest:
-    """Return a request for the executor in this process, which gives the bytes of any runner."""
-    return BuildRequest(
-        job_path=job,
-        input_root=log,
-        dataset=Location.parse(dataset),
-        beam_args=[IN_PROCESS],
-        attempt="7e577e577e57",
-    )
+def request(job: Path, log: Path | str, dataset: Path | Location, **settings: Any) -> BuildRequest:
+    """Return a request for the executor in this process, which gives the bytes of any runner.
 
-
-def beam_request(job: Path, log: Path | str, dataset: Path) -> BuildRequest:
-    """Return a request for Beam's local runner."""
-    return replace(request(job, log, dataset), beam_args=["--runner=FnApiRunner"])
-
-
-def process_request(job: Path, log: Path | str, dataset: Path) -> BuildRequest:
-    """Return a request for two worker processes, which exchange rows in files."""
-    return replace(request(job, log, dataset), beam_args=PROCESSES)
+    `settings` are fields of its input, target and options.
+    """
+    target = SegmentTarget(Location.parse(dataset), "7e577e577e57")
+    parts: list[Any] = [BuildInput(job, log), target, BuildOptions([IN_PROCESS])]
+    for number, part in enumerate(parts):
+        names = {field.name for field in fields(part)} & settings.keys()
+        parts[number] = replace(part, **{name: settings.pop(name) for name in names})
+    assert not settings, f"no fields of a request: {sorted(settings)}"
+    return BuildRequest(*parts)
 
 
 def built(directory: Path, num_rows: int = 300, seed: int = 0, gap: str = "") -> Path:

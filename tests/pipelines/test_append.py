@@ -230,17 +230,14 @@ def test_append_in_order_is_built_beside_others_and_enters_behind_those_before(
         if line == "segment built; waiting for the segment at position 1":
             waits.set()
 
-    later = replace(
-        addition(job, one / "log-2", dataset, 2, "later"),
-        in_order=True,
-        final=True,
-        progress=progress,
+    later = addition(
+        job, one / "log-2", dataset, 2, "later", in_order=True, final=True, progress=progress
     )
     thread = threading.Thread(target=lambda: results.append(build(later)))
     thread.start()
     assert waits.wait(600)
     assert len(read_dataset(dataset).segments) == 1
-    build(replace(addition(job, one / "log-1", dataset, 1), in_order=True))
+    build(addition(job, one / "log-1", dataset, 1, in_order=True))
     thread.join(600)
     assert [s.id.partition("-")[0] for s in read_dataset(dataset).segments] == [
         "00000",
@@ -305,7 +302,7 @@ def test_added_columns_are_answered_by_segments_that_were_built_before(
 
 def test_segment_that_exists_at_another_position_is_refused(tmp_path: Path) -> None:
     dataset = built(tmp_path, 60)
-    second = addition(tmp_path / "job" / "job.yaml", tmp_path / "log", dataset, position=7)
+    job, log = tmp_path / "job" / "job.yaml", tmp_path / "log"
     with pytest.raises(SchemaError, match=r"already exists, not at position 7 in .*; leave "):
-        build(second)
-    assert not build(replace(second, position=0))["built"]
+        build(addition(job, log, dataset, position=7))
+    assert not build(addition(job, log, dataset, position=0))["built"]

@@ -32,12 +32,12 @@ from pipelines.build import build
 from pipelines.prepare import prepare
 from pipelines.samples import lookups
 from pipelines.sources.raw_rows import ORIGIN, InputSplit
+from pipelines.table.target import load_job_files
 from pipelines.table.verify import verify
 from pipelines.transforms.apply import columns_of
 from schemas.config.job import load_job
 from schemas.dataset.opened import open_dataset
 from schemas.errors import SchemaError
-from schemas.features import load_features
 from schemas.storage.location import Location
 from tests import real_logs
 from tests.pipelines import test_executor
@@ -179,9 +179,7 @@ def test_job_with_sql_per_key_sees_whole_keys(tmp_path: Path) -> None:
     schema = schema.replace('type: FLOAT annotation { tag: "dense" }', "type: INT ANN")
     (tmp_path / "schema.pbtxt").write_text(schema.replace("ANN", 'annotation { tag: "kept" }'))
     messages: list[str] = []
-    asked = dataclasses.replace(
-        request(job, tmp_path / "log", tmp_path / "data"), progress=messages.append
-    )
+    asked = request(job, tmp_path / "log", tmp_path / "data", progress=messages.append)
     build(asked)
     groups = open_dataset(tmp_path / "data").job.data.groups
     assert groups == {"session": ("session", "user", "history", "num_plays")}
@@ -437,15 +435,14 @@ def test_groups_are_chosen_from_the_samples_that_a_build_makes(
         n: t for transforms in job.data.transforms.values() for n, t in transforms.items()
     }
     data = dataclasses.replace(job.data, groups={}, transforms={"samples": transforms})
-    features = load_features(path.parent / data.schema)
     asked = request(path, tmp_path / "input", tmp_path / "dataset")
     ungrouped = dataclasses.replace(job, data=data)
-    context = prepare(asked, ungrouped, features)
+    context = prepare(asked, dataclasses.replace(load_job_files(path), config=ungrouped))
     sample, _ = sample_sessions(
         dataclasses.replace(context, segment_root=Location.parse(tmp_path / "scratch"))
     )
     assert sample is not None
-    build(dataclasses.replace(asked, beam_args=["--runner=InProcess"]))
+    build(asked)
     rows = stored_table(tmp_path / "dataset")
     if data.split.evaluation_from is not None:
         end = pa.scalar(data.split.evaluation_from, pa.timestamp("us"))
@@ -470,6 +467,6 @@ def test_auto_groups_of_a_job_with_several_steps_build(
     asked = request(
         with_auto(path, tmp_path / "rewritten"), tmp_path / "input", tmp_path / "dataset"
     )
-    build(dataclasses.replace(asked, beam_args=["--runner=InProcess"]))
+    build(asked)
     assert verify(tmp_path / "dataset")["problems"] == []
     assert not open_dataset(tmp_path / "dataset").job.data.has_auto_groups

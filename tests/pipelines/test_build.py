@@ -1,7 +1,6 @@
 """A whole build on the local runner: nothing lost, nothing added, the same bytes every time."""
 
 import os
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -193,8 +192,8 @@ def test_build_whose_commit_may_have_succeeded_can_be_run_again(
         with pytest.raises(OSError, match=r"^$"):
             built(tmp_path)
     assert find_root(tmp_path / "dataset") is None
-    second = request(tmp_path / "job" / "job.yaml", tmp_path / "log", tmp_path / "dataset")
-    build(replace(second, attempt="again"))
+    job, target = tmp_path / "job" / "job.yaml", tmp_path / "dataset"
+    build(request(job, tmp_path / "log", target, attempt="again"))
     assert bytes_of(tmp_path / "dataset") == bytes_of(dataset)
     vacuum_later(tmp_path / "dataset")
     assert unnamed_places(tmp_path / "dataset") == []

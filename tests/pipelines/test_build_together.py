@@ -1,6 +1,5 @@
 """Builds that meet in one directory, or meet what should not be there."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -73,7 +72,7 @@ def test_build_into_its_own_input_is_refused(tmp_path: Path) -> None:
     url = f"memory://{tmp_path.name}/log"
     for log in (str(tmp_path / "log"), url):
         for dataset in (log, f"{log}/dataset"):
-            into = replace(request(job, log, tmp_path), dataset=Location.parse(dataset))
+            into = request(job, log, Location.parse(dataset))
             with pytest.raises(SchemaError, match=r"^output must lie outside the input, got "):
                 build(into)
     assert not folder_of(url).contains(Location.parse(f"{url}-2/dataset"))

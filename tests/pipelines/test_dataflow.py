@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from apache_beam.transforms.environments import DockerEnvironment
 from pipelines.beam.runner import pipeline_options
 from pipelines.build import build
 from schemas.errors import SchemaError
-from tests.pipelines.logs import beam_request, write_job, write_log
+from tests.pipelines.logs import request, write_job, write_log
 
 MAX_GRAPH_BYTES = 10 << 20
 """Dataflow refuses a larger one."""
@@ -53,9 +52,9 @@ def graph_of(directory: Path, num_files: int, monkeypatch: pytest.MonkeyPatch) -
         raise StoppedError
 
     monkeypatch.setattr("pipelines.beam.jobs.run_pipeline", stop)
-    asked = beam_request(job, directory / "log", directory / "dataset")
+    asked = request(job, directory / "log", directory / "dataset", beam_args=beam_options())
     with pytest.raises(StoppedError):
-        build(replace(asked, beam_args=beam_options()))
+        build(asked)
     options, runner = pipeline_options(beam_options()), DataflowRunner()
     pipeline = beam.Pipeline(runner=runner, options=options)
     found[0](pipeline)

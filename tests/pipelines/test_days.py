@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from datetime import date, timedelta
 from pathlib import Path
 
@@ -59,9 +58,9 @@ def days(logs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A dataset of the first and the last day, then of the late one."""
     dataset = tmp_path_factory.mktemp("days") / "dataset"
     job = logs / "job" / "job.yaml"
-    build(replace(request(job, logs / FIRST, dataset), day=FIRST))
+    build(request(job, logs / FIRST, dataset, day=FIRST))
     for day in (LAST, LATE):
-        build(replace(addition(job, logs / day, dataset), day=day))
+        build(addition(job, logs / day, dataset, day=day))
     return dataset
 
 
@@ -150,9 +149,9 @@ def test_new_version_of_a_day_makes_the_dataset_of_the_corrected_days(
     assert json.loads(capsys.readouterr().out)["replaced"] == [old]
     job = logs / "job" / "job.yaml"
     anew = tmp_path / "anew"
-    build(replace(request(job, logs / FIRST, anew), day=FIRST))
+    build(request(job, logs / FIRST, anew, day=FIRST))
     for day, files in ((LATE, f"{LATE}-corrected"), (LAST, LAST)):
-        build(replace(addition(job, logs / files, anew), day=day))
+        build(addition(job, logs / files, anew, day=day))
     ours, theirs = (without_attempts(read_dataset(path)) for path in (dataset, anew))
     assert ours.segments[1:2] == theirs.segments[1:2]
     # the last day was judged beside another day before: its anomalies tell, nothing else does
@@ -242,8 +241,8 @@ def test_index_of_selected_days_is_that_of_a_dataset_of_them(
     logs: Path, days: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     apart, job = tmp_path / "apart", logs / "job" / "job.yaml"
-    build(replace(request(job, logs / FIRST, apart), day=FIRST))
-    build(replace(addition(job, logs / LATE, apart), day=LATE))
+    build(request(job, logs / FIRST, apart, day=FIRST))
+    build(addition(job, logs / LATE, apart, day=LATE))
     both = [open_dataset(apart), select_segments(open_dataset(days), (LATE, FIRST))]
     for table in both[0].job.data.tables:
         found = []
@@ -286,7 +285,7 @@ def test_end_of_each_day_is_held_back(logs: Path, tmp_path: Path) -> None:
     dataset = tmp_path / "dataset"
     with pytest.raises(SchemaError, match="evaluation_last needs the day"):
         build(request(job, logs / FIRST, dataset))
-    build(replace(request(job, logs / FIRST, dataset), day=FIRST))
+    build(request(job, logs / FIRST, dataset, day=FIRST))
     fixed = changed(tmp_path / "fixed", (HELD[0], "split: {evaluation_from: 2026-01-01 00:07:00}"))
     build(request(fixed, logs / FIRST, tmp_path / "other"))
     found, expected = (open_dataset(d).segments[0] for d in (dataset, tmp_path / "other"))
@@ -296,13 +295,13 @@ def test_end_of_each_day_is_held_back(logs: Path, tmp_path: Path) -> None:
     longer = changed(tmp_path / "longer", (HELD[0], "split: {evaluation_last: 2h}"))
     for other in (longer, fixed):
         with pytest.raises(SchemaError, match="evaluation_last must be"):
-            build(replace(addition(other, logs / LATE, dataset), day=LATE))
+            build(addition(other, logs / LATE, dataset, day=LATE))
     both = changed(
         tmp_path / "both",
         (HELD[0], "split: {evaluation_from: 2026-01-01, evaluation_last: 2h}"),
     )
     with pytest.raises(SchemaError, match="has both evaluation_from and evaluation_last"):
-        build(replace(request(both, logs / FIRST, tmp_path / "no"), day=FIRST))
+        build(request(both, logs / FIRST, tmp_path / "no", day=FIRST))
     without = changed(tmp_path / "day", (HELD[0], "split: {evaluation_last: 1d}"))
     with pytest.raises(SchemaError, match="shorter than a day"):
-        build(replace(request(without, logs / FIRST, tmp_path / "no"), day=FIRST))
+        build(request(without, logs / FIRST, tmp_path / "no", day=FIRST))

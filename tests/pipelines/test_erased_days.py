@@ -39,8 +39,8 @@ def days(logs: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A dataset of two days, not to be changed."""
     dataset = tmp_path_factory.mktemp("days") / "dataset"
     job = logs / "job" / "job.yaml"
-    build(replace(request(job, logs / FIRST, dataset), day=FIRST))
-    build(replace(addition(job, logs / LATE, dataset), day=LATE))
+    build(request(job, logs / FIRST, dataset, day=FIRST))
+    build(addition(job, logs / LATE, dataset, day=LATE))
     return dataset
 
 

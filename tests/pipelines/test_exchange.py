@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelines.build_context import LocalOptions, local_options
 from pipelines.exchange import Exchange, Received, TaskResult
 from pipelines.prepare import SMALL_PARTS, count_parts, holds_in_memory
+from pipelines.runner_options import LocalOptions, local_options
 from pipelines.samples.tuples import Tuples, separate_tuples
 from pipelines.shuffle import from_ipc, to_ipc
 from pipelines.workers import Worker, Workers

@@ -22,7 +22,7 @@ from pipelines.workers import keep_freed_memory
 from schemas.config.schedule import BudgetConfig
 from tests import real_logs
 from tests.pipelines import logs, test_joins, test_streams, transform_jobs
-from tests.pipelines.logs import beam_request, bytes_of
+from tests.pipelines.logs import IN_PROCESS, ON_BEAM, PROCESSES, bytes_of, request
 from tests.shared import error_of
 
 BLOCKED = """
@@ -117,11 +117,12 @@ def test_builds_in_memory_and_in_files_have_the_bytes_of_beam(
     size = sum(file.stat().st_size for file in (tmp_path / "input").iterdir())
     monkeypatch.setattr("pipelines.prepare.PART_INPUT_BYTES", size // 3)  # three parts
     monkeypatch.setattr(lookups, "BROADCAST_BYTES", broadcast)
-    by_beam = beam_request(job, tmp_path / "input", tmp_path / "beam")
+    by_beam = request(job, tmp_path / "input", tmp_path / "beam", beam_args=[ON_BEAM])
     result = without_times(build(by_beam))
-    for make_request in (logs.request, logs.process_request)[: 1 + in_files]:
-        dataset = tmp_path / make_request.__name__
-        assert without_times(build(make_request(job, tmp_path / "input", dataset))) == result
+    for number, beam_args in enumerate(([IN_PROCESS], PROCESSES)[: 1 + in_files]):
+        dataset = tmp_path / str(number)
+        asked = request(job, tmp_path / "input", dataset, beam_args=beam_args)
+        assert without_times(build(asked)) == result
         assert bytes_of(dataset) == bytes_of(tmp_path / "beam")
 
 
@@ -138,7 +139,8 @@ def test_a_real_log_built_in_process_has_the_bytes_of_the_local_runner(
     name: str, shared_data: Path, repository: Path, tmp_path: Path
 ) -> None:
     job = repository / "schemas" / name / "job.yaml"
-    build(beam_request(job, shared_data / real_logs.LOGS[name], tmp_path / "beam"))
+    log = shared_data / real_logs.LOGS[name]
+    build(request(job, log, tmp_path / "beam", beam_args=[ON_BEAM]))
     assert bytes_of(real_logs.built(name, shared_data)[0]) == bytes_of(tmp_path / "beam")
 
 

@@ -18,7 +18,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines.build import build
-from pipelines.build_context import BuildRequest
 from pipelines.cli import main
 from pipelines.demo_log.generate import GeneratorConfig, write_log
 from pipelines.init import sample_sources as files
@@ -29,8 +28,7 @@ from pipelines.table.verify import verify
 from schemas.config.job import TableConfig, load_job
 from schemas.rows import rows_of_ids
 from schemas.run.records import SUMMARY, read_summary
-from schemas.storage.location import Location
-from tests.pipelines.logs import stored_table
+from tests.pipelines.logs import request, stored_table
 from tests.shared import error_of, json_of
 from trainer.__main__ import main as trainer_main
 
@@ -210,15 +208,7 @@ LOGS: dict[str, tuple[Callable[[Path], None], dict[str, object]]] = {
 
 def built(job: Path, log: Path, dataset: Path) -> dict[str, object]:
     """Build a dataset of a job as it is, and verify it."""
-    result = build(
-        BuildRequest(
-            job_path=job,
-            input_root=log,
-            dataset=Location.parse(dataset),
-            beam_args=["--runner=InProcess"],
-            attempt="test",
-        )
-    )
+    result = build(request(job, log, dataset))
     assert verify(dataset)["problems"] == []
     return result
 

@@ -3,7 +3,6 @@
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,6 @@ from pipelines.samples.lookups import common_type, look_up, side_table, sort_sid
 from pipelines.sources.raw_rows import ORIGIN
 from schemas.config.sources import JoinConfig, SideConfig
 from schemas.errors import SchemaError
-from schemas.storage.location import Location
 from tests.pipelines.logs import bytes_of, request, stored_table
 
 # Look-ups.
@@ -182,23 +180,23 @@ def sql_job(directory: Path, sql: str) -> Path:
 def test_side_tables_are_tables_in_sql_when_they_are_small(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    prepared = request(sql_job(tmp_path / "job", IN_SQL), root, tmp_path / "sql")
-    build(replace(prepared, check_sql=True))
+    job = sql_job(tmp_path / "job", IN_SQL)
+    build(request(job, root, tmp_path / "sql", check_sql=True))
     assert samples_of(tmp_path / "sql") == expected(root)
     monkeypatch.setattr(lookups, "BROADCAST_BYTES", 1000)
     message = "side 'users' must be at most 1000 bytes to be a table in SQL, got "
     with pytest.raises(SchemaError, match=re.escape(message)):
-        build(replace(prepared, dataset=Location.parse(tmp_path / "large")))
+        build(request(job, root, tmp_path / "large"))
 
 
 def test_join_in_sql_that_loses_the_order_of_samples_is_found_out(
     root: Path, tmp_path: Path
 ) -> None:
-    prepared = request(sql_job(tmp_path / "job", REORDERED), root, tmp_path / "sql")
+    job = sql_job(tmp_path / "job", REORDERED)
     with pytest.raises(
         SchemaError, match=r"^data\.samples\.map must be row-local, got other samples"
     ):
-        build(replace(prepared, check_sql=True))
+        build(request(job, root, tmp_path / "sql", check_sql=True))
 
 
 @pytest.mark.slow
@@ -209,8 +207,7 @@ def test_map_over_per_looks_up_too(root: Path, tmp_path: Path) -> None:
         "map: SELECT session, time, user, unnest(items) AS item, label FROM log", per
     )
     job = write_job(tmp_path / "job", text)
-    prepared = request(job, root, tmp_path / "dataset")
-    build(replace(prepared, check_sql=True))
+    build(request(job, root, tmp_path / "dataset", check_sql=True))
     assert samples_of(tmp_path / "dataset") == expected(root)
 
 

@@ -5,14 +5,13 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pipelines import executor
 from pipelines.build import build
-from pipelines.build_context import BuildRequest
+from pipelines.build_request import BuildRequest
 from pipelines.clustering import part
 from pipelines.clustering.star import check_num_blocks
 from pipelines.clustering.writer import LOOKUPS
@@ -23,7 +22,7 @@ from schemas.dataset.opened import open_dataset, open_root
 from schemas.errors import SchemaError
 from schemas.layout import JOB
 from schemas.storage.location import Location
-from tests.pipelines.appending import KILLED_AT
+from tests.pipelines.appending import KILLED_AT, addition
 from tests.pipelines.logs import (
     IN_PROCESS,
     PROCESSES,
@@ -64,14 +63,13 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_log(directory / "log-1", num_rows=200, seed=1)
     job = write_job(directory / "job-1")
     job.write_text(job.read_text() + "schedule: {priority: 3}\n")  # another job file, same data
-    build(replace(appended(directory, copy_of(directory / "dataset", directory / "both"))))
+    build(appended(directory, copy_of(directory / "dataset", directory / "both")))
     return directory
 
 
 def appended(one: Path, dataset: Path) -> BuildRequest:
     """Return the request that adds the second log."""
-    found = request(one / "job-1" / "job.yaml", one / "log-1", dataset)
-    return replace(found, append=True, attempt="again")
+    return addition(one / "job-1" / "job.yaml", one / "log-1", dataset, attempt="again")
 
 
 def command(one: Path, dataset: Path) -> list[str]:

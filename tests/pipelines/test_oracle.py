@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -71,7 +70,7 @@ def test_build_and_append_in_ranges_give_the_bytes_of_tables_made_at_once(
     small_ranges(monkeypatch)
     job = write_job(tmp_path / "job")
     for make, log in ((request, "log"), (addition, "log-1")):
-        build(replace(make(job, at_once / log, tmp_path / "dataset"), beam_args=[runner]))
+        build(make(job, at_once / log, tmp_path / "dataset", beam_args=[runner]))
     found = bytes_of(tmp_path / "dataset")
     assert found == bytes_of(at_once / "dataset")
     assert sum("/access/items/" in path for path in found) > 4

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from pipelines.build import segment_hashes
-from pipelines.build_context import BuildContext, BuildRequest
+from pipelines.build_context import BuildContext
 from pipelines.cli import main
 from pipelines.prepare import prepare
 from pipelines.preview import preview
@@ -25,12 +25,11 @@ from pipelines.sources.listing import (
 )
 from pipelines.sources.raw_rows import ORIGIN, InputSplit
 from pipelines.sources.types import arrow_type
+from pipelines.table.target import load_job_files
 from schemas.config.job import load_job
 from schemas.config.sources import ROW_COLUMNS, SourceConfig
 from schemas.errors import SchemaError
-from schemas.features import load_features
-from schemas.storage.location import Location
-from tests.pipelines.logs import stored_table
+from tests.pipelines.logs import request, stored_table
 
 TYPES = {
     "int64": ["1", "-20", "0", "__HIVE_DEFAULT_PARTITION__"],
@@ -193,19 +192,15 @@ def test_same_files_of_another_day_are_another_segment_if_the_job_reads_the_day(
     more: str, tmp_path: Path
 ) -> None:
     path = job_of(tmp_path / "a", more, {"x": "INT"})
-    job, features = load_job(path), load_features(path.parent / "schema.pbtxt")
-    keys = {segment_hashes(job, features, (), f"2026-03-0{day}")[1] for day in (1, 2)}
+    job = load_job_files(path)
+    keys = {segment_hashes(job, (), f"2026-03-0{day}")[1] for day in (1, 2)}
     assert len(keys) == (2 if more else 1)
 
 
 def prepared(job_path: Path, log: Path) -> tuple[BuildContext, list[str]]:
     messages: list[str] = []
-    request = BuildRequest(
-        job_path=job_path, input_root=log, dataset=Location.parse(job_path.parent / "out"),
-        beam_args=[], attempt="a", progress=messages.append,
-    )  # fmt: skip
-    job = load_job(job_path)
-    return prepare(request, job, load_features(job_path.parent / job.data.schema)), messages
+    asked = request(job_path, log, job_path.parent / "out", progress=messages.append)
+    return prepare(asked, load_job_files(job_path)), messages
 
 
 @pytest.mark.slow

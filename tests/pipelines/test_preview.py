@@ -7,7 +7,6 @@ import io
 import json
 import re
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 import fastavro
@@ -46,9 +45,7 @@ def test_preview_of_a_whole_log_has_the_figures_of_its_build(tmp_path: Path, scr
     logs.write_log(tmp_path / "log")
     job = logs.write_job(tmp_path / "job")
     result = preview(job, tmp_path / "log")
-    asked = replace(
-        request(job, tmp_path / "log", tmp_path / "d"), beam_args=["--runner=InProcess"]
-    )
+    asked = request(job, tmp_path / "log", tmp_path / "d")
     built = build(asked)
     assert [result[k] for k in ("num_samples", "num_sessions")] == [
         built[k] for k in ("num_samples", "num_sessions")
@@ -107,7 +104,7 @@ def test_preview_names_rejects_as_the_build_does(tmp_path: Path) -> None:
     (tmp_path / "log" / "log-3.parquet").write_bytes(b"PAR1")
     bad = sum(user == 52 for user in rows["user"].to_pylist())
     result = preview(job, tmp_path / "log")["rejects"]
-    build(replace(request(job, tmp_path / "log", tmp_path / "d"), beam_args=["--runner=InProcess"]))
+    build(request(job, tmp_path / "log", tmp_path / "d"))
     (path,) = (tmp_path / "d").rglob("rejects/*.parquet")
     assert result["first"] == pq.read_table(path).to_pylist()[: len(result["first"])]
     assert result["num"] == bad + 1

@@ -1,7 +1,6 @@
 """The quality gate: which segments are refused, the reasons, and the files that remain."""
 
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -302,7 +301,7 @@ def test_gate_lets_a_like_segment_pass_and_writes_what_it_measured(
     )
     job, target = gated(tmp_path / "job", gate, schema), copy_of(dataset, tmp_path / "dataset")
     log = write_rows(tmp_path / "next", NEXT)
-    build(replace(request(job, log, target), append=True))
+    build(request(job, log, target, append=True))
     segment = open_dataset(target).segments[1]
     proto = text_format.Parse(anomalies_text_of(segment), anomalies_pb2.Anomalies())
     assert not proto.anomaly_info

@@ -3,7 +3,6 @@
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -224,6 +223,6 @@ def test_null_keys_of_a_look_up_are_spread_over_all_partitions(tmp_path: Path) -
 
 def test_all_rows_bad_end_with_the_first_reason(tmp_path: Path) -> None:
     job, log = write_job(tmp_path / "job"), bad_log(tmp_path / "log", every=1)
-    plain = replace(request(job, log, tmp_path / "dataset"), beam_args=["--runner=InProcess"])
+    plain = request(job, log, tmp_path / "dataset")
     with pytest.raises(SchemaError, match=r"^the input yields no samples; .* in log.parquet:0$"):
         build(plain)

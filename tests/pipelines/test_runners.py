@@ -16,7 +16,7 @@ from pipelines.cli import main
 from schemas.errors import SchemaError
 from schemas.storage.location import Location
 from tests.external_tools import build_go_program
-from tests.pipelines.logs import beam_request, bytes_of, write_job, write_log
+from tests.pipelines.logs import ON_BEAM, bytes_of, request, write_job, write_log
 
 pytestmark = pytest.mark.nightly
 
@@ -82,10 +82,9 @@ def test_a_build_on_the_local_runner_restores_beam(
 
     monkeypatch.setattr(worker_handlers.GrpcServer, "__init__", record)
     write_log(tmp_path / "log")
-    options = ["--direct_num_workers=2", "--direct_running_mode=multi_threading"]
-    request = beam_request(write_job(tmp_path / "job"), tmp_path / "log", tmp_path / "dataset")
-    request.beam_args.extend(options)
-    build(request)
+    options = [ON_BEAM, "--direct_num_workers=2", "--direct_running_mode=multi_threading"]
+    job = write_job(tmp_path / "job")
+    build(request(job, tmp_path / "log", tmp_path / "dataset", beam_args=options))
     assert keeps_memory
     assert set(intervals) == {0}
     assert worker_handlers.DATA_BUFFER_TIME_LIMIT_MS == 1000

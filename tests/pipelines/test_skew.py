@@ -8,7 +8,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import replace
 from datetime import datetime, timedelta
 from pathlib import Path
 
@@ -232,7 +231,7 @@ def test_skewed_logs_have_the_same_bytes_for_any_number_of_workers(
     for num_workers in (1, 3):
         options = [f"--direct_num_workers={num_workers}"]
         dataset = tmp_path / str(num_workers)
-        build(replace(logs.request(job, tmp_path / "log", dataset), beam_args=options))
+        build(logs.request(job, tmp_path / "log", dataset, beam_args=options))
         assert bytes_of(dataset) == bytes_of(tmp_path / "0")
         assert 2 <= max(reads.values()) <= 3  # the layout is chosen from the first part
         assert sorted(reads.values())[len(reads) // 2] <= 2

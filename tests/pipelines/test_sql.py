@@ -12,7 +12,7 @@ import pytest
 
 from pipelines.beam.runner import pipeline_options
 from pipelines.build import build
-from pipelines.build_context import BuildRequest
+from pipelines.build_request import BuildRequest
 from pipelines.prepare import prepare
 from pipelines.samples.sql import (
     Connection,
@@ -26,11 +26,10 @@ from pipelines.samples.sql_rejects import run_key
 from pipelines.samples.statements import PerKey, run_keys
 from pipelines.sources.raw_rows import ORIGIN
 from pipelines.table.expand import expand
-from schemas.config.job import load_job
+from pipelines.table.target import load_job_files
 from schemas.config.parse import position_in_value
 from schemas.config.sources import SqlLimitsConfig
 from schemas.errors import SchemaError
-from schemas.features import load_features
 from schemas.storage.location import Location
 from tests.pipelines.logs import request, write_job, write_log
 
@@ -256,8 +255,7 @@ def test_statement_is_refused_before_any_work(
 )
 def test_what_treats_each_row_alone_passes(before: str, after: str, tmp_path: Path) -> None:
     asked = shop(tmp_path, before, after)
-    job = load_job(asked.job_path)
-    prepare(asked, job, load_features(asked.job_path.parent / job.data.schema))
+    prepare(asked, load_job_files(asked.input.job_path))
 
 
 def test_workers_below_none_are_refused() -> None:

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from copy import deepcopy
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from itertools import count
@@ -353,10 +352,13 @@ class DatasetMachine(RuleBasedStateMachine):
         attempt, at = f"{next(self.counter):012x}", self.started + timedelta(self.now)
         match command:
             case Append(log, day, replaces):
-                new = addition(self.folder / "job.yaml", self.folder / log, self.path)
+                new = addition(
+                    self.folder / "job.yaml", self.folder / log, self.path,
+                    attempt=attempt, day=day, replaces=replaces,
+                )  # fmt: skip
                 with pytest.MonkeyPatch.context() as patch:
                     patch.setattr(commit_module, "datetime", SimpleNamespace(now=lambda _: at))
-                    return build(replace(new, day=day, replaces=replaces, attempt=attempt))
+                    return build(new)
             case Erase(column):
                 return erase(self.location, self.ids_file(command), column, at)
             case Compact(ids, older_than, rejects):
@@ -470,7 +472,7 @@ class DatasetMachine(RuleBasedStateMachine):
 def test_dataset_is_that_of_its_model(seeds: range, tmp_path: Path) -> None:
     job, dataset = write_files(tmp_path), tmp_path / "dataset"
     for first, append in zip((request, addition), FIRST, strict=True):
-        build(replace(first(job, tmp_path / append.log, dataset), day=append.day))
+        build(first(job, tmp_path / append.log, dataset, day=append.day))
     for number in seeds:
         machine: Any = seed(number)(partial(DatasetMachine, tmp_path))
         few = settings(max_examples=10, stateful_step_count=20)  # with more they hardly differ

@@ -7,7 +7,6 @@ Right values, once per tuple, the same bytes, no bad job.
 import json
 import re
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,13 @@ import pytest
 
 from pipelines import build as build_module
 from pipelines.build import build
-from pipelines.build_context import BuildRequest
+from pipelines.build_request import BuildRequest
 from pipelines.table.verify import verify
 from schemas.dataset.fitted import load_fitted
 from schemas.dataset.opened import open_dataset
 from schemas.errors import SchemaError
 from tests.pipelines import transform_jobs as jobs
+from tests.pipelines.appending import addition
 from tests.pipelines.logs import (
     bytes_of,
     copy_of,
@@ -159,8 +159,7 @@ def later(directory: Path, dataset: Path, seed: int, shift: int) -> BuildRequest
     items = [[i + (shift if i > 9 else 0) for i in row] for row in rows["items"].to_pylist()]
     rows = rows.set_column(index, "items", pa.array(items, pa.list_(pa.int64())))
     log = jobs.write_log(directory / f"log-{seed}", rows)
-    wanted = request(roomy_job(directory / f"job-{seed}"), log, dataset)
-    return replace(wanted, append=True, attempt=f"later-{seed}")
+    return addition(roomy_job(directory / f"job-{seed}"), log, dataset, attempt=f"later-{seed}")
 
 
 def roomy_job(directory: Path) -> Path:

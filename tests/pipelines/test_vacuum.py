@@ -322,13 +322,17 @@ def test_reader_opens_the_newest_version_if_files_of_its_version_are_removed(
     one: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dataset = copy_of(one / "dataset", tmp_path / "dataset")
-    with_day = replace(addition(one / "job" / "job.yaml", one / "log-1", dataset), day="2026-01-02")
+    job, day = one / "job" / "job.yaml", "2026-01-02"
+    with_day = addition(job, one / "log-1", dataset, day=day)
+    new_version = addition(
+        job, one / "log-2", dataset, attempt="0e30e30e30e3", day=day, replaces=True
+    )
     build(with_day)
     open_version = dataset_module.open_root
 
     def late(*arguments: Any) -> Any:
         monkeypatch.setattr(dataset_module, "open_root", open_version)
-        build(replace(with_day, input_root=one / "log-2", replaces=True, attempt="0e30e30e30e3"))
+        build(new_version)
         vacuum_later(dataset)
         dataset_module.committed_segment.cache_clear()
         return open_version(*arguments)
@@ -348,13 +352,17 @@ def test_segment_that_is_replaced_as_its_build_ends_is_kept_for_readers(
     one: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dataset = copy_of(one / "dataset", tmp_path / "dataset")
-    with_day = replace(addition(one / "job" / "job.yaml", one / "log-1", dataset), day="2026-01-02")
+    job, day = one / "job" / "job.yaml", "2026-01-02"
+    with_day = addition(job, one / "log-1", dataset, day=day)
+    new_version = addition(
+        job, one / "log-2", dataset, attempt="0e30e30e30e3", day=day, replaces=True
+    )
     write_copies, manifests = build_module.write_copies, list[DatasetManifest]()
 
     def replaced_before(*arguments: Any) -> None:
         monkeypatch.setattr(build_module, "write_copies", write_copies)
         manifests.append(read_dataset(dataset))
-        build(replace(with_day, input_root=one / "log-2", replaces=True, attempt="0e30e30e30e3"))
+        build(new_version)
         write_copies(*arguments)
 
     monkeypatch.setattr(build_module, "write_copies", replaced_before)

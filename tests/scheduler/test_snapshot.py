@@ -11,9 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines.build import build, record_build_speed
-from pipelines.build_context import BuildRequest
+from pipelines.build_request import BuildInput, BuildOptions, BuildRequest
 from pipelines.cli import main as build_command
 from pipelines.demo_log.generate import GeneratorConfig, write_log
+from pipelines.table.target import SegmentTarget
 from pipelines.table.verify import verify
 from scheduler.__main__ import main
 from scheduler.drivers.job_files import read_load
@@ -46,11 +47,9 @@ def built(demo_job: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     write_log(generator, root / "log")
     request = BuildRequest(
-        job_path=demo_job,
-        input_root=root / "log",
-        dataset=Location.parse(root / "dataset"),
-        beam_args=[],
-        attempt="a",
+        BuildInput(demo_job, root / "log"),
+        SegmentTarget(Location.parse(root / "dataset"), "a"),
+        BuildOptions([]),
     )
     (root / "build.json").write_text(json.dumps({**build(request), "startup_sec": 1.5}))
     return root
