@@ -15,6 +15,13 @@ BEAM = {"apache_beam"}
 TORCH = {"fbgemm_gpu", "torch", "torchft", "torchmetrics", "torchrec"}
 OF_SCHEMAS = {"google", "numpy", "obstore", "pyarrow", "tensorflow_metadata", "yaml"}
 FORBIDDEN = {"pipelines": TORCH, "trainer": BEAM, "scheduler": BEAM | TORCH}
+ABOVE = {
+    "pipelines/table/": {
+        "autogroup", "beam", "build", "build_context", "build_request", "exchange", "executor",
+        "prepare", "stages", "workers",
+    },
+}  # fmt: skip
+"""Modules of the same package that those of a folder do not import: a dataset knows no build."""
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -36,6 +43,17 @@ def may_import(package: str, root: str) -> bool:
     return bool(root) and root not in FORBIDDEN[package]
 
 
+def is_above(place: str, name: str) -> bool:
+    """Tell whether a module at `place` is below the module `name` of its own package."""
+    package, _, module = name.partition(".")
+    return any(
+        place.startswith(folder)
+        and place.split("/")[0] == package
+        and module.split(".")[0] in rooms
+        for folder, rooms in ABOVE.items()
+    )
+
+
 def violations(place: str, source: str) -> list[str]:
     """List what a module imports and should not.
 
@@ -51,6 +69,7 @@ def violations(place: str, source: str) -> list[str]:
         for name in imported_modules(node)
         if not may_import(package, name.split(".")[0])
         or (name.split(".")[0] in BEAM and not place.startswith("pipelines/beam/"))
+        or is_above(place, name)
     ]
     # A driver or a main module may load a heavy part only when it is asked for.
     if "/drivers/" not in place and not place.endswith("/__main__.py"):
@@ -120,6 +139,8 @@ FAULTS = {
     "pipelines imports torch": ("pipelines/a.py", "import torch.nn as nn"),
     "scoring imports torch": ("schemas/run/scoring.py", "import torch"),
     "pipelines imports Beam outside its room": ("pipelines/a.py", "import apache_beam as beam"),
+    "a table imports the build": ("pipelines/table/a.py", "from pipelines.build import build"),
+    "a table imports the executor": ("pipelines/table/a.py", "from pipelines import executor"),
     "trainer imports Beam": ("trainer/a.py", "import apache_beam as beam"),
     "scheduler imports torchrec": ("scheduler/drivers/a.py", "import torchrec"),
     "a package imports tests": ("trainer/a.py", "from tests import conftest"),
@@ -136,6 +157,8 @@ def test_violations_of_a_wrong_import_names_it(place: str, source: str) -> None:
 ALLOWED = {
     "schemas imports its libraries": ("schemas/a.py", "import numpy as np, json, yaml"),
     "trainer imports schemas": ("trainer/a.py", "from schemas.arrays import Jagged"),
+    "a table imports options": ("pipelines/table/a.py", "import pipelines.runner_options"),
+    "a build imports a table": ("pipelines/build.py", "import pipelines.table.commit"),
     "a room imports Beam": ("pipelines/beam/a.py", "import apache_beam as beam"),
     "a driver imports when asked": ("scheduler/drivers/a.py", "def f():\n    import json\n"),
 }
