@@ -15,13 +15,13 @@ BEAM = {"apache_beam"}
 TORCH = {"fbgemm_gpu", "torch", "torchft", "torchmetrics", "torchrec"}
 OF_SCHEMAS = {"google", "numpy", "obstore", "pyarrow", "tensorflow_metadata", "yaml"}
 FORBIDDEN = {"pipelines": TORCH, "trainer": BEAM, "scheduler": BEAM | TORCH}
-ABOVE = {
-    "pipelines/table/": {
+ABOVE_TABLE = {
+    f"pipelines.{name}" for name in (
         "autogroup", "beam", "build", "build_context", "build_request", "exchange", "executor",
         "prepare", "stages", "workers",
-    },
+    )
 }  # fmt: skip
-"""Modules of the same package that those of a folder do not import: a dataset knows no build."""
+"""What modules of `pipelines/table/` must not import: a dataset knows no build."""
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -43,15 +43,10 @@ def may_import(package: str, root: str) -> bool:
     return bool(root) and root not in FORBIDDEN[package]
 
 
-def is_above(place: str, name: str) -> bool:
-    """Tell whether a module at `place` is below the module `name` of its own package."""
-    package, _, module = name.partition(".")
-    return any(
-        place.startswith(folder)
-        and place.split("/")[0] == package
-        and module.split(".")[0] in rooms
-        for folder, rooms in ABOVE.items()
-    )
+def is_above_table(place: str, name: str) -> bool:
+    """Tell whether a module of `pipelines/table/` imports what is above it."""
+    is_above = ".".join(name.split(".")[:2]) in ABOVE_TABLE
+    return is_above and place.startswith("pipelines/table/")
 
 
 def violations(place: str, source: str) -> list[str]:
@@ -69,7 +64,7 @@ def violations(place: str, source: str) -> list[str]:
         for name in imported_modules(node)
         if not may_import(package, name.split(".")[0])
         or (name.split(".")[0] in BEAM and not place.startswith("pipelines/beam/"))
-        or is_above(place, name)
+        or is_above_table(place, name)
     ]
     # A driver or a main module may load a heavy part only when it is asked for.
     if "/drivers/" not in place and not place.endswith("/__main__.py"):

@@ -233,7 +233,7 @@ def test_new_column_of_a_later_segment_learns_numbers_of_its_own(tmp_path: Path)
     dataset = tmp_path / "dataset"
     build(request(roomy_job(tmp_path / "job"), log, dataset))
     more = later(tmp_path, dataset, 7, 0)
-    job = Path(more.job_path)
+    job = Path(more.input.job_path)
     text = job.read_text()
     added = "      age_scale: {normalize: {column: young}}\n"
     job.write_text(
