@@ -291,7 +291,7 @@ def _demo(arguments: argparse.Namespace, beam_args: list[str]) -> int:
 def _generate(arguments: argparse.Namespace, _: list[str]) -> int:
     config = load_job(arguments.job).data.generate
     if config is None:
-        raise SchemaError("job must have data.generate, got none; use schemas/demo/job.yaml")
+        raise SchemaError("job has no data.generate; use schemas/demo/job.yaml")
     num_files = generate_log(config, arguments.output, arguments.num_samples)
     print(f"wrote {num_files} files to {arguments.output}", file=sys.stderr)
     return 0
@@ -306,11 +306,11 @@ def _build(arguments: argparse.Namespace, beam_args: list[str]) -> int:
 
 def _append(arguments: argparse.Namespace, beam_args: list[str]) -> int:
     if arguments.in_order and arguments.position is None:
-        raise ValueError("--in-order must come with --position, got none; name the position")
+        raise ValueError("--in-order needs --position; name the position")
     if arguments.day is not None and arguments.position is not None:
         raise ValueError("--day and --position exclude each other; the day is the position")
     if arguments.replace and arguments.day is None:
-        raise ValueError("--replace must come with --day, got none; name the day")
+        raise ValueError("--replace needs --day; name the day")
     target = SegmentTarget(
         dataset=arguments.dataset,
         attempt=_new_attempt(),
@@ -413,7 +413,7 @@ def _vacuum(arguments: argparse.Namespace, _: list[str]) -> int:
 def _erase(arguments: argparse.Namespace, beam_args: list[str]) -> int:
     rewrites = arguments.rewrite or arguments.rejects_older_than is not None
     if arguments.ids is None and not rewrites:
-        raise ValueError("erase must have --ids or --rewrite, got neither; name a file of ids")
+        raise ValueError("erase needs --ids or --rewrite; name a file of ids")
     now = datetime.now(UTC)
     result: dict[str, Any] = {}
     if arguments.ids is not None:

@@ -21,8 +21,8 @@ def check_imports() -> None:
         origin = spec.origin if spec is not None else None
         if origin != str(_ROOT / name / "__init__.py"):
             sys.exit(
-                f"error: package {name} must be Presage's, got {origin or 'none with a file'} "
-                f"instead of {_ROOT / name}; rename it, or take its folder off PYTHONPATH"
+                f"error: package {name} is not Presage's: {origin or 'none with a file'} instead "
+                f"of {_ROOT / name}; rename it, or take its folder off PYTHONPATH"
             )
 
 

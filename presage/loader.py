@@ -307,10 +307,7 @@ class DataLoader(IterableDataset[Batch]):
             raise SchemaError(f"state must be that of a DataLoader, got {state!r}; {advice}")
         missing = [name for name in ("epoch", "step", *self._identity()) if name not in state]
         if missing:
-            raise SchemaError(
-                f"state must be that of a DataLoader, got one without {', '.join(missing)}; "
-                f"{advice}"
-            )
+            raise SchemaError(f"state of a DataLoader lacks {', '.join(missing)}; {advice}")
         for name in ("epoch", "step", "num_segments"):
             if not isinstance(state[name], int):
                 raise SchemaError(f"{name} must be an integer, got {state[name]!r}; {advice}")

@@ -60,7 +60,7 @@ class FeatureSet:
         if name in self:
             return self._by_name[name]
         advice = suggest_name_or(name, self.names, "add it to the schema")
-        raise SchemaError(f"feature must be declared, got {name!r}; {advice}")
+        raise SchemaError(f"feature is not declared: {name!r}; {advice}")
 
     def __contains__(self, name: str) -> bool:
         """Return whether a feature is declared."""
@@ -130,7 +130,7 @@ def parse_features(text: str, name: str) -> FeatureSet:
         raise _not_a_schema(error, name) from error
     except RecursionError as error:
         raise SchemaError(
-            "schema must list features, got braces nested too deeply; see docs/job.md", file=name
+            "braces of the schema are nested too deeply; see docs/job.md", file=name
         ) from error
     try:
         return _features_of(proto)
@@ -141,7 +141,7 @@ def parse_features(text: str, name: str) -> FeatureSet:
 
 def _not_a_schema(error: Exception, name: str) -> SchemaError:
     return SchemaError(
-        f"schema must be a tensorflow-metadata Schema in text form, got {error}; see docs/job.md",
+        f"schema is not a tensorflow-metadata Schema in text form: {error}; see docs/job.md",
         file=name,
     )
 

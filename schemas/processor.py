@@ -30,8 +30,8 @@ def module_folder(package: Path) -> str:
     folder = package / processor_level()
     if not any(folder.glob("*.so")):
         raise ImportError(
-            f"compiled modules must be in {folder}, got none; run `make setup` in a source tree, "
-            "or install Presage's wheel (docs/install.md)"
+            f"compiled modules are missing in {folder}; run `make setup` in a source tree, or "
+            "install Presage's wheel (docs/install.md)"
         )
     return str(folder)
 

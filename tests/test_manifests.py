@@ -224,7 +224,7 @@ def test_splits_beyond_the_blocks_are_refused_before_they_are_allocated(tmp_path
     body["splits"]["train"][1] = 2**40
     forge(dataset, name.removeprefix("dataset/"), body)
     assert ends_well(lambda: run_job(example() / "job" / "job.yaml", dataset, tmp_path / "run"))
-    assert any("splits must be those of" in line for line in verify(dataset)["problems"])
+    assert any("splits differ from those of" in line for line in verify(dataset)["problems"])
 
 
 def test_segments_that_exchange_their_manifests_are_found(tmp_path: Path) -> None:

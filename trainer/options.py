@@ -39,16 +39,16 @@ class TrainOptions:
     def __post_init__(self) -> None:
         if self.expire_days is not None and self.start_from is None:
             raise ValueError(
-                f"rows must be those of a run to expire, got expire_days={self.expire_days} "
-                "without a run; use --start-from"
+                f"--expire-days {self.expire_days} needs --start-from; name the run whose rows "
+                "expire"
             )
         if self.follow and (self.start_from is not None or self.segments is not None):
             raise ValueError(
-                "segments must be known when the run begins, got --follow with --start-from or "
-                "--segments; leave --follow out, and train the next day as the next run"
+                "--follow excludes --start-from and --segments; leave --follow out, and train "
+                "the next day as the next run"
             )
         if self.stores is not None and self.embedding == "plain":
             raise ValueError(
-                f"stores must hold the rows, got stores={self.stores} and the embedding 'plain', "
-                "which has all rows in memory; use --embedding cached"
+                f"--stores {self.stores} has no effect with --embedding plain, which has all rows "
+                "in memory; use --embedding cached"
             )

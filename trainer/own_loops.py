@@ -148,8 +148,8 @@ class EmbeddingRows:
         """
         if self._store is not None:
             raise ValueError(
-                f"collections must be made before rows are read, got {', '.join(layouts)} later; "
-                "make all collections of the source first"
+                f"collections were made after rows were read: {', '.join(layouts)}; make all "
+                "collections of the source first"
             )
         for table, layout in layouts.items():
             if table in self._layouts:
@@ -222,9 +222,8 @@ class EmbeddingRows:
             return
         if train_step != self._next:
             raise ValueError(
-                f"batch must be that of step {self._next}, which the rows are at, got that of step "
-                f"{train_step}; advance by each training batch once, and load loader and rows "
-                "from the same checkpoint"
+                f"batch is of step {train_step}, but the rows are at step {self._next}; advance "
+                "by each training batch once, and load loader and rows from the same checkpoint"
             )
         _check_ranks()
         self._end_step()
@@ -290,7 +289,9 @@ class EmbeddingRows:
             SchemaError: the checkpoint is damaged, or of other tables.
         """
         if self._next:
-            raise ValueError(f"rows must be loaded before the first step, got step {self._next}")
+            raise ValueError(
+                f"rows are loaded at step {self._next}; load them before the first step"
+            )
         checkpoint = newest_checkpoint(Path(folder).absolute())
         if checkpoint is None:
             return None
@@ -299,8 +300,8 @@ class EmbeddingRows:
         if difference is not None:
             name, saved, ours = difference
             raise SchemaError(
-                f"checkpoint must have {name[1:]}={ours!r}, got {saved!r}; make the same "
-                "collections before it is loaded",
+                f"{name[1:]} differs from that of the checkpoint: {ours!r} instead of {saved!r}; "
+                "make the same collections before it is loaded",
                 file=str(checkpoint),
             )
         store = self._open()
@@ -433,7 +434,7 @@ def _check_ranks() -> None:
     """Raise ValueError if other ranks train rows of their own."""
     if world_size() > 1:
         raise ValueError(
-            f"a source of rows belongs to one process, got {world_size()} ranks; leave `source` "
-            "out, train with presage train --replicas, or shard as "
+            f"a source of rows belongs to one process, but there are {world_size()} ranks; leave "
+            "`source` out, train with presage train --replicas, or shard as "
             "examples/torchrec_distributed.py does"
         )

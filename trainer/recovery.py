@@ -263,10 +263,10 @@ class Watchdog:
         inside = self._phases[-1:] if overdue.phase == DRAIN else []
         inner = "".join(f", in phase={watched.phase!r}" for watched in inside)
         return (
-            f"phase must end within {overdue.limit:g} s, got phase={overdue.phase!r}, "
-            f"step={overdue.step}, rank={self._rank!r} after {self._clock() - overdue.since:.1f} s"
-            f"{inner}; see what each thread waits for {stacks}, raise train.limits.{overdue.phase} "
-            "if it is only slow, and continue with --resume"
+            f"phase did not end within {overdue.limit:g} s: phase={overdue.phase!r}, "
+            f"step={overdue.step}, rank={self._rank!r} after {self._clock() - overdue.since:.1f} "
+            f"s{inner}; see what each thread waits for {stacks}, raise "
+            f"train.limits.{overdue.phase} if it is only slow, and continue with --resume"
         )
 
 

@@ -510,7 +510,7 @@ def select_columns(element: pa.Table | pa.RecordBatch, names: Iterable[str], fil
     for name in names:
         if name not in element.column_names:
             raise SchemaError(
-                f"rows must have column {name!r}, got none; "
+                f"rows have no column {name!r}; "
                 f"{suggest_name_or(name, element.column_names, 'add it')}",
                 file=file,
             )

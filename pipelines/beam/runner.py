@@ -80,8 +80,8 @@ def run_pipeline(
     options = pipeline_options([*local_workers(beam_args, num_tasks), *beam_args])
     if options.view_as(StandardOptions).runner == IN_PROCESS:
         raise SchemaError(
-            f"runner {IN_PROCESS} runs build, append, rewrite and oracle, got another command; "
-            "use a runner of Beam"
+            f"runner {IN_PROCESS} supports build, append, rewrite and oracle only; use a runner "
+            "of Beam"
         )
     files: dict[str, Location] = {}
     key = secrets.token_bytes(32)  # only the workers of this pipeline can write what is unpickled
@@ -100,7 +100,7 @@ def run_pipeline(
         schema_error = re.match(rf"(?:schemas\.errors\.)?SchemaError: (.*){_STEP}", reason)
         if schema_error:
             raise SchemaError(schema_error[1]) from error
-        raise SchemaError(f"pipeline must finish, got {reason}; see the runner's log") from error
+        raise SchemaError(f"pipeline failed: {reason}; see the runner's log") from error
     outputs = {name: _load(file, key) for name, file in files.items()}
     (root / RESULTS).remove_all()
     return outputs

@@ -64,7 +64,7 @@ def score(
     """
     if output.exists():
         raise SchemaError(
-            "output must be a new or empty directory, got one with files; name another",
+            "output has files; name a new or empty directory",
             file=str(output),
         )
     model, dataset = open_model(model_path), open_dataset(dataset_path)

@@ -129,8 +129,8 @@ def write_log(config: GeneratorConfig, directory: Location | Path) -> list[Locat
     directory = Location.parse(directory)
     if existing := [name for name in directory.children()[1] if name.endswith(".parquet")]:
         raise ValueError(
-            f"directory must hold no Parquet file, got directory={str(directory)!r} with "
-            f"{existing[0]!r}; remove them or choose another directory"
+            f"directory has Parquet files, such as {existing[0]!r}: {str(directory)!r}; remove "
+            "them or choose another directory"
         )
     num_groups = -(-config.num_samples // config.batch_samples)
     num_files = min(config.num_files, num_groups)

@@ -136,7 +136,7 @@ def plan_of(sources: Sequence[LogSource], unique: Mapping[tuple[str, str], bool]
     `sources` have typed columns; `unique` is (source, column) to whether the values are distinct.
     """
     if not sources:
-        raise SchemaError("folder must have files with rows, got none with a row; fill one")
+        raise SchemaError("files of the folder have no row; fill one")
     analyzed = {source.name: list(columns_of(source.rows)) for source in sources}
     columns = {n: [c for c in each if isinstance(c, Column)] for n, each in analyzed.items()}
     labelled_lists = {source.name: _labelled_list(source) for source in sources}

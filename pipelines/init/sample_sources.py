@@ -80,8 +80,7 @@ def find_sources(folder: Folder, scratch: Path) -> tuple[list[LogSource], list[s
     unused = [file.path for file in files if file.path not in readable]
     if not groups:
         raise SchemaError(
-            f"input must have files in one of the formats {', '.join(FORMATS)}, got none; "
-            "check the folder",
+            f"input has no file in one of the formats {', '.join(FORMATS)}; check the folder",
             file=folder.root,
         )
     sources: list[LogSource] = []

@@ -338,7 +338,7 @@ def reject_findings(gate: GateConfig, rejects: RejectCounts, num_rows: int) -> I
         return
     yield Finding(
         None, "CUSTOM_VALIDATION", MANY_REJECTS,
-        f"rejected rows must be at most {limit:g} of those that samples are made from, got "
+        f"rejected rows must be at most {limit:g} of the rows that samples are made from, got "
         f"{share:.4g} ({rejects.num_rows} of {rejects.num_rows + num_rows})",
         tuple(f"{row_text(r)}: {r.reason}" for r in rejects.first),
     )  # fmt: skip
@@ -537,8 +537,8 @@ def pass_gate(
         limit = " (data.gate.max_reject_fraction)" if gate is None else ""
         lines = "\n".join(map(str, findings))
         raise GateError(
-            f"segment must pass the gate, got {len(findings)} findings; correct the input "
-            f"or the limits{limit}, see {refused}\n{lines}"
+            f"segment is refused by the gate: {len(findings)} findings; correct the input or the "
+            f"limits{limit}, see {refused}\n{lines}"
         )
     for finding in findings:
         progress(f"warning: {finding}")

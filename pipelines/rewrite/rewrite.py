@@ -102,8 +102,8 @@ def rewrite(request: RewriteRequest) -> dict[str, Any]:
     """
     if request.label is not None and request.layout == "flat":
         raise SchemaError(
-            f"--label must come with --layout star, got --layout {request.layout!r}; leave it out: "
-            "a flat file keeps every column as it is"
+            f"--label needs --layout star, not {request.layout!r}; leave it out: a flat file "
+            "keeps every column as it is"
         )
     _check_output(request)
     folder = folder_of(request.folder)
@@ -140,7 +140,7 @@ def _check_output(request: RewriteRequest) -> None:
 
 def _output_error(request: RewriteRequest) -> SchemaError:
     return SchemaError(
-        "output must be empty, got a directory with files; choose another --output",
+        "output is a directory with files; choose another --output",
         file=str(request.output),
     )
 

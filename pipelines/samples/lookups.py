@@ -339,8 +339,8 @@ def key_types(
         config, key = data.sides[join.side], f"data.samples.joins[{index}]"
         if config.time is None and join.as_of is not None:
             raise SchemaError(
-                f"{key}.as_of must be for a side table with time, got {join.side!r} without; "
-                f"declare data.sides.{join.side}.time"
+                f"{key}.as_of needs a side table with time: {join.side!r} has none; declare "
+                f"data.sides.{join.side}.time"
             )
         if config.time is not None:
             check_timestamp(f"{key}.as_of", join.as_of or data.session.time, samples)

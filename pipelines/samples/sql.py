@@ -84,12 +84,12 @@ def _call(function: str, text: str) -> str:
 
 _ORIGIN_ERRORS = {
     f'column "{ORIGIN}" not found|not have a column named "{ORIGIN}"': (
-        f"must pass {ORIGIN}, the origin of each row, to its outermost SELECT, got a subquery or "
-        f"WITH that leaves it out; add {ORIGIN} to the select list there"
+        f"loses {ORIGIN}, the origin of each row, in a subquery or WITH; add {ORIGIN} to the "
+        "select list there"
     ),
     f'Ambiguous reference to column name "{ORIGIN}"': (
-        f"must read {ORIGIN}, the origin of each row, from one table, got two that have it; read "
-        f"the other one as (SELECT * EXCLUDE ({ORIGIN}) FROM ...)"
+        f"reads {ORIGIN}, the origin of each row, from two tables; read one of them as (SELECT * "
+        f"EXCLUDE ({ORIGIN}) FROM ...)"
     ),
 }
 """DuckDB's errors about the column that is added to the statement, with their remedies."""
@@ -265,10 +265,10 @@ class Connection:
         try:
             return self._read(statement)
         except duckdb.InterruptException as error:
-            raise LimitError(f"must end within {seconds:g} s") from error
+            raise LimitError(f"did not end within {seconds:g} s") from error
         except (duckdb.OutOfMemoryException, MemoryError) as error:
             size = f"{self.limits.memory / (1 << 20):g} MiB"
-            raise LimitError(f"must fit into {size} of memory") from error
+            raise LimitError(f"needs more than {size} of memory") from error
         finally:
             watchdog.cancel()
             watchdog.join()  # a thread that lives at the end of the process can abort it

@@ -47,7 +47,7 @@ MAX_ATTEMPTS = 2048
 """Maximum runs of a statement to isolate the bad rows of one chunk."""
 EXEMPLARS = 4
 """Marked rows of a chunk that are run alone for each expression."""
-_SQL_REASON = "row must pass the job's SQL, got "
+_SQL_REASON = "row fails in the job's SQL: "
 
 Attempt = Callable[[str, pa.Table], pa.Table]
 """Runs a statement over some rows of the source."""

@@ -154,7 +154,7 @@ def _check_equal(expected: pa.Table, samples: pa.Table) -> None:
             difference = f"other samples of raw row {row} alone than among other rows"
     if difference:
         raise SchemaError(
-            f"data.samples.map must be row-local, got {difference}; remove window functions, "
+            f"data.samples.map is not row-local: {difference}; remove window functions, "
             "aggregates and random values, or use samples.per"
         )
 
@@ -313,7 +313,7 @@ def _reject_keys(
     first_bad = bad.take(pa.array(first)).to_pylist()
     texts = [f"{location(row['origin'])}: {row['reason']}" for row in first_bad]
     reasons = [
-        f"another row of the key is bad, got {texts[i]}"
+        f"another row of the key is bad: {texts[i]}"
         for i in np.searchsorted(keys, codes[others]).tolist()
     ]
     dropped = bad_rows(rows.filter(pa.array(others)), pa.array(reasons, pa.string()))

@@ -245,7 +245,7 @@ def check_sampling(samples: pa.Schema, features: FeatureSet, data: DataConfig) -
     label = features[features.label]
     if label.type != "INT" or (label.minimum, label.maximum) != (0, 1):
         raise SchemaError(
-            f"data.sampling must have a binary label, got {label.name!r} of type {label.type} from "
+            f"data.sampling needs a binary label: {label.name!r} is of type {label.type} from "
             f"{label.minimum} to {label.maximum}; declare it INT with int_domain 0 to 1"
         )
     if SAMPLE_WEIGHT in samples.names:
@@ -257,13 +257,13 @@ def check_sampling(samples: pa.Schema, features: FeatureSet, data: DataConfig) -
     if declared is None or (declared.role, declared.type) != ("weight", "FLOAT"):
         actual = "none" if declared is None else f"{declared.type} tagged {declared.role}"
         raise SchemaError(
-            f"data.sampling must have feature {SAMPLE_WEIGHT!r} declared, got {actual}; "
-            "add it to the schema as FLOAT with the tag weight"
+            f"data.sampling needs the feature {SAMPLE_WEIGHT!r}, declared is {actual}; add it to "
+            "the schema as FLOAT with the tag weight"
         )
     if len(_sql_weights(features)) > 1:
         raise SchemaError(
-            f"data.sampling must find at most one weight, got {list(_sql_weights(features))}; "
-            "multiply them in the job's SQL"
+            f"samples have several weights: {list(_sql_weights(features))}; multiply them in the "
+            "job's SQL"
         )
 
 

@@ -65,14 +65,14 @@ def check_columns(samples: pa.Schema, features: FeatureSet, data: DataConfig) ->
         if name not in names:
             advice = f"let the job's SQL yield it, or remove it from {data.schema}"
             raise SchemaError(
-                f"samples must have column {name!r}, got none; "
+                f"samples have no column {name!r}; "
                 f"{suggest_name_or(name, set(names) - set(declared), advice)}"
             )
         check_type(features[name], samples.field(name).type)
     if ORIGIN not in samples.names:
         raise SchemaError(
-            "the job's SQL must keep the origin of each row, got a * over a subquery or EXCLUDE; "
-            "name its columns instead"
+            "the job's SQL loses the origin of each row in a * over a subquery or EXCLUDE; name "
+            "its columns instead"
         )
     _check_reserved(features, data)
     _check_roles(features)
@@ -394,8 +394,8 @@ def _check_functions(statement: str, key: str, columns: Collection[str]) -> None
         is_age = name == "age" and len(node.get("arguments", ())) == 1  # from today
         if is_age or (name in volatile | _NOT_LISTED and not is_column):
             raise SchemaError(
-                f"{key} must yield the same in each build, got {name}; "
-                "hash columns instead of drawing, and write times as constants"
+                f"{key} calls {name}, which gives other values in each build; hash columns "
+                "instead of drawing, and write times as constants"
             )
 
 
@@ -426,8 +426,8 @@ def _check_row_local(statement: str, source: str) -> None:
         problem = _other_rows(node, rows)
         if problem:
             raise SchemaError(
-                f"data.samples.map must treat each row alone, got {problem}; "
-                "choose rows by WHERE, or use all rows of a key in data.samples.per"
+                f"data.samples.map does not treat each row alone: {problem}; choose rows by "
+                "WHERE, or use all rows of a key in data.samples.per"
             )
 
 

@@ -63,7 +63,7 @@ def split_avro(folder: Folder, whole: InputSplit, split_bytes: int) -> SplitsAnd
         try:
             header = read_header(file)
         except ValueError as error:
-            return [], [file_reject(whole.path, f"file must be Avro, got {error}")]
+            return [], [file_reject(whole.path, f"file is not Avro: {error}")]
         splits: list[InputSplit] = []
         start, first_row, row = header.num_bytes, 0, 0
         for block in blocks_between(file, header, start, size, with_data=False):
@@ -124,10 +124,10 @@ def _lost_rows(
     if not problem:
         return
     if block.data is None or not 0 < num_lost <= _MAX_LOST_ROWS:
-        reason = f"block from row {first_row + num_decoded} on could not be read, got {problem}"
+        reason = f"block could not be read from row {first_row + num_decoded} on: {problem}"
         yield file_reject(split.path, reason)
         return
-    yield Reject(split.path, first_row + num_decoded, f"row could not be decoded, got {problem}")
+    yield Reject(split.path, first_row + num_decoded, f"row could not be decoded: {problem}")
     for row in range(num_decoded + 1, block.num_records):
         reason = "row could not be decoded, as an earlier row of its block could not"
         yield Reject(split.path, first_row + row, reason)
@@ -294,12 +294,12 @@ def avro_columns(schema: Any) -> AvroColumns:
         ({'price': 'int | double', 'who': 'long | string'}, '7')
     """
     if not isinstance(schema, dict) or schema.get("type") != "record":
-        raise ValueError("its rows must be records, got another type")
+        raise ValueError("its rows are not records")
     types = _TypeConversion()
     try:
         fields = types.record(schema, "")
     except RecursionError as error:
-        raise ValueError("its rows must not contain themselves, got a recursive type") from error
+        raise ValueError("its type is recursive") from error
     converters = {field.name: convert for field, convert in fields if convert is not None}
     return AvroColumns(pa.schema([field for field, _ in fields]), converters, types.unions)
 
@@ -335,7 +335,7 @@ class _TypeConversion:
                 return pa.decimal256(digits, scale), partial(_decimal, scale)
         if name == "array":
             if self._takes_no_bytes(kind["items"]):
-                raise ValueError(f"items of {path!r} must be values, got those of no bytes")
+                raise ValueError(f"items of {path!r} have no bytes")
             items, convert = self._type(kind["items"], path)
             return pa.large_list(items), convert and (lambda v: v and [convert(x) for x in v])
         if name == "map":

@@ -171,7 +171,7 @@ def input_splits(
     try:
         size = folder.size(file.path)
         if file.num_bytes not in (None, size):
-            reason = f"file changed after it was listed, got {size} bytes for {file.num_bytes}"
+            reason = f"file changed after it was listed: {size} bytes instead of {file.num_bytes}"
             return [], [file_reject(file.path, reason)]
         return split(folder, file, split_bytes) if split else ([file], [])
     except FileNotFoundError:

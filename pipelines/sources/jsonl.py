@@ -336,9 +336,9 @@ def _reject_reason(text: bytes, type_names: Mapping[str, str], schema: pa.Schema
     except UnicodeDecodeError:
         return "line must be UTF-8"
     except RecursionError:
-        return "line must be one JSON object, got one that is nested too deeply"
+        return "line is nested too deeply"
     except ValueError as error:
-        return f"line must be one JSON object, got {first_line(error)}"
+        return f"line is not one JSON object: {first_line(error)}"
     for name, type_name in type_names.items():
         misfit = _misfit(row.get(name), schema.field(name).type, name)
         if misfit is not None:
@@ -350,13 +350,13 @@ def _reject_reason(text: bytes, type_names: Mapping[str, str], schema: pa.Schema
         _parse(text, 1, ())
     except (pa.ArrowException, ValueError) as error:
         cause = first_line(error).removeprefix("JSON parse error: ").removesuffix(" in row 0")
-        return f"line must be one JSON object, got {cause}"
+        return f"line is not one JSON object: {cause}"
     for name, type_name in type_names.items():
         try:
             _parse(text, 1, _columns([name], schema))
         except (pa.ArrowException, ValueError) as error:
             if "specified twice" in str(error):
-                return f"field {name!r} must appear once, got it twice"
+                return f"field {name!r} appears twice"
             return f"field {name!r} must be {type_name}, got {row.get(name)!r}"
     return "line must be one JSON object"
 

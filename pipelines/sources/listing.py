@@ -246,8 +246,8 @@ def infer_partitions(paths: Sequence[str]) -> dict[str, str]:
         if different:
             inside, outside = (first, path) if different[0] in values[first] else (path, first)
             raise SchemaError(
-                f"all files must be in a folder {different[0]}=..., like {inside}, got another "
-                "one; move it, or process such files separately",
+                f"file lacks the folder {different[0]}=... of {inside}; move it, or process such "
+                "files separately",
                 file=outside,
             )
     return {name: _infer_type(v[name] for v in values.values()) for name in values[first]}

@@ -38,7 +38,7 @@ def split_parquet(folder: Folder, whole: InputSplit, split_bytes: int) -> Splits
     except (OSError, pa.ArrowException) as error:
         if is_transient(error):
             raise
-        return [], [file_reject(whole.path, f"file must be Parquet, got {first_line(error)}")]
+        return [], [file_reject(whole.path, f"file is not Parquet: {first_line(error)}")]
     splits: list[InputSplit] = []
     first = first_row = num_rows = num_bytes = 0
     for row_group in range(metadata.num_row_groups):
@@ -108,7 +108,7 @@ def _unread_reject(path: str, row_group: int, num_read: int, error: Exception) -
     if is_transient(error):
         raise error
     rows = f" from its row {num_read}" if num_read else ""
-    reason = f"row group {row_group}{rows} could not be read, got {first_line(error)}"
+    reason = f"row group {row_group}{rows} could not be read: {first_line(error)}"
     return file_reject(path, reason)
 
 

@@ -294,8 +294,8 @@ def summary_lines(counts: RejectCounts, num_rows: int, path: str) -> Iterator[st
     warning = "warning: " if summary["share"] > WARNING_SHARE else ""
     samples = "" if counts.num_rejects == counts.num_rows else f"{counts.num_rejects:,} samples of "
     rows = "1 row" if counts.num_rows == 1 else f"{counts.num_rows:,} rows"
-    share = f"{summary['share']:.2%} of those that samples are made from"
-    yield f"{warning}rejected: {samples}{rows}, {share}; see {path}"
+    num_all = counts.num_rows + num_rows
+    yield f"{warning}rejected: {samples}{rows} of {num_all:,} ({summary['share']:.2%}); see {path}"
     for reason in summary["reasons"]:
         location = reason["file"] if reason["row"] is None else f"{reason['file']}:{reason['row']}"
         text = f"  {reason['count']:,}: {reason['reason']}; such as {location} {reason['value']}"
@@ -354,20 +354,18 @@ def _limit_kinds(counts: RejectCounts) -> RejectCounts:
 
 
 def reason_kinds(reasons: pa.Array) -> pa.Array:
-    """Return reasons with placeholders for the values after `, got `.
+    """Return reasons with placeholders for the values after the first `, got ` or colon.
 
     Example:
         >>> reason_kinds(pa.array(["row must have 6 fields, got 5", "x must be int64, got 'a'"]))[1]
         <pyarrow.StringScalar: "x must be int64, got '...'">
     """
-    halves = pc.split_pattern(reasons, ", got ", max_splits=1)
-    texts, starts = halves.flatten(), halves.offsets.to_numpy()
-    has_value = pa.array(np.diff(starts) > 1)
-    heads = texts.take(pa.array(starts[:-1]))
-    tails = texts.take(pa.array(starts[1:] - 1))
+    parts = pc.extract_regex(reasons, r"(?s)^(?P<head>.*?(?:, got |: ))(?P<tail>.*)$")
+    tails = pc.struct_field(parts, "tail")
     for pattern, text in ((r"(?s)'.*'", "'...'"), (r'(?s)".*"', '"..."'), (r"\b\d[\d.]*\b", "N")):
         tails = pc.replace_substring_regex(tails, pattern, text)
-    return pc.if_else(has_value, pc.binary_join_element_wise(heads, tails, ", got "), heads)
+    heads = pc.struct_field(parts, "head")
+    return pc.coalesce(pc.binary_join_element_wise(heads, tails, ""), reasons)
 
 
 def merge_counts(counts: Iterable[RejectCounts]) -> RejectCounts:

@@ -184,7 +184,7 @@ def long_line_reason(num_bytes: int) -> str:
 def utf16_reason(data: bytes) -> str:
     """Return the reject reason of a text with a UTF-16 byte order mark; empty for others."""
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        return "file must be UTF-8, got the byte order mark of UTF-16; convert it: iconv -f UTF-16"
+        return "file is UTF-16 by its byte order mark, not UTF-8; convert it: iconv -f UTF-16"
     return ""
 
 

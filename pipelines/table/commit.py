@@ -109,9 +109,8 @@ def find_place(
         return Place(None, (), None, free_position((), target.position, target.dataset))
     if not target.append:
         raise SchemaError(
-            f"output must be empty or hold the same segment, got "
-            f"{[s.id for s in manifest.segments]} instead of one of {key}; append to it, or choose "
-            "another --output",
+            f"output has other segments: {[s.id for s in manifest.segments]}, not {key}; append "
+            "to it, or choose another --output",
             file=str(target.dataset),
         )
     version, replaced = version_of_day(target, manifest), None

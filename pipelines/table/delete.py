@@ -130,8 +130,8 @@ def read_ids(path: Path | Location, column: str, kind: pa.DataType) -> pa.Array:
         ids = pc.unique(values.drop_null().cast(kind))
     except pa.ArrowInvalid as error:
         raise SchemaError(
-            f"ids must be values of {column!r}, which is {kind}, got another one: {error}; "
-            "correct the file, or name another --column",
+            f"ids are not values of {column!r}, which is {kind}: {error}; correct the file, or "
+            "name another --column",
             file=str(path),
         ) from error
     return ids.take(pc.sort_indices(ids))
@@ -141,7 +141,7 @@ def _text_ids(path: Path | Location, _: str) -> pa.Array:
     try:
         lines = path.read_bytes().decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise SchemaError(f"ids must be readable as text, got {error}", file=str(path)) from error
+        raise SchemaError(f"ids cannot be read as text: {error}", file=str(path)) from error
     return pa.array([line.strip() for line in lines if line.strip()], pa.string())
 
 
@@ -157,9 +157,7 @@ def _parquet_ids(path: Path | Location, column: str) -> pa.Array:
             )
         return one_chunk(file.read([name])[name])
     except (OSError, pa.ArrowInvalid) as error:
-        raise SchemaError(
-            f"ids must be readable as Parquet, got {error}", file=str(path)
-        ) from error
+        raise SchemaError(f"ids cannot be read as Parquet: {error}", file=str(path)) from error
 
 
 def contains_any(values: pa.Array, ids: pa.Array) -> NDArray[np.bool_]:

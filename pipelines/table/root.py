@@ -91,8 +91,8 @@ def _check_written(place: Location, now: datetime) -> None:
         last = entries[MANIFEST]
     if now - last.modified > _MAX_COMMIT_AGE:
         raise LateCommitError(
-            f"attempt must be committed {_MAX_COMMIT_AGE.days} days after its last file at most, "
-            f"got {now - last.modified}: `vacuum` may remove its files; run the command again",
+            f"last file of the attempt is {now - last.modified} old, more than "
+            f"{_MAX_COMMIT_AGE.days} days: `vacuum` may remove its files; run the command again",
             file=str(place),
         )
 

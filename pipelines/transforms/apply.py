@@ -51,8 +51,8 @@ def apply_transforms(
                 table = apply_sql(table, step)
         except duckdb.Error as error:
             raise SchemaError(
-                f"transforms.{group} must run on every row, got {str(error).splitlines()[0]}; "
-                "guard them with CASE or TRY, or let data.samples leave such rows out"
+                f"transforms.{group} failed on a row: {str(error).splitlines()[0]}; guard them "
+                "with CASE or TRY, or let data.samples leave such rows out"
             ) from error
     return table
 

@@ -22,9 +22,9 @@ from schemas.run.run_manifest import read_run_file
 P = ParamSpec("P")
 T = TypeVar("T")
 
-CLUSTER_FAILED = re.compile(r"error: pipeline must finish, got Pipeline \S+ failed in state (.*)")
+CLUSTER_FAILED = re.compile(r"error: pipeline failed: Pipeline \S+ failed in state (.*)")
 """Last line of a segment job whose pipeline ended on a cluster."""
-PEER_UNREACHABLE = re.compile(r"error: (store|lighthouse) must answer within ")
+PEER_UNREACHABLE = re.compile(r"error: (store|lighthouse) did not answer within ")
 """Last line of a process that waited for another one of its job."""
 
 
@@ -87,7 +87,7 @@ def is_cluster_failure(line: str) -> bool:
 
     Example:
         >>> is_cluster_failure(
-        ...     "error: pipeline must finish, got Pipeline a_1 failed in state FAILED: "
+        ...     "error: pipeline failed: Pipeline a_1 failed in state FAILED: "
         ...     "org.apache.flink.runtime.JobException: a task manager is gone"
         ... )
         True

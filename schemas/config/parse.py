@@ -55,17 +55,17 @@ def parse_yaml(text: str, name: str, kind: type[T]) -> T:
     except yaml.MarkedYAMLError as error:
         line = str(error.problem_mark.line + 1) if error.problem_mark else None
         raise SchemaError(
-            f"job file must be YAML, got {error.problem}; check indentation and quotes",
+            f"job file is not YAML: {error.problem}; check indentation and quotes",
             file=name,
             location=line,
         ) from error
     except yaml.YAMLError as error:
         reason = str(error).splitlines()[0]
         raise SchemaError(
-            f"job file must be YAML, got {reason}; save it as plain text", file=name
+            f"job file is not YAML: {reason}; save it as plain text", file=name
         ) from error
     if node is None:
-        raise SchemaError("job file must not be empty; start from a shipped one", file=name)
+        raise SchemaError("job file is empty; start from a shipped one", file=name)
     values = _Values(name)
     try:
         return from_json(kind, values.of(node, ""), use_defaults=True)
@@ -101,7 +101,7 @@ def _check_size(text: str, name: str) -> None:
         elif isinstance(event, yaml.AliasEvent):
             if event.anchor in open_anchors:
                 raise SchemaError(
-                    f"anchor must not contain itself, got *{event.anchor}; write it out",
+                    f"anchor contains itself: *{event.anchor}; write it out",
                     file=name,
                     location=line,
                 )

@@ -114,7 +114,8 @@ class Segment:
         claimed = {name: bounds for name, bounds in self.manifest.splits.items() if bounds[1]}
         if claimed != stored:
             raise SchemaError(
-                f"splits must be those of {BLOCKS}, {stored}, got {shown(claimed)}; rebuild it",
+                f"splits differ from those of {BLOCKS}: {shown(claimed)} instead of {stored}; "
+                "rebuild it",
                 file=str(self.directory / MANIFEST),
             )
         return stored
@@ -417,8 +418,8 @@ class Dataset:
         expected = ", ".join(f"{name}={value}" for name, value in settings.items())
         flags = " ".join(f"--{n.replace('_', '-')} {value}" for n, value in settings.items())
         raise SchemaError(
-            f"dataset must have an index for {expected}, got {', '.join(closest)}; run "
-            f"python -m pipelines oracle {self.directory} --reindex {flags}",
+            f"dataset has no index for {expected}, closest: {', '.join(closest)}; run python -m "
+            f"pipelines oracle {self.directory} --reindex {flags}",
             file=str(self.directory),
         )
 

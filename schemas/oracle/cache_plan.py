@@ -456,7 +456,7 @@ def cache_too_small(
         else ("the rows of the window", "prefetch_steps")
     )
     return PlanError(
-        f"{name} must hold {content}, got cache_rows={cache.rows}{at}; use at least "
+        f"{name} is too small for {content}: cache_rows={cache.rows}{at}; use at least "
         f"{required_rows}, or a smaller {settings}",
         required_rows=required_rows,
     )

@@ -75,8 +75,8 @@ def check_program(data: bytes, *, file: str) -> None:
         problem = f"{type(error).__name__}: {error}"
     if problem is not None:
         raise SchemaError(
-            f"program must hold plain tensors and torch's own operators, got {problem}; "
-            "export the run again",
+            f"program holds more than plain tensors and torch's own operators: {problem}; export "
+            "the run again",
             file=file,
         )
 

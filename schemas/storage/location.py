@@ -200,7 +200,8 @@ class Location:
         for part, (start, end) in zip(parts, ranges, strict=True):
             if len(part) != end - start:
                 raise StorageError(
-                    f"file must have bytes {start} to {end}, got {len(part)} of them; restore it",
+                    f"file ends before byte {end}: {len(part)} bytes from byte {start} on; "
+                    "restore it",
                     file=self.url,
                 )
         return [memoryview(part) for part in parts]

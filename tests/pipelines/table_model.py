@@ -156,7 +156,7 @@ class Append:
         if table.is_sealed:
             raise RefusedError("dataset is sealed")
         if len(rejects) > 0.1 * len(LOGS[self.log]):
-            raise RefusedError("segment must pass the gate")
+            raise RefusedError("segment is refused by the gate")
         if old is not None and old.is_rewritten:
             table.erased.add(old.log)
         rows = [row for row in LOGS[self.log] if row not in rejects]

@@ -253,7 +253,7 @@ def test_append_in_order_without_a_position_is_refused(
 ) -> None:
     words = [str(one / "job" / "job.yaml"), "--dataset", str(one / "dataset")]
     assert main(["append", *words, "--input", str(one / "log-1"), "--in-order"]) == 1
-    message = "error: --in-order must come with --position, got none; name the position\n"
+    message = "error: --in-order needs --position; name the position\n"
     assert capsys.readouterr().err == message
 
 

@@ -102,8 +102,8 @@ def emptied(path: Path) -> None:
 
 
 FILE_FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
-    "a truncated file": (truncated, "file must be Parquet, got "),
-    "an empty file": (emptied, "file must be Parquet, got "),
+    "a truncated file": (truncated, "file is not Parquet: "),
+    "an empty file": (emptied, "file is not Parquet: "),
     "a missing column": (
         without_column,
         "column 'history' is missing; use one of clicked, items, session, time, user",
@@ -152,7 +152,7 @@ def test_file_with_one_byte_changed_ends_the_build_or_loses_a_row_group(tmp_path
     build(request(job, tmp_path / "log", tmp_path / "dataset"))
     rejects = rejects_of(tmp_path / "dataset")
     assert [r["file"] for r in rejects] == ["log-0.parquet"]
-    assert "could not be read, got" in str(rejects[0]["reason"])
+    assert "could not be read: " in str(rejects[0]["reason"])
 
 
 def test_log_without_a_usable_file_is_refused_with_the_first_reason(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def tsv_lines() -> list[bytes]:
 LINE_FAULTS: dict[int, tuple[bytes, str]] = {
     0: (
         b"1\t2026-13-45 00:00:00\t7\t1 2\t4\t1",
-        "row must pass the job's SQL, got Invalid Input Error: Could not parse string",
+        "row fails in the job's SQL: Invalid Input Error: Could not parse string",
     ),
     7: (b"x\t2026-01-01 00:00:00\t7\t1\t4\t1", "field 'session' must be int64, got 'x'"),
     8: (
@@ -201,7 +201,7 @@ LINE_FAULTS: dict[int, tuple[bytes, str]] = {
     22: (b"1\t2026-01-01 00:00:00\t7\t1\t4\t1\t9", "line must have 6 fields, got 7"),
     30: (
         b"1\t2026-01-01 00:00:00\t7\t1,2\t4\t1",
-        "row must pass the job's SQL, got Conversion Error: Could not convert string '1,2'",
+        "row fails in the job's SQL: Conversion Error: Could not convert string '1,2'",
     ),
     41: (b"1\t2026-01-01 00:00:00\t7\t\xff\t4\t1", "field 'history' must be UTF-8"),
     99: (b"\t2026-01-01 00:00:00\t7\t1\t4\t1", "session key 'session' must not be null"),
@@ -230,7 +230,7 @@ JOB_FAULTS: dict[str, tuple[str, str, str]] = {
     "no SQL": ("SELECT session", "SELEC session", "data.samples.map is not valid SQL:"),
     "an aggregate": ("FROM log", "FROM log GROUP BY ALL", "data.samples.map must not aggregate at its top level"),
     "an undeclared column": ("clicked AS label", "clicked AS label, 1 AS extra", "column 'extra' must be declared in the schema in JOB; add it to schema.pbtxt: feature { name: \"extra\" type: INT annotation { tag: \"kept\" } }, where tag is one of "),
-    "a declared column that SQL leaves out": ("user, history,", "user,", "samples must have column 'history', got none in JOB; let the job's SQL yield it, or remove it from schema.pbtxt"),
+    "a declared column that SQL leaves out": ("user, history,", "user,", "samples have no column 'history' in JOB; let the job's SQL yield it, or remove it from schema.pbtxt"),
     "a wrong type": ("clicked AS label", "CAST(clicked AS DOUBLE) AS label", "feature 'label' must be INT, got double in "),
     "one value for a list": ("user, history,", "user, 1 AS history,", "feature 'history' must be a list, got int32"),
     "a time that is a number": ("session, time,", "session, epoch_us(time) AS time,", "session.time must be a timestamp, got int64"),
@@ -241,11 +241,11 @@ JOB_FAULTS: dict[str, tuple[str, str, str]] = {
     "no file that matches": ('"*.parquet"', '"*.parq"', "no file of source 'log' matches '*.parq'"),
     "a wrong transform": ("ln(1 + len(history))", "CAST(unnest(history) AS DOUBLE)", "transforms must give one value per row"),
     "a transform of another group": ("ln(1 + len(history))", "ln(1 + item)", "transforms.user.num_history cannot run on the columns of its group: Binder Error"),
-    "a transform that some rows break": ("ln(1 + len(history))", "CAST(error(CAST(user AS VARCHAR)) AS DOUBLE)", "transforms.user must run on every row, got Invalid Input Error: "),
+    "a transform that some rows break": ("ln(1 + len(history))", "CAST(error(CAST(user AS VARCHAR)) AS DOUBLE)", "transforms.user failed on a row: Invalid Input Error: "),
     "a transform to text": ("ln(1 + len(history))", "CAST(user AS VARCHAR)", "feature 'num_history' must be FLOAT, got string in "),
-    "an undeclared transform": ("{num_history:", "{num_histories: len(history), num_history:", "feature must be declared, got 'num_histories' in "),
+    "an undeclared transform": ("{num_history:", "{num_histories: len(history), num_history:", "feature is not declared: 'num_histories' in "),
     "a column of the format": ("clicked AS label", "clicked AS label, 1 AS block", "column 'block' must be declared in the schema"),
-    "a star that hides where rows are from": ("session, time, user, history, unnest(items) AS item, clicked AS label FROM log", "* FROM (SELECT session, time, user, history, unnest(items) AS item, clicked AS label FROM log)", "the job's SQL must keep the origin of each row"),
+    "a star that hides where rows are from": ("session, time, user, history, unnest(items) AS item, clicked AS label FROM log", "* FROM (SELECT session, time, user, history, unnest(items) AS item, clicked AS label FROM log)", "the job's SQL loses the origin of each row"),
 }  # fmt: skip
 
 

@@ -285,7 +285,7 @@ def test_thousands_of_bad_rows_take_a_few_runs_and_some_have_their_own_reason() 
     assert attempt.count < 10
     assert good.num_rows == 60_000 - len(bad)
     assert result["origin"].to_pylist() == list(bad)
-    start = "row must pass the job's SQL, got Conversion Error: Could not convert string "
+    start = "row fails in the job's SQL: Conversion Error: Could not convert string "
     end = " to INT64 when casting from source column x"
     own = [f"{start}'{text}'{end}" for text in bad.values()]
     reasons = result["reason"].to_pylist()
@@ -298,7 +298,7 @@ def test_reasons_of_several_kinds_name_the_expression() -> None:
     statement = select_origin("SELECT CAST(x AS INTEGER) + 1 AS x FROM log", "key")
     result = map_rows(Connection(), statement, "log", many_rows(200, bad))
     reasons = result.bad_rows["reason"].to_pylist()
-    rest = "row must pass the job's SQL, got an error in (CAST(x AS INTEGER) + 1)"
+    rest = "row fails in the job's SQL: an error in (CAST(x AS INTEGER) + 1)"
     assert (len(reasons), reasons.count(rest)) == (80, 76)
     assert len({*reasons} - {rest}) == 2
 

@@ -103,7 +103,7 @@ def test_samples_of_a_dataset_come_back_as_tables(whole: Path) -> None:
 
 
 def test_rows_without_a_declared_column_are_refused_by_name() -> None:
-    with pytest.raises(SchemaError, match=r"^rows must have column 'user', got none"):
+    with pytest.raises(SchemaError, match=r"^rows have no column 'user'"):
         select_columns(ROWS.drop_columns(["user"]), ROWS.column_names, "day-1")
 
 

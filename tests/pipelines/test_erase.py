@@ -277,10 +277,10 @@ def test_rewriting_of_a_dataset_that_is_read_is_refused(
 
 
 REFUSED = {
-    "neither ids nor rewriting": ([], "erase must have --ids or --rewrite, got neither; .*"),
+    "neither ids nor rewriting": ([], "erase needs --ids or --rewrite; .*"),
     "no such column": (["--ids", "IDS", "--column", "sesion"], r".* did you mean 'session'\?"),
     "a label": (["--ids", "IDS", "--column", "label"], "--column must be the session key, .*"),
-    "no number": (["--ids", "BAD"], "ids must be values of 'session', which is int64, got .*"),
+    "no number": (["--ids", "BAD"], "ids are not values of 'session', which is int64: .*"),
 }
 
 

@@ -307,7 +307,7 @@ def test_write_log_cuts_into_files_and_row_groups_in_order(small: pa.Table, tmp_
 def test_write_log_into_a_used_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "old.parquet").touch()
     message = (
-        f"directory must hold no Parquet file, got directory={str(tmp_path)!r} with 'old.parquet'; "
+        f"directory has Parquet files, such as 'old.parquet': {str(tmp_path)!r}; "
         "remove them or choose another directory"
     )
     with pytest.raises(ValueError, match=re.escape(message)):

@@ -327,7 +327,7 @@ def test_split_of_avro_is_of_all_files_and_one_that_is_cut_is_said(
     split = init(tmp_path / "log", tmp_path / "job", messages.append)["evaluation_from"]
     assert "2026-01-01T02:20" <= split <= "2026-01-01T03:19"
     assert [line.split(" could")[0] for line in messages if "WARNING" in line] == [
-        "WARNING: plays-2.avro: block from row 312 on"
+        "WARNING: plays-2.avro: block could not be read from row 312 on"
     ]
     assert "# user: a union of long | string." in (tmp_path / "job" / "job.yaml").read_text()
 
@@ -412,10 +412,10 @@ def test_chosen_one_of_a_list_is_the_label_unless_the_list_is_a_history(
 def test_init_keeps_a_job_that_is_there(tmp_path: Path) -> None:
     (tmp_path / "log").mkdir()
     words = ["init", str(tmp_path / "log"), "--output", str(tmp_path / "job"), "--json"]
-    message = "input must have files in one of the formats parquet, avro, jsonl, csv, got none"
+    message = "input has no file in one of the formats parquet, avro, jsonl, csv"
     assert message in error_of(main, words)
     pq.write_table(pa.table({"a": pa.array([], pa.int64())}), tmp_path / "log" / "empty.parquet")
-    assert "folder must have files with rows, got none" in error_of(main, words)
+    assert "files of the folder have no row" in error_of(main, words)
     shown_log(tmp_path / "log")
     assert json_of(main, words)["session"] == "visitor"
     message = f"job exists already in {tmp_path / 'job' / 'job.yaml'}; choose"

@@ -193,9 +193,7 @@ def test_join_in_sql_that_loses_the_order_of_samples_is_found_out(
     root: Path, tmp_path: Path
 ) -> None:
     job = sql_job(tmp_path / "job", REORDERED)
-    with pytest.raises(
-        SchemaError, match=r"^data\.samples\.map must be row-local, got other samples"
-    ):
+    with pytest.raises(SchemaError, match=r"^data\.samples\.map is not row-local: other samples"):
         build(request(job, root, tmp_path / "sql", check_sql=True))
 
 
@@ -282,7 +280,7 @@ WRONG: dict[str, tuple[str, str, str]] = {
     "a key of another type": ("{side: items}", "{side: users, key: time, columns: [name]}", "data.sides.users.key must have one type in all tables, got int32 in 'users' and timestamp[us] in \"the samples' time\""),
     "a time that is none": ("time: since", "time: level", "data.sides.users.time must be a timestamp, got int16 for 'level'"),
     "as of a number": ("{side: users,", "{side: users, as_of: label,", "data.samples.joins[1].as_of must be a timestamp, got int8 for 'label'"),
-    "as of a time in a table without": ("{side: items}", "{side: items, as_of: time}", "data.samples.joins[0].as_of must be for a side table with time, got 'items' without"),
+    "as of a time in a table without": ("{side: items}", "{side: items, as_of: time}", "data.samples.joins[0].as_of needs a side table with time: 'items' has none"),
     "a column that is there already": ("{side: items}", "{side: items, columns: {label: price}}", "data.samples.joins[0].columns must be new to the samples, got 'label'"),
     "an unknown column": ("{side: items}", "{side: items, columns: [prize]}", "data.samples.joins[0].columns must be a column, got 'prize' in "),
     "the name of a source": ("    items: {files", "    log: {files", "sides must not have the name of a source, got 'log'"),

@@ -152,7 +152,7 @@ def test_object_that_is_damaged_or_gone_is_rejected_by_name(
         ("b.parquet", None),
         ("c.parquet", None),
     ]
-    assert rejects[0]["reason"].startswith("file must be Parquet, got ")
+    assert rejects[0]["reason"].startswith("file is not Parquet: ")
     assert rejects[1]["reason"] == "file was removed after it was listed"
     assert result["num_samples"] > 60
 

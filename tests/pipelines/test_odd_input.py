@@ -239,7 +239,7 @@ def test_row_that_is_too_long_costs_itself_only(tmp_path: Path) -> None:
 
 def test_text_of_another_encoding_is_one_reject_of_its_file(tmp_path: Path) -> None:
     result = read_bytes(tmp_path, "id,name\n1,a\n".encode("utf-16"))
-    reason = "file must be UTF-8, got the byte order mark of UTF-16; convert it: iconv -f UTF-16"
+    reason = "file is UTF-16 by its byte order mark, not UTF-8; convert it: iconv -f UTF-16"
     assert (result.table, result.rejects) == (None, (file_reject("log.csv", reason),))
 
 

@@ -63,12 +63,11 @@ def test_values_that_would_lose_something_stay_texts(values: list[str]) -> None:
 REFUSED = {
     "a file outside the folders": (
         ["k=1/a", "b"],
-        "all files must be in a folder k=..., like k=1/a, got another one in b; "
-        "move it, or process such files separately",
+        "file lacks the folder k=... of k=1/a in b; move it, or process such files separately",
     ),
     "a file in one folder more": (
         ["k=1/a", "k=1/l=2/b"],
-        "all files must be in a folder l=..., like k=1/l=2/b, got another one in k=1/a; "
+        "file lacks the folder l=... of k=1/l=2/b in k=1/a; "
         "move it, or process such files separately",
     ),
     "a name twice": (

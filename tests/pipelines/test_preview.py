@@ -127,7 +127,7 @@ def test_value_that_fills_the_memory_ends_the_preview(tmp_path: Path) -> None:
     job = logs.write_job(tmp_path / "job")
     large = "clicked + 0 * length(range(1000000000)) AS label"
     job.write_text(job.read_text().replace("clicked AS label", large))
-    with pytest.raises(SchemaError, match=r"data\.samples\.map must fit into 4096 MiB of memory"):
+    with pytest.raises(SchemaError, match=r"data\.samples\.map needs more than 4096 MiB of memory"):
         preview(job, tmp_path / "log")
 
 
@@ -139,7 +139,7 @@ def test_preview_says_that_the_gate_would_keep_a_segment_out(tmp_path: Path) -> 
     job.write_text(text)
     notes = preview(job, tmp_path / "log")["notes"]
     (note,) = [note for note in notes if note.startswith("the gate keeps such a segment out")]
-    assert "rejected rows must be at most 0.1 of those that samples are made from" in note
+    assert "rejected rows must be at most 0.1 of the rows that samples are made from" in note
 
 
 @pytest.mark.slow

@@ -261,7 +261,7 @@ def test_gate_keeps_a_segment_out_and_says_why(dataset: Path, tmp_path: Path, ca
     job, target = gated(tmp_path / "job", gate, schema), copy_of(dataset, tmp_path / "dataset")
     log = write_rows(tmp_path / "next", rows)
     printed = append(job, target, log, REFUSED)
-    assert "error: segment must pass the gate, got " in printed
+    assert "error: segment is refused by the gate: " in printed
     assert message in printed
     refused = next(target.glob(".refused-*"))
     proto = text_format.Parse((refused / ANOMALIES).read_text(), anomalies_pb2.Anomalies())

@@ -144,12 +144,12 @@ def test_report_says_share_reasons_with_an_example_and_path() -> None:
     rows += [Reject("log.csv", None, "file must end in a line end, got none")]
     counts = count_rejects(sorted_rejects([rejects_table(rows)]))
     assert list(summary_lines(counts, 95, "out/rejects")) == [
-        "warning: rejected: 5 rows, 5.00% of those that samples are made from; see out/rejects",
+        "warning: rejected: 5 rows of 100 (5.00%); see out/rejects",
         "  4: x must be int64, got '...'; such as log.csv:0 a0",
         "  1: file must end in a line end, got none; such as log.csv",
     ]
     (first, *_) = summary_lines(counts, 5000, "out/rejects")
-    assert first == "rejected: 5 rows, 0.10% of those that samples are made from; see out/rejects"
+    assert first == "rejected: 5 rows of 5,005 (0.10%); see out/rejects"
     assert list(summary_lines(count_rejects(REJECTS_SCHEMA.empty_table()), 10, "")) == []
 
 
@@ -159,7 +159,7 @@ def test_rows_that_several_samples_come_from_count_once() -> None:
     counts = count_rejects(sorted_rejects([rejects_table(rows)]))
     assert (counts.num_rejects, counts.num_rows, counts.share(15)) == (11, 5, 0.25)
     assert next(summary_lines(counts, 15, "x")).startswith(
-        "warning: rejected: 11 samples of 5 rows, 25"
+        "warning: rejected: 11 samples of 5 rows of 20 (25"
     )
 
 
@@ -180,7 +180,7 @@ def test_too_many_rejects_keep_the_segment_out_with_exit_code_3(tmp_path: Path) 
     command.append(str(tmp_path / "dataset"))
     errors = error_of(main, command, 3)
     assert re.search(
-        r"segment: rejected rows must be at most 0.1 of those that samples are made from, got "
+        r"segment: rejected rows must be at most 0.1 of the rows that samples are made from, got "
         r"0\.2 \(24 of 120\)",  # rows, though each gives a sample for every item
         errors,
     )

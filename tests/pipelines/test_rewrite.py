@@ -202,8 +202,7 @@ def test_rewrite_at_a_url_is_refused_like_on_disk(tmp_path: Path) -> None:
     )
     (bucket / "out" / "mine").write_bytes(b"x")
     assert message(bucket / "out") == (
-        "error: output must be empty, got a directory with files in "
-        f"{bucket / 'out'}; choose another --output"
+        f"error: output is a directory with files in {bucket / 'out'}; choose another --output"
     )
     (bucket / "in" / ".hoodie" / "hoodie.properties").write_bytes(b"")
     assert message(bucket / "other").startswith(
@@ -374,7 +373,7 @@ REFUSED = {
     ),
     "a label in a flat file": (
         columns(), ("--layout", "flat", "--label", "clicked"),
-        "error: --label must come with --layout star, got --layout 'flat'; leave it out: a flat "
+        "error: --label needs --layout star, not 'flat'; leave it out: a flat "
         "file keeps every column as it is",
     ),
     "an unknown option": (
@@ -529,7 +528,7 @@ def test_a_cut_file_an_empty_folder_and_a_full_output_are_refused(tmp_path: Path
         assert f"input must have rows, got none in {none}" in refused(*args)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").write_text("x")
-    assert "output must be empty, got a directory with files" in error_of(
+    assert "output is a directory with files" in error_of(
         main, ["rewrite", str(folder), "--output", str(tmp_path / "full")]
     )
     assert (tmp_path / "full" / "mine").read_text() == "x"
@@ -604,6 +603,6 @@ def test_rewrite_that_was_killed_can_be_run_again(
     else:
         (path,) = output.iterdir()
         path.write_bytes(b"mine")
-        message = "output must be empty, got a directory with files"
+        message = "output is a directory with files"
         assert message in error_of(main, arguments)
         assert path.read_bytes() == b"mine"

@@ -143,6 +143,6 @@ def test_bad_input_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str])
     data[len(data) // 2] ^= 1
     (folder / "changed").write_bytes(data)
     assert "must have sha256" in refused("x", model="changed")
-    assert refused("scores").startswith("error: output must be a new or empty directory, got one")
+    assert refused("scores").startswith("error: output has files")
     assert "dataset has no segment" in refused("x", "--segments", "2026-01-01")
     assert refused("x", "--nonsense=1").startswith("error: unknown option")

@@ -141,9 +141,9 @@ SMALL = SqlLimitsConfig(memory=64 << 20)
 @pytest.mark.parametrize(
     ("columns", "limits", "message"),
     [
-        ("sum(a.i * b.i)", SHORT, "must end within 0.3 s"),
-        ("a.i, b.i", SMALL, "must fit into 64 MiB of memory"),
-        ("DISTINCT a.i * b.i", SMALL, "must fit into 64 MiB of memory"),
+        ("sum(a.i * b.i)", SHORT, "did not end within 0.3 s"),
+        ("a.i, b.i", SMALL, "needs more than 64 MiB of memory"),
+        ("DISTINCT a.i * b.i", SMALL, "needs more than 64 MiB of memory"),
     ],
     ids=["no end", "a result without end", "a hash table without end"],
 )
@@ -157,7 +157,9 @@ def test_statement_ends_at_its_limit_and_the_next_one_runs(
 
 
 def test_limit_says_which_key_of_the_job_and_the_way_out() -> None:
-    text = "^data.samples.map must end within 0.3 s for one chunk of rows; .* data.samples.limits; "
+    text = (
+        "^data.samples.map did not end within 0.3 s for one chunk of rows; .* data.samples.limits; "
+    )
     with pytest.raises(SchemaError, match=text), name_errors("data.samples.map"):
         Connection(SHORT).query(CROSS_JOIN.format("sum(a.i * b.i)"))
 
@@ -189,7 +191,7 @@ def test_job_with_a_cross_join_ends_with_one_line_that_names_file_and_statement(
     job = write_job(tmp_path / "job")
     text = job.read_text().replace("FROM log", f"FROM log, {joined} WHERE m > 0")
     job.write_text(text.replace("    map: |", "    limits: {time: 1s}\n    map: |"))
-    message = f"data.samples.map must end within 1 s for one chunk of rows in {job}; "
+    message = f"data.samples.map did not end within 1 s for one chunk of rows in {job}; "
     with pytest.raises(SchemaError, match=f"^{re.escape(message)}[^\n]*$"):
         build(request(job, tmp_path / "log", tmp_path / "dataset"))
 
@@ -199,26 +201,26 @@ def test_job_with_a_cross_join_ends_with_one_line_that_names_file_and_statement(
 
 # What is wrong, to a text of the job, what stands there instead, and the message.
 REFUSED = {
-    "chance": ("clicked AS label", "(random() < clicked)::INT AS label", "data.samples.map must yield the same in each build, got random"),
-    "the clock": ("FROM log", "FROM log WHERE time < current_timestamp", "got current_timestamp"),
-    "chance below": ("FROM log", "FROM (SELECT * FROM log WHERE RANDOM() < 0.5)", "got random"),
-    "chance in a transform": ("ln(1 + len(history))", "random()", "transforms.user.num_history must yield the same in each build, got random"),
-    "a limit": ("FROM log", "FROM log LIMIT 5", "data.samples.map must treat each row alone, got LIMIT"),
-    "distinct rows": ("SELECT session", "SELECT DISTINCT session", "got DISTINCT"),
-    "a sample": ("FROM log", "FROM log USING SAMPLE 10", "got SAMPLE"),
-    "a sample of the table": ("FROM log", "FROM log TABLESAMPLE 10%", "got SAMPLE"),
-    "a function beside a column of its name": ("FROM log", "FROM (SELECT *, 1 AS uuid FROM log) WHERE uuid() IS NOT NULL", "got uuid"),
-    "the age from today": ("FROM log", "FROM log WHERE age(time) > INTERVAL 1 DAY", "got age"),
-    "a clock that DuckDB does not call one": ("FROM log", "FROM log WHERE time < current_localtimestamp()", "got current_localtimestamp"),
-    "a rank": ("FROM log", "FROM (SELECT * FROM log QUALIFY row_number() OVER (ORDER BY time) < 9)", "got the window function row_number"),
-    "a rank of a CTE": ("SELECT session", "WITH a AS (SELECT * FROM log), b AS (FROM a QUALIFY rank() OVER (ORDER BY time) < 9) SELECT b.session", "got the window function rank"),
-    "a limit below": ("FROM log", "FROM (SELECT * FROM log LIMIT 5)", "got LIMIT"),
-    "a sample below": ("FROM log", "FROM (SELECT * FROM log USING SAMPLE 10%)", "got SAMPLE"),
-    "a mean of all rows": ("FROM log", "FROM log WHERE clicked > (SELECT avg(clicked) FROM log)", "got a subquery over all rows"),
-    "groups of rows": ("FROM log", "FROM (SELECT max(time) AS time, session, user, history, items, clicked FROM log GROUP BY ALL)", "got the aggregate max"),
-    "rows of rows": ("FROM log", "FROM log JOIN (SELECT session AS other FROM log) ON session = other", "got a join of the rows with themselves"),
-    "a union of values": ("FROM log", "FROM (SELECT * FROM log UNION SELECT * FROM log)", "got UNION without ALL"),
-    "a limit of a union": ("FROM log", "FROM (SELECT * FROM log UNION ALL SELECT * FROM log LIMIT 5)", "got LIMIT"),
+    "chance": ("clicked AS label", "(random() < clicked)::INT AS label", "data.samples.map calls random, which gives other values in each build"),
+    "the clock": ("FROM log", "FROM log WHERE time < current_timestamp", "calls current_timestamp, which"),
+    "chance below": ("FROM log", "FROM (SELECT * FROM log WHERE RANDOM() < 0.5)", "calls random, which"),
+    "chance in a transform": ("ln(1 + len(history))", "random()", "transforms.user.num_history calls random, which gives other values in each build"),
+    "a limit": ("FROM log", "FROM log LIMIT 5", "data.samples.map does not treat each row alone: LIMIT"),
+    "distinct rows": ("SELECT session", "SELECT DISTINCT session", ": DISTINCT; choose"),
+    "a sample": ("FROM log", "FROM log USING SAMPLE 10", ": SAMPLE; choose"),
+    "a sample of the table": ("FROM log", "FROM log TABLESAMPLE 10%", ": SAMPLE; choose"),
+    "a function beside a column of its name": ("FROM log", "FROM (SELECT *, 1 AS uuid FROM log) WHERE uuid() IS NOT NULL", "calls uuid, which"),
+    "the age from today": ("FROM log", "FROM log WHERE age(time) > INTERVAL 1 DAY", "calls age, which"),
+    "a clock that DuckDB does not call one": ("FROM log", "FROM log WHERE time < current_localtimestamp()", "calls current_localtimestamp, which"),
+    "a rank": ("FROM log", "FROM (SELECT * FROM log QUALIFY row_number() OVER (ORDER BY time) < 9)", ": the window function row_number; choose"),
+    "a rank of a CTE": ("SELECT session", "WITH a AS (SELECT * FROM log), b AS (FROM a QUALIFY rank() OVER (ORDER BY time) < 9) SELECT b.session", ": the window function rank; choose"),
+    "a limit below": ("FROM log", "FROM (SELECT * FROM log LIMIT 5)", ": LIMIT; choose"),
+    "a sample below": ("FROM log", "FROM (SELECT * FROM log USING SAMPLE 10%)", ": SAMPLE; choose"),
+    "a mean of all rows": ("FROM log", "FROM log WHERE clicked > (SELECT avg(clicked) FROM log)", "alone: a subquery over all rows"),
+    "groups of rows": ("FROM log", "FROM (SELECT max(time) AS time, session, user, history, items, clicked FROM log GROUP BY ALL)", ": the aggregate max; choose"),
+    "rows of rows": ("FROM log", "FROM log JOIN (SELECT session AS other FROM log) ON session = other", ": a join of the rows with themselves; choose"),
+    "a union of values": ("FROM log", "FROM (SELECT * FROM log UNION SELECT * FROM log)", ": UNION without ALL; choose"),
+    "a limit of a union": ("FROM log", "FROM (SELECT * FROM log UNION ALL SELECT * FROM log LIMIT 5)", ": LIMIT; choose"),
     "a list as session": ("key: session,", "key: history,", "session.key must be one value, got a list for 'history'"),
 }  # fmt: skip
 
@@ -363,7 +365,7 @@ def test_key_with_a_bad_row_is_dropped_as_a_whole_when_asked_for() -> None:
     assert result.samples is not None
     assert sorted(result.samples[ORIGIN].to_pylist()) == [1, 3, 4, 6, 7]
     bad = {row["origin"]: row["reason"] for row in result.bad_rows.to_pylist()}
-    own = "row must pass the job's SQL, got "
+    own = "row fails in the job's SQL: "
     assert bad.keys() == {0, 2, 5}
     assert bad[2].startswith(own)
-    assert bad[0] == bad[5] == f"another row of the key is bad, got log:2: {bad[2]}"
+    assert bad[0] == bad[5] == f"another row of the key is bad: log:2: {bad[2]}"

@@ -66,15 +66,15 @@ BAD_LINES: dict[str, tuple[bytes, str]] = {
     "a text in a list": (line(1, ids=[1, "x"]), "field 'ids[]' must be int64, got 'x'"),
     "a time that is none": (line(1, at="noon"), "field 'at' must be timestamp, got 'noon'"),
     "an object for a text": (line(1, name={"a": 1}), "field 'name' must be string, got {'a': 1}"),
-    "a field twice": (b'{"id": 1, "id": 2}', "field 'id' must appear once, got it twice"),
+    "a field twice": (b'{"id": 1, "id": 2}', "field 'id' appears twice"),
     "bytes that are no text": (b'{"name": "\xff"}', "line must be UTF-8"),
-    "half a surrogate": (b'{"name": "\\ud800"}', "line must be one JSON object, got The surrogate pair in string is invalid."),
+    "half a surrogate": (b'{"name": "\\ud800"}', "line is not one JSON object: The surrogate pair in string is invalid."),
     "a truncated object": (b'{"id": 1, "name": "x', "line must be one JSON object, from { to }"),
-    "a missing comma": (b'{"id": 1 "name": "x"}', "line must be one JSON object, got Expecting ',' delimiter: line 1 column 10 (char 9)"),
+    "a missing comma": (b'{"id": 1 "name": "x"}', "line is not one JSON object: Expecting ',' delimiter: line 1 column 10 (char 9)"),
     "a list": (b"[1, 2]", "line must be one JSON object, from { to }"),
     "a null": (b"null", "line must be one JSON object, from { to }"),
     "a comma behind the object": (line(1) + b",", "line must be one JSON object, from { to }"),
-    "a NUL byte": (b'{"name": "a\x00b"}', "line must be one JSON object, got Invalid control character at: line 1 column 12 (char 11)"),
+    "a NUL byte": (b'{"name": "a\x00b"}', "line is not one JSON object: Invalid control character at: line 1 column 12 (char 11)"),
 }  # fmt: skip
 
 
@@ -219,7 +219,7 @@ def test_line_without_end_costs_no_memory(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_lines_in_utf16_are_one_reject_of_their_file(tmp_path: Path) -> None:
     rows, rejects = jsonl(tmp_path, line(0).decode().encode("utf-16"), split_bytes=10)
-    reason = "file must be UTF-8, got the byte order mark of UTF-16; convert it: iconv -f UTF-16"
+    reason = "file is UTF-16 by its byte order mark, not UTF-8; convert it: iconv -f UTF-16"
     assert (rows, rejects) == ([], [file_reject("log.jsonl", reason)])
 
 
@@ -318,7 +318,7 @@ def test_codecs_of_other_writers_are_read(
 def test_truncated_avro_file_keeps_its_whole_blocks(tmp_path: Path) -> None:
     rows, rejects = avro(tmp_path, avro_bytes("null")[:-100])
     assert [r["id"] for r in rows] == list(range(len(rows)))
-    reason = f"block from row {len(rows)} on could not be read, got no sync marker at its end"
+    reason = f"block could not be read from row {len(rows)} on: no sync marker at its end"
     assert rejects == [file_reject("log.avro", reason)]
     assert len(rows) > 900
 
@@ -479,7 +479,7 @@ def test_declared_type_that_the_value_does_not_fit_rejects_its_record_only(tmp_p
 def test_file_that_is_no_avro_or_lacks_a_column_is_rejected(tmp_path: Path) -> None:
     _, rejects = avro(tmp_path, b"Obj\x02", columns={"id": "int64"})
     assert [(r.position, r.reason) for r in rejects] == [
-        (None, "file must be Avro, got cannot read header - is it an avro file?")
+        (None, "file is not Avro: cannot read header - is it an avro file?")
     ]
     _, rejects = avro(tmp_path, avro_bytes(), columns={"idd": "int64"})
     assert {r.reason for r in rejects} == {"column 'idd' is missing; did you mean 'id'?"}
@@ -492,7 +492,7 @@ def test_file_that_goes_or_changes_after_the_listing_is_one_clear_reject(tmp_pat
     folder = folder_of(tmp_path)
     (split,), _ = input_splits(folder, whole, config)
     _, (reject,) = input_splits(folder, replace(whole, num_bytes=7), config)
-    reason = f"file changed after it was listed, got {len(line(1))} bytes for 7"
+    reason = f"file changed after it was listed: {len(line(1))} bytes instead of 7"
     assert reject == file_reject("log.jsonl", reason)
     (tmp_path / "log.jsonl").unlink()
     gone = file_reject("log.jsonl", "file was removed after it was listed")

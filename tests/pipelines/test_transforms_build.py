@@ -273,7 +273,7 @@ FAULTS: dict[str, tuple[str, str, str]] = {
     "more buckets than rows": ("quantiles: 4", "quantiles: 5", "transforms.samples.price_bucket must have ids below the rows of table 'prices', got 5 and 4"),
     "a bucket declared as a float": ("price_log: {log: {column: price}}", "price_log: {bucketize: {column: price, boundaries: [1]}}", "feature 'price_log' must be FLOAT, got int64"),
     "a list declared as one value": ("city_row: {vocabulary: {name: cities, column: city}}", "city_row: {cross: {columns: [city, history], num_rows: 9}}", "feature 'city_row' must be one value, got large_list"),
-    "an undeclared new column": ("oldest: {first", "eldest: {first", "samples must have column 'oldest', got none"),
+    "an undeclared new column": ("oldest: {first", "eldest: {first", "samples have no column 'oldest'"),
     "SQL that is wrong": ("ln(1 + len(recent))", "ln(1 + len(recant))", "transforms.user.num_recent cannot run on the columns of its group: Binder Error"),
     "quantiles of a list": ("normalize: {column: young}", "bucketize: {column: history, quantiles: 3}", "transforms.user.age_scale: bucketize by quantiles must read one number, got large_list"),
 }  # fmt: skip

@@ -239,13 +239,13 @@ FAULTS = {
     "an unknown unit": ("negatives: 0.4", "negatives: 0.4, unit: user", "data.sampling.unit must be one of session, sample, got 'user'"),
     "a negative seed": ("negatives: 0.4", "negatives: 0.4, seed: -1", "data.sampling.seed must be in [0, 2**63), got -1"),
     "no share": ("negatives: 0.4", "seed: 1", "missing key: data.sampling.negatives"),
-    "a label of any number": ("int_domain { min: 0 max: 1 }", "", "data.sampling must have a binary label, got 'label' of type INT from None to None"),
-    "a label of three classes": ("max: 1 }", "max: 2 }", "data.sampling must have a binary label, got 'label' of type INT from 0 to 2"),
-    "no declared weight": (FEATURE, "", "data.sampling must have feature 'sample_weight' declared, got none"),
-    "a weight that is an input": (FEATURE, FEATURE.replace("weight\" }", "dense\" }"), "data.sampling must have feature 'sample_weight' declared, got FLOAT tagged dense"),
+    "a label of any number": ("int_domain { min: 0 max: 1 }", "", "data.sampling needs a binary label: 'label' is of type INT from None to None"),
+    "a label of three classes": ("max: 1 }", "max: 2 }", "data.sampling needs a binary label: 'label' is of type INT from 0 to 2"),
+    "no declared weight": (FEATURE, "", "data.sampling needs the feature 'sample_weight', declared is none"),
+    "a weight that is an input": (FEATURE, FEATURE.replace("weight\" }", "dense\" }"), "data.sampling needs the feature 'sample_weight', declared is FLOAT tagged dense"),
     "a weight that SQL makes": ("clicked AS label", "clicked AS label, 1 AS sample_weight", "samples must not have column 'sample_weight', which data.sampling adds"),
     "a transform that makes the weight": ("num_history:", "sample_weight: '1.0', num_history:", "data.transforms.user.sample_weight exists already"),
-    "two weights": (FEATURE, FEATURE + OWN + OWN.replace("worth", "value"), "data.sampling must find at most one weight, got ['worth', 'value']"),
+    "two weights": (FEATURE, FEATURE + OWN + OWN.replace("worth", "value"), "samples have several weights: ['worth', 'value']"),
 }  # fmt: skip
 
 

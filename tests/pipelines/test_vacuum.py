@@ -210,7 +210,7 @@ def test_build_that_is_suspended_in_its_commit_while_vacuum_begins_commits_nothi
         return call(*arguments)
 
     monkeypatch.setattr(root_module, function, suspended)
-    with pytest.raises(SchemaError, match=r"attempt must be committed 6 days after its last file"):
+    with pytest.raises(SchemaError, match=r"last file of the attempt is .* old, more than 6 days"):
         build(addition(one / "job" / "job.yaml", one / "log-1", dataset))
     assert [place.partition("/")[0][:6] for place in found[0]] == ["index-", SEGMENTS[:6]]
     assert bytes_of(dataset) == before

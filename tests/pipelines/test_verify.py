@@ -281,7 +281,7 @@ def test_oracle_without_an_index_for_the_batch_names_the_command_that_builds_it(
 
 
 def test_oracle_with_a_cache_that_is_too_small_names_a_larger_one(dataset: Path) -> None:
-    message = "cache of table 'items' must hold the rows that wait and those of the window"
+    message = "cache of table 'items' is too small for the rows that wait and those of the window"
     assert message in error_of(main, ["oracle", str(dataset), "--cache-rows", "3"])
 
 
@@ -291,7 +291,7 @@ CLAIMS = {
     "input_bytes": ({"input_bytes": 1}, "input_bytes is 1, stored are "),
     "dataset_bytes": ({"dataset_bytes": 1}, "dataset_bytes is 1, stored are "),
     "oracle_bytes": ({"oracle_bytes": 1}, "oracle_bytes is 1, stored are "),
-    "splits": ({"splits": {"train": (0, 3)}}, "splits must be those of blocks.parquet, "),
+    "splits": ({"splits": {"train": (0, 3)}}, "splits differ from those of blocks.parquet: "),
     "list values of a group": ({"num_values": 1}, "groups.user is {"),
     "a dedup factor": ({"dedup_factor": 1.0}, "groups.user is {"),
     "look-ups": ({"num_lookups": 1}, "tables.items is {"),

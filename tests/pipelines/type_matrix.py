@@ -124,7 +124,7 @@ def outcome(kind: str, role: str, folder: Path) -> str:
         build(request(folder / "job.yaml", folder / "log", folder / "dataset"))
     except SchemaError as error:
         message = str(error).replace(f"{folder}/", "")
-        assert "\n" not in message or "must pass the gate" in message
+        assert "\n" not in message or "is refused by the gate" in message
         places = f"'{_NAMES.get(role, 'x')}'", "'x'", "data.sides.side.key", "'side'"
         assert any(place in message for place in places), message
         return message

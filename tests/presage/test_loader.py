@@ -318,7 +318,7 @@ def test_state_of_other_segments_epochs_or_workers_is_refused() -> None:
         loader(epochs=1).load_state_dict(last)
     with pytest.raises(SchemaError, match="worker process 1 of 2; load it by a StatefulDataL"):
         loader().load_state_dict({**last, "worker": 1, "num_workers": 2})
-    with pytest.raises(SchemaError, match="got one without epoch, step, split"):
+    with pytest.raises(SchemaError, match="lacks epoch, step, split"):
         loader().load_state_dict({})
     later = presage.DataLoader(select_segments(opened(), [opened().segments[1].id]), **ORDER)
     with pytest.raises(SchemaError, match="segments_sha256="):

@@ -471,8 +471,8 @@ REFUSED: dict[Callable[[EmbeddingRows, Path], None], tuple[type[Exception], str]
     ),
     skipped_step: (
         ValueError,
-        r"batch must be that of step 1, which the rows are at, got that of step 2; advance by each "
-        r"training batch once, and load loader and rows from the same checkpoint",
+        r"batch is of step 2, but the rows are at step 1; advance by each training batch once, and "
+        r"load loader and rows from the same checkpoint",
     ),
     late_backward: (
         ValueError,
@@ -482,7 +482,7 @@ REFUSED: dict[Callable[[EmbeddingRows, Path], None], tuple[type[Exception], str]
     backward_after_save: (ValueError, "backward pass reaches rows of a step that has ended"),
     late_collection: (
         ValueError,
-        r"collections must be made before rows are read, got user_rows, page_rows later; make all "
+        r"collections were made after rows were read: user_rows, page_rows; make all "
         r"collections of the source first",
     ),
     same_table: (
@@ -513,14 +513,14 @@ REFUSED: dict[Callable[[EmbeddingRows, Path], None], tuple[type[Exception], str]
     folder_of_another_run: (SchemaError, "folder has checkpoints of another run"),
     checkpoint_of_another_width: (
         SchemaError,
-        r"checkpoint must have tables\.page_rows\.dim=4, got 8",
+        r"tables\.page_rows\.dim differs from that of the checkpoint: 4 instead of 8",
     ),
     state_of_unknown_classes: (UnpicklingError, "types.SimpleNamespace"),
     small_cache: (
         PlanError,
-        r"cache of table '\w+' must hold .* got cache_rows=60; use at least \d+, .*",
+        r"cache of table '\w+' is too small for .*: cache_rows=60; use at least \d+, .*",
     ),
-    other_order: (SchemaError, r"dataset must have an index for .*, seed=6, got seed=5"),
+    other_order: (SchemaError, r"dataset has no index for .*, seed=6, closest: seed=5"),
 }
 
 

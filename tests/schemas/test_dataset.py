@@ -113,7 +113,7 @@ def test_index_for_another_order_names_the_command_that_builds_it(
     dataset: Dataset, root: Path
 ) -> None:
     message = (
-        "dataset must have an index for batch_samples=64, epochs=2, shuffle=none, seed=0, got "
+        "dataset has no index for batch_samples=64, epochs=2, shuffle=none, seed=0, closest: "
         f"batch_samples=32 in {root}; run python -m pipelines oracle {root} "
         "--reindex --batch-samples 64 --epochs 2 --shuffle none --seed 0"
     )
@@ -132,11 +132,11 @@ def test_index_needs_a_part_of_each_selected_segment(dataset: Dataset) -> None:
     assert part.directory == dataset.directory / "index-tiny" / other
     for name, got in ((one, "none"), (None, "parts of 1 of 2 segments")):
         lacking = fewer if name is None else select_segments(fewer, [name])
-        message = rf"^dataset must have an index for batch_samples=32.* got {got} in "
+        message = rf"^dataset has no index for batch_samples=32.* closest: {got} in "
         with pytest.raises(SchemaError, match=message):
             lacking.index_for(lacking.order(32, 2, "none", 0))
     without = replace(dataset, manifest=replace(dataset.manifest, indexes=()))
-    with pytest.raises(SchemaError, match=r"^dataset must have an index for .* got none in "):
+    with pytest.raises(SchemaError, match=r"^dataset has no index for .* closest: none in "):
         without.index_for(order)
 
 

@@ -223,18 +223,17 @@ ERRORS: dict[str, tuple[str | bytes, str]] = {
     ),
     "no YAML": (
         "name: a\ngroups: [x\n",
-        "job file must be YAML, got did not find expected ',' or ']' in @:3; "
+        "job file is not YAML: did not find expected ',' or ']' in @:3; "
         "check indentation and quotes",
     ),
     "two documents": (
         "name: a\n---\nname: b\n",
-        "job file must be YAML, got but found another document in @:2; "
-        "check indentation and quotes",
+        "job file is not YAML: but found another document in @:2; check indentation and quotes",
     ),
-    "nothing": ("# only a comment\n", "job file must not be empty in @; start from a shipped one"),
+    "nothing": ("# only a comment\n", "job file is empty in @; start from a shipped one"),
     "control character": (
         "name: a\x07\n",
-        "job file must be YAML, got unacceptable character #x0007: control characters are not "
+        "job file is not YAML: unacceptable character #x0007: control characters are not "
         "allowed in @; save it as plain text",
     ),
     "no UTF-8": (
@@ -313,7 +312,7 @@ def test_expansion_of_anchors_is_bounded(tmp_path: Path) -> None:
 
 
 def test_anchor_that_stands_for_itself_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SchemaError, match=r"must not contain itself, got \*a in .*:2; write"):
+    with pytest.raises(SchemaError, match=r"anchor contains itself: \*a in .*:2; write"):
         read(tmp_path, "name: a\ngroups: &a {user: *a}\n")
 
 

@@ -102,7 +102,7 @@ ERRORS = {
     ),
     "no Schema": (
         "features { }",
-        "schema must be a tensorflow-metadata Schema in text form, got 1:1 : Message type "
+        "schema is not a tensorflow-metadata Schema in text form: 1:1 : Message type "
         '"tensorflow.metadata.v0.Schema" has no field named "features". in @; see docs/job.md',
     ),
 }
@@ -135,8 +135,7 @@ def test_label_of_a_schema_without_exactly_one_raises(
 
 def test_feature_that_is_not_declared_names_the_nearest(tmp_path: Path) -> None:
     message = (
-        "feature must be declared, got 'hist0ry'; did you mean 'history'? If not, add it to the "
-        "schema"
+        "feature is not declared: 'hist0ry'; did you mean 'history'? If not, add it to the schema"
     )
     with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
         _ = load(tmp_path, GOOD)["hist0ry"]
@@ -145,7 +144,7 @@ def test_feature_that_is_not_declared_names_the_nearest(tmp_path: Path) -> None:
 def test_schema_nested_deep_is_refused_in_one_line(tmp_path: Path) -> None:
     depth = 20_000
     text = 'feature { name: "x" struct_domain { ' * depth + "} }" * depth
-    with pytest.raises(SchemaError, match="got braces nested too deeply") as error:
+    with pytest.raises(SchemaError, match="braces of the schema are nested too deeply") as error:
         load(tmp_path, text)
     assert "\n" not in str(error.value)
 

@@ -209,12 +209,12 @@ def test_cache_that_is_too_small_names_the_smallest_size_of_the_whole_run(
 
 REFUSALS = {
     "ttl": (
-        "cache must hold the rows that wait and those of the window, got cache_rows=2 and 3 at "
-        "step 0; use at least 4, or a smaller lookahead or prefetch_steps"
+        "cache is too small for the rows that wait and those of the window: cache_rows=2 and 3 "
+        "at step 0; use at least 4, or a smaller lookahead or prefetch_steps"
     ),
     "belady": (
-        "cache must hold the rows of the window, got cache_rows=2 and 3 at step 0; use at least 4, "
-        "or a smaller prefetch_steps"
+        "cache is too small for the rows of the window: cache_rows=2 and 3 at step 0; use at "
+        "least 4, or a smaller prefetch_steps"
     ),
 }
 
@@ -225,7 +225,7 @@ def test_refusal_names_the_first_step_and_the_size_that_all_need(policy: str) ->
     cache = CacheConfig(policy=policy, lookahead=1, prefetch_steps=1, rows=2)  # type: ignore[arg-type]
     with pytest.raises(PlanError, match=f"^{re.escape(REFUSALS[policy])}$"):
         list(Plan(indexed(steps), cache))
-    named = REFUSALS[policy].replace("cache must", "cache of table 'items' must")
+    named = REFUSALS[policy].replace("cache is", "cache of table 'items' is")
     named = named.replace(" and 3 at step 0", "")
     with pytest.raises(PlanError, match=f"^{re.escape(named)}$"):
         check_cache_size({"items": [d for _, d in indexed(steps)]}, cache)

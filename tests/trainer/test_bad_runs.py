@@ -107,10 +107,7 @@ def test_torn_identity_is_refused_by_name(
 ) -> None:
     copy = Path(shutil.copytree(run, tmp_path / "run"))
     (copy / RUN_FILE).write_text(text)
-    message = (
-        "identity must be JSON with dataset and train, got other content "
-        f"in {copy / RUN_FILE}; restore it"
-    )
+    message = f"identity is not JSON with dataset and train in {copy / RUN_FILE}; restore it"
     with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
         run_job(job, dataset, copy, resume=True)
 
@@ -149,7 +146,7 @@ def test_batch_size_other_than_that_of_the_index_is_logged_or_refused(
         "".join((*text[:2], text[2].replace("batch_samples: 64", "batch_samples: 32")))
     )
     message = (
-        "dataset must have an index for batch_samples=32, epochs=1, shuffle=blocks, seed=5, got "
+        "dataset has no index for batch_samples=32, epochs=1, shuffle=blocks, seed=5, closest: "
         f"batch_samples=64 in {dataset}; run python -m pipelines oracle {dataset} "
         "--reindex --batch-samples 32 --epochs 1 --shuffle blocks --seed 5"
     )

@@ -308,11 +308,12 @@ def test_checkpoints_fail_while_every_agent_dies(
     run, job = tmp_path / "run", job_of(tmp_path, tmp_path / "memory")
     with monkeypatch.context() as patch:
         patch.setattr(manager, "start_child", lambda *_, **__: start_failing_child())
-        with pytest.raises(
-            SchemaError, match=r"^agent of checkpoints must write that of step 32, "
-        ):
+        with pytest.raises(SchemaError, match=r"^checkpoint of step 32 was not written: "):
             run_job(job, small_dataset(), run)
-    assert caplog.text.count("checkpoint is not written, the next one tries again: agent of ") >= 6
+    assert (
+        caplog.text.count("checkpoint is not written, the next one tries again: checkpoint of ")
+        >= 6
+    )
     assert steps_of(run) == []
     run_job(job, small_dataset(), run, resume=True)
     assert_equal(run, reference_run())

@@ -209,7 +209,7 @@ def test_run_that_cannot_end_in_time_prints_where_it_hangs(tmp_path: Path) -> No
     status, stderr = wait_for_end(process)
     assert status == 4, stderr
     assert re.fullmatch(
-        r"error: phase must end within 2 s, got phase='drain', step=0, rank='0' after \d+\.\d s, "
+        r"error: phase did not end within 2 s: phase='drain', step=0, rank='0' after \d+\.\d s, "
         r"in phase='read'; see what each thread waits for in .*/stacks-0.txt, raise "
         r"train.limits.drain if it is only slow, and continue with --resume",
         stderr.splitlines()[-1],

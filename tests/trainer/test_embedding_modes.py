@@ -170,8 +170,8 @@ def test_lru_without_a_size_and_plain_with_stores_are_refused(
     with pytest.raises(SchemaError, match=r"--embedding lru has no train\.cache\.rows"):
         run_job(job, dataset, tmp_path / "run", embedding="lru")
     message = (
-        "stores must hold the rows, got stores=2 and the embedding 'plain', which has all rows in "
-        "memory; use --embedding cached"
+        "--stores 2 has no effect with --embedding plain, which has all rows in memory; "
+        "use --embedding cached"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         TrainOptions(stores=2)

@@ -245,7 +245,8 @@ def test_replaced_dataset_is_refused_and_a_restored_one_continued(
         follow_job(job, dataset, run, pipeline, on_step=on_step, **CACHED)
     assert steps_of(run)[-1] >= 9
     with pytest.raises(
-        SchemaError, match=r"(must begin with the segments of the run|schema|manifest is missing)"
+        SchemaError,
+        match=r"(does not begin with the segments of the run|schema|manifest is missing)",
     ):
         follow_job(job, dataset, run, pipeline, resume=True, **CACHED)
     commit(versions[1], dataset)
@@ -279,7 +280,8 @@ def test_resuming_a_grown_dataset_without_following_it_is_refused(
         follow_job(job, tmp_path / "dataset", tmp_path / "run", pipeline, on_step=on_step)
     pipeline.commit_next()
     message = (
-        f"dataset must be that of the run, got 2 segments for 1 in {tmp_path / 'run' / RUN_FILE}; "
+        "dataset has grown since the run: 2 segments instead of 1 in "
+        f"{tmp_path / 'run' / RUN_FILE}; "
         "use --follow to continue with the new ones"
     )
     with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
@@ -292,8 +294,8 @@ def test_dataset_that_grows_after_the_first_of_two_epochs_is_refused(tmp_path: P
     run_job(job, versions[0], tmp_path / "run", steps=6)
     commit(versions[1], versions[0])
     message = (
-        "dataset must not grow after its first epoch, got 2 segments for the 1 that it was closed "
-        f"with in {tmp_path / 'run' / RUN_FILE}; train again"
+        "dataset has grown after its first epoch: 2 segments instead of 1 "
+        f"in {tmp_path / 'run' / RUN_FILE}; train again"
     )
     with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
         follow_job(
@@ -317,11 +319,9 @@ def test_run_waits_for_the_index_of_a_segment_and_refuses_a_sealed_dataset_witho
             commit_changed(dataset, sealed=True)
 
     pipeline.on_wait = on_wait  # type: ignore[method-assign]
-    with pytest.raises(SchemaError, match=r"^dataset must have an index for batch_samples=64"):
+    with pytest.raises(SchemaError, match=r"^dataset has no index for batch_samples=64"):
         follow_job(job, dataset, run, pipeline, **CACHED)
-    assert pipeline.messages[1].startswith(
-        "waiting at step 12: dataset must have an index for batch"
-    )
+    assert pipeline.messages[1].startswith("waiting at step 12: dataset has no index for batch")
     assert "python -m pipelines oracle" in pipeline.messages[1]
     assert len(read_metrics(run / METRICS)) == 12
     commit(versions[-1], dataset)

@@ -327,5 +327,7 @@ def test_log_damaged_before_a_good_record_is_refused_by_its_place(tmp_path: Path
 def test_log_of_another_release_is_refused(tmp_path: Path) -> None:
     [text] = entry_to_buffers(ShardControl())
     write_log(tmp_path / "log.bin", [bytes(text).replace(b"newest_step", b"newest_stop")])
-    with pytest.raises(SchemaError, match=r"^log is of another release; start the store with an "):
+    with pytest.raises(
+        SchemaError, match=r"^log was written by another version; start the store with an "
+    ):
         list(read_entries([tmp_path / "log.bin"]))

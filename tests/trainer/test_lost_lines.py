@@ -132,8 +132,8 @@ def test_lines_that_reach_no_checkpoint_are_refused_and_the_advice_works(
     damage, left, file = DAMAGE[what]
     damage(stopped)
     message = (
-        f"lines of steps {left} to 3 must exist to continue from the checkpoint of step 4, got "
-        f"none in {stopped / file}; restore the file from a copy, or remove "
+        f"lines of steps {left} to 3 are missing, before the checkpoint of step 4 "
+        f"in {stopped / file}; restore the file from a copy, or remove "
         f"{stopped / CHECKPOINTS} and use --resume to train again from step 0"
     )
     before = sorted(p.name for p in complete_checkpoints(stopped / CHECKPOINTS))
@@ -178,7 +178,7 @@ def test_run_that_was_started_from_another_never_begins_from_nothing(tmp_path: P
     without_last(second / METRICS, 1)
     shutil.rmtree(checkpoint_at(second, 0))  # as `keep` does in a longer run
     message = (
-        f"lines of steps 3 to 3 must exist to continue from the checkpoint of step 4, got none in "
+        f"lines of steps 3 to 3 are missing, before the checkpoint of step 4 in "
         f"{second / METRICS}; restore the file from a copy, or begin again in another folder with "
         f"--start-from {first}"
     )
@@ -186,7 +186,7 @@ def test_run_that_was_started_from_another_never_begins_from_nothing(tmp_path: P
         with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
             run_job(job, dataset, second, resume=True)
     shutil.rmtree(second / CHECKPOINTS)
-    with pytest.raises(SchemaError, match=r"must have the checkpoint that it began with, got none"):
+    with pytest.raises(SchemaError, match=r"checkpoint that the run started from is missing"):
         run_job(job, dataset, second, resume=True)
     run_job(job, dataset, tmp_path / "again", start_from=first, segments=(DATES[1],))
     assert verify_run(tmp_path / "again").problems == ()

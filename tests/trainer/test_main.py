@@ -107,11 +107,11 @@ def test_verify_counts_every_sample_of_every_epoch(
 LEDGERS = {
     "a step is missing": (
         lambda lines: [*lines[:5], *lines[6:]],
-        "epoch 0 must train each of 62 blocks once, got 4 never and 0 more than once",
+        "epoch 0 trained 4 of 62 blocks never and 0 more than once",
     ),
     "a step is there twice": (
         lambda lines: [*lines, lines[5]],
-        "epoch 0 must train each of 62 blocks once, got 0 never and 4 more than once",
+        "epoch 0 trained 0 of 62 blocks never and 4 more than once",
     ),
     "a step is of no epoch": (
         lambda lines: [lines[0].replace('"epoch":0', '"epoch":9'), *lines[1:]],
@@ -151,7 +151,7 @@ def test_train_refuses_to_resume_another_job(
 ) -> None:
     other = write_job(tmp_path, epochs="6", pooling="sum")
     assert main(train_arguments(other, dataset, run, "--resume")) == 1
-    pattern = r"error: train\.\w+ must be that of the run, got \S+ for \S+ in .*run\.json"
+    pattern = r"error: train\.\w+ differs from that of the run: \S+ instead of \S+ in .*run\.json"
     assert re.match(pattern, capsys.readouterr().err)
 
 

@@ -357,7 +357,7 @@ RECIPES = [
         "copies of a collection with a source",
         with_source,
         BOTH,
-        "collection with a source cannot be copied or pickled, got that of table 'countries'; "
+        "collection with a source cannot be copied or pickled: table 'countries'; "
         "make the copy without source, and set its rows by trainer.embedding.collections.set_rows",
     ),
 ]
@@ -419,7 +419,7 @@ def test_state_of_another_collection_is_refused() -> None:
         with pytest.raises(ValueError, match=re.escape(f"must have {message}")) as caught:
             other.load_state_dict(state)
         assert str(caught.value).endswith(shared)
-    with pytest.raises(ValueError, match="must be one uint8 tensor, got Tensor without its rows"):
+    with pytest.raises(ValueError, match="is not one uint8 tensor, but Tensor"):
         EmbeddingBagCollection(bag_tables("sum")).set_extra_state(torch.zeros(4))
 
 

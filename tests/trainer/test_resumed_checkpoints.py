@@ -79,38 +79,41 @@ ADVICE = "use the job and the dataset that it was started with"
 OTHER_RUNS: dict[str, tuple[dict[str, str], str, str]] = {
     "another shape of the model": (
         {"top_layers: [16]": "top_layers: [8]"},
-        "train.model.top_layers must be that of the run, got [8] for [16]",
+        "train.model.top_layers differs from that of the run: [8] instead of [16]",
         "array 'model/{array}' must be float32 ({shape}), got float32",
     ),
     "another model": (
         {"bottom_layers: [16]": "bottom_layers: [16], name: dcn"},
-        "train.model.name must be that of the run, got 'dcn' for 'dlrm'",
-        "checkpoint must have model='dcn', got 'dlrm' in ",
+        "train.model.name differs from that of the run: 'dcn' instead of 'dlrm'",
+        "model differs from that of the checkpoint: 'dcn' instead of 'dlrm' in ",
     ),
     "another row optimizer": (
         {"rowwise_adagrad": "adagrad"},
-        "train.sparse_optimizer.name must be that of the run, got 'adagrad' for 'rowwise_adagrad'",
-        "checkpoint must have sparse_optimizer='adagrad', got 'rowwise_adagrad' in ",
+        "train.sparse_optimizer.name differs from that of the run: "
+        "'adagrad' instead of 'rowwise_adagrad'",
+        "sparse_optimizer differs from that of the checkpoint: "
+        "'adagrad' instead of 'rowwise_adagrad' in ",
     ),
     "another dense optimizer": (
         {"dense_optimizer: {": "dense_optimizer: {name: sgd, "},
-        "train.dense_optimizer.name must be that of the run, got 'sgd' for 'adam'",
-        "checkpoint must have dense_optimizer='sgd', got 'adam' in ",
+        "train.dense_optimizer.name differs from that of the run: 'sgd' instead of 'adam'",
+        "dense_optimizer differs from that of the checkpoint: 'sgd' instead of 'adam' in ",
     ),
     "another dtype": (
         {"dtype: float32": "dtype: float64"},
-        "train.dtype must be that of the run, got 'float64' for 'float32'",
-        "checkpoint must have tables.items.dtype='float64', got 'float32' in ",
+        "train.dtype differs from that of the run: 'float64' instead of 'float32'",
+        "tables.items.dtype differs from that of the checkpoint: "
+        "'float64' instead of 'float32' in ",
     ),
     "another width of rows": (
         {"embedding_dim: 8": "embedding_dim: 16"},
-        "train.embedding_dim must be that of the run, got 16 for 8",
-        "checkpoint must have tables.items.dim=16, got 8 in ",
+        "train.embedding_dim differs from that of the run: 16 instead of 8",
+        "tables.items.dim differs from that of the checkpoint: 16 instead of 8 in ",
     ),
     "another batch": (
         {"  batch_samples: 64\n": "  batch_samples: 32\n"},
-        "train.batch_samples must be that of the run, got 32 for 64",
-        "checkpoint must have order.blocks_per_batch=2, got 4 in ",
+        "train.batch_samples differs from that of the run: 32 instead of 64",
+        "order.blocks_per_batch differs from that of the checkpoint: 2 instead of 4 in ",
     ),
 }
 
@@ -147,14 +150,19 @@ def test_checkpoint_of_another_dataset_is_refused_with_both_sides(
 ) -> None:
     job = write_job(tmp_path / "job", dtype="float32")
     other = make_dataset(tmp_path / "dataset", job, SEGMENTS, seed=1)
-    message = r"^dataset must begin with the segments of the run, got segment=\w{12} for \w{12} "
+    message = (
+        r"^dataset does not begin with the segments of the run: segment \w{12} instead of \w{12} "
+    )
     with pytest.raises(SchemaError, match=message):
         run_job(job, other, run, resume=True)
     strange = tmp_path / "strange"
     run_job(job, other, strange, steps=STOP)
     shutil.rmtree(strange / "checkpoints")
     shutil.copytree(run / "checkpoints", strange / "checkpoints")
-    message = r"^checkpoint must have segments\[0\]\.sha256='\w{12}', got '\w{12}' in .*MANIFEST"
+    message = (
+        r"^segments\[0\]\.sha256 differs from that of the checkpoint: "
+        r"'\w{12}' instead of '\w{12}' in .*MANIFEST"
+    )
     with pytest.raises(SchemaError, match=message):
         run_job(job, other, strange, resume=True)
 

@@ -113,7 +113,7 @@ def test_directory_that_others_may_have_made_is_refused(memory: Path, kind: str)
     else:
         parent.mkdir()
         parent.chmod(0o777)
-    with pytest.raises(PermissionError, match="must be private to this user"):
+    with pytest.raises(PermissionError, match="not private to this user"):
         SharedRowGroups(memory, "ours")
 
 

@@ -124,8 +124,8 @@ FAULTS = {
     ),
     "another optimizer": (
         {"optimizer": "Adagrad"},
-        "optimizer state of '0.weight' must be exp_avg, exp_avg_sq, step for Adam, got step, sum; "
-        "use the optimizer that it was trained with",
+        "optimizer state of '0.weight' does not fit Adam: step, sum instead of exp_avg, "
+        "exp_avg_sq, step; use the optimizer that it was trained with",
     ),
 }
 

@@ -93,7 +93,7 @@ def test_store_killed_among_writes_has_every_acknowledged_one_after_a_restart(
             while begun[0] < kill_at and not writing.done():
                 time.sleep(0.001)
             process.kill()
-            with pytest.raises(SchemaError, match=r"^store must answer within 6 s"):
+            with pytest.raises(SchemaError, match=r"^store did not answer within 6 s"):
                 writing.result()
     assert len(last_step) > 100
     with running(start_store(directory, "--port", process.port)) as (again,):

@@ -298,7 +298,7 @@ def test_moves_that_cannot_be_are_refused_by_name(
         assert owned(store.all_tables) == {one.address: 4096}
         token.write_text("another")
         message = (
-            "token must be that of the store's --token-file, got another or none in "
+            "token is missing, or differs from that of the store's --token-file in "
             f"{one.address}; use the same token file for both"
         )
         with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):

@@ -201,7 +201,9 @@ def test_other_runs_are_refused(small: tuple[Path, Path, Path], tmp_path: Path) 
     job, dataset, folder = small
     old = folder / DATES[0]
     other = write_job(tmp_path / "other", **IN_ORDER, optimizer="adam")
-    with pytest.raises(SchemaError, match="checkpoint must have sparse_optimizer='adam'"):
+    with pytest.raises(
+        SchemaError, match="sparse_optimizer differs from that of the checkpoint: 'adam'"
+    ):
         run_job(other, dataset, tmp_path / "a", start_from=old)
     wider = write_job(
         tmp_path / "wider", **IN_ORDER, model="{bottom_layers: [32], top_layers: [16]}"

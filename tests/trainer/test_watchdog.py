@@ -43,7 +43,7 @@ from trainer.run.compare import compare_runs
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(400)]
 
 LINE = (
-    r"error: phase must end within 6 s, got phase='(\w+)', step=(\d+), rank='0' after \d+\.\d s; "
+    r"error: phase did not end within 6 s: phase='(\w+)', step=(\d+), rank='0' after \d+\.\d s; "
     r"see what each thread waits for in (.*)/stacks-0.txt, raise train.limits.(\w+) if it is only "
     r"slow, and continue with --resume"
 )
@@ -132,7 +132,7 @@ def test_phase_is_overdue_after_its_limit_and_the_innermost_counts() -> None:
     assert found is not None
     assert found == ActivePhase("drain", 7, 40.5, 100)
     assert watchdog.describe(found, None) == (
-        "phase must end within 100 s, got phase='drain', step=7, rank='3' after 100.5 s; see what "
+        "phase did not end within 100 s: phase='drain', step=7, rank='3' after 100.5 s; see what "
         "each thread waits for above, raise train.limits.drain if it is only slow, and continue "
         "with --resume"
     )
@@ -175,7 +175,7 @@ def test_phase_without_a_limit_is_a_mistake_of_ours() -> None:
 
 
 LINE_OF_REPLICA = (
-    r"error: phase must end within 6 s, got phase='read', step=\d+, rank='(\d)' after \d+\.\d s; "
+    r"error: phase did not end within 6 s: phase='read', step=\d+, rank='(\d)' after \d+\.\d s; "
     r"see what each thread waits for in .*/stacks-\1.txt, raise train.limits.read if it is only "
     r"slow, and continue with --resume"
 )

@@ -109,8 +109,8 @@ def _optimizer_state(
     for index, values in state.items():
         if keys is not None and values.keys() != keys:
             raise SchemaError(
-                f"optimizer state of {names[index]!r} must be {_shortened(keys)} for "
-                f"{type(optimizer).__name__}, got {_shortened(values)}; use the optimizer that it "
+                f"optimizer state of {names[index]!r} does not fit {type(optimizer).__name__}: "
+                f"{_shortened(values)} instead of {_shortened(keys)}; use the optimizer that it "
                 "was trained with",
                 file=file,
             )

@@ -163,7 +163,8 @@ def _check(name: str, actual: Any, expected: Any, file: str) -> None:
     if difference is not None:
         name, actual, expected = difference
         raise SchemaError(
-            f"checkpoint must have {name}={shown(expected)}, got {shown(actual)}; {_ADVICE}",
+            f"{name} differs from that of the checkpoint: {shown(expected)} instead of "
+            f"{shown(actual)}; {_ADVICE}",
             file=file,
         )
 

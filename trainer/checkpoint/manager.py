@@ -244,8 +244,8 @@ class BackgroundSaver:
         if self._pending is not None and self._deaths >= _MAX_DEATHS:
             self._memory.state = FAILED
             self._on_failure(
-                f"agent of checkpoints must write that of step {self._pending}, got {self._deaths} "
-                f"agents that died, the last with status {agent.returncode}; its message is above"
+                f"checkpoint of step {self._pending} was not written: {self._deaths} agents died, "
+                f"the last with status {agent.returncode}; its message is above"
             )
             self._pending, self._deaths = None, 0
         self._agent = self._start_agent()

@@ -48,7 +48,7 @@ class SharedRowGroups:
         parent.mkdir(mode=0o700, exist_ok=True)
         status = parent.lstat()  # others may have made it, or a link
         if status.st_uid != os.getuid() or status.st_mode != stat.S_IFDIR | 0o700:
-            raise PermissionError(f"directory must be private to this user: {parent}; remove it")
+            raise PermissionError(f"directory is not private to this user: {parent}; remove it")
         for path in parent.iterdir():
             _remove_unused(path)
         self._directory = parent / hashlib.sha256(identity.encode()).hexdigest()[:16]

@@ -125,8 +125,8 @@ class Membership:
                 self._check_attempt()
                 if time.monotonic() - self._last_beat > self._wait_sec:
                     raise SchemaError(
-                        f"lighthouse must answer within {self._wait_sec:g} s, got {error} at "
-                        f"{self._lighthouse}; restart it at that address"
+                        f"lighthouse did not answer within {self._wait_sec:g} s: {error} "
+                        f"({self._lighthouse}); restart it at that address"
                     ) from error
                 time.sleep(self._interval)
 

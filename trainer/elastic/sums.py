@@ -187,7 +187,7 @@ class GlooGroup:
                 keys.wait([f"here/{other}" for other in range(size)], self._join_timeout)
                 self._group = gloo(keys, rank, size, options)
             except RuntimeError as error:
-                raise LostPeerError(f"members must meet at {meeting}, got {error}") from error
+                raise LostPeerError(f"members could not connect at {meeting}: {error}") from error
         self.key = key
 
     def leave(self) -> None:

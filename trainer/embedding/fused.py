@@ -126,7 +126,7 @@ class FusedRows:
         """
         if self._source is not None:
             raise ValueError(
-                f"collection with a source cannot be copied or pickled, got that of table "
+                "collection with a source cannot be copied or pickled: table "
                 f"{next(iter(self.layouts))!r}; make the copy without source, and set its rows by "
                 "trainer.embedding.collections.set_rows"
             )

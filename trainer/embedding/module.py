@@ -209,8 +209,8 @@ class Embedding(nn.Module):
             if lookups.batch.sparse is sparse:
                 return lookups
         raise ValueError(
-            "look-ups must be those of an open batch, got a KeyedJaggedTensor that is not its "
-            "`sparse`; pass that, or use trainer.embedding.collections, which take any"
+            "KeyedJaggedTensor is not `sparse` of an open batch; pass that, or use "
+            "trainer.embedding.collections, which take any"
         )
 
 

@@ -35,8 +35,8 @@ class RowOptimizer(torch.optim.Optimizer):
         self._rows = [rows for each in collections for rows in each.fused_rows()]
         if not self._rows:
             raise ValueError(
-                f"model must have a collection of trainer.embedding.collections, got "
-                f"{type(model).__name__} without one; use an optimizer of torch"
+                "model has no collection of trainer.embedding.collections: "
+                f"{type(model).__name__}; use an optimizer of torch"
             )
         groups: list[dict[str, Any]] = [
             {"params": rows.defer(), "lr": rows.optimizer.learning_rate} for rows in self._rows

@@ -52,8 +52,8 @@ def unpack(packed: Any) -> tuple[dict[str, Any], dict[str, Array]]:
         return text["header"], arrays
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"extra state of a collection of Presage must be one uint8 tensor, got "
-            f"{type(packed).__name__} without its rows; load what state_dict() returned"
+            "extra state of a collection of Presage is not one uint8 tensor, but "
+            f"{type(packed).__name__}; load what state_dict() returned"
         ) from error
 
 

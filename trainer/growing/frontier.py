@@ -81,8 +81,8 @@ class Frontier:
     def time_out(self, train_step: int, seconds: float) -> None:
         """Set `fatal_error`, because training has waited for too long."""
         self.fatal_error = self.fatal_error or (
-            f"dataset must grow or be sealed within {seconds:g} s, got a run that waits at step "
-            f"{train_step}: {self._data.wait_reason}; continue with --resume --follow"
+            f"dataset did not grow within {seconds:g} s, and is not sealed: training waits at "
+            f"step {train_step}: {self._data.wait_reason}; continue with --resume --follow"
         )
 
     def report_waiting(self, train_step: int) -> None:
@@ -105,8 +105,8 @@ class Frontier:
         same = state == self.state if self._in_flight is None else agreed == self._in_flight
         if not same:
             raise BehindError(
-                f"replica agreed on another part of the dataset than the writer: {self.state} for "
-                f"{state} and {agreed}; restart it"
+                f"this replica's part of the dataset differs from the writer's: {self.state} "
+                f"instead of {state}, agreed on is {agreed}; restart it"
             )
 
     def advance(self, agreed: DatasetExtent, train_step: int, extend: Extend) -> bool:
@@ -149,8 +149,8 @@ class Frontier:
         """
         if self._in_flight not in (None, agreed):
             raise BehindError(
-                f"replica trained with another part of the dataset than others: {self._in_flight} "
-                f"for {agreed}; restart it"
+                "this replica trained on another part of the dataset than the others: "
+                f"{self._in_flight} instead of {agreed}; restart it"
             )
         self._in_flight = None
         if agreed != (self._agreed if self._pending is None else self._pending[0]):

@@ -179,7 +179,7 @@ def trainers_of(run: Path) -> Iterator[int]:
 
 def _in_use(run: Path, user: str) -> SchemaError:
     return SchemaError(
-        f"run is in use by {user}, and rows cannot be erased; end it, or wait for it",
+        f"run is in use by {user}; stop it before erasing rows",
         file=str(run),
     )
 

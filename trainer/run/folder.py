@@ -192,7 +192,7 @@ def read_identity(run: Path) -> RunIdentity:
         return from_json(RunIdentity, body, use_defaults=True)
     except (ValueError, AttributeError) as error:
         raise SchemaError(
-            "identity must be JSON with dataset and train, got other content; restore it",
+            "identity is not JSON with dataset and train; restore it",
             file=str(path),
         ) from error
 
@@ -229,7 +229,8 @@ def _check_equal(
     if difference is not None:
         name, before, now = difference
         raise SchemaError(
-            f"{name} must be that of the run, got {shown(now)} for {shown(before)}; {advice}",
+            f"{name} differs from that of the run: {shown(now)} instead of {shown(before)}; "
+            f"{advice}",
             file=str(path),
         )
 
@@ -241,22 +242,22 @@ def _check_segments(
     for index, (before, now) in enumerate(zip_longest(old, new[: len(old)])):
         if before != now:
             raise SchemaError(
-                f"dataset must begin with the segments of the run, got segment={str(now)[:12]} "
-                f"for {before[:12]} at index {index}; use the one it was started with",
+                f"dataset does not begin with the segments of the run: segment {str(now)[:12]} "
+                f"instead of {before[:12]} at index {index}; use the one it was started with",
                 file=str(path),
             )
     if len(new) == len(old):
         return
     if identity.closed and epochs > 1:
         raise SchemaError(
-            f"dataset must not grow after its first epoch, got {len(new)} segments for the "
-            f"{len(old)} that it was closed with; train again",
+            f"dataset has grown after its first epoch: {len(new)} segments instead of {len(old)}; "
+            "train again",
             file=str(path),
         )
     if not follows:
         raise SchemaError(
-            f"dataset must be that of the run, got {len(new)} segments for {len(old)}; "
-            "use --follow to continue with the new ones",
+            f"dataset has grown since the run: {len(new)} segments instead of {len(old)}; use "
+            "--follow to continue with the new ones",
             file=str(path),
         )
 
@@ -326,11 +327,11 @@ def verify_run(run: Path) -> LedgerReport:
         missing = next(i for i, step in enumerate([*steps, -1]) if step != i)
         problems.append(f"step {missing} is missing in the ledger, which has later ones")
     if [m.step for m in metrics] != steps:
-        problems.append(f"metrics must have one line per step, got {len(metrics)} for {len(steps)}")
+        problems.append(f"metrics have {len(metrics)} lines for {len(steps)} steps")
     num_expected = epochs * int(expected["num_samples"].to_numpy().sum())
     num_samples = sum(e.num_samples for e in entries)
     if num_samples != num_expected:
-        problems.append(f"ledger must add up to {num_expected} samples, got {num_samples}")
+        problems.append(f"ledger adds up to {num_samples} samples instead of {num_expected}")
     return LedgerReport(
         num_steps=len(steps),
         num_samples=num_samples,
@@ -380,6 +381,6 @@ def _miscounts(counts: NDArray[np.int64], epoch: int) -> Iterable[str]:
     missing, repeated = int((counts == 0).sum()), int((counts > 1).sum())
     if missing or repeated:
         yield (
-            f"epoch {epoch} must train each of {len(counts)} blocks once, "
-            f"got {missing} never and {repeated} more than once"
+            f"epoch {epoch} trained {missing} of {len(counts)} blocks never and {repeated} more "
+            "than once"
         )

@@ -208,8 +208,7 @@ def resumable_checkpoint(run: Path) -> Path | None:
     checkpoints = complete_checkpoints(run / CHECKPOINTS)
     if not checkpoints and origin is not None:
         raise SchemaError(
-            "run must have the checkpoint that it began with, got none; "
-            f"{_restart_hint(run, origin)}",
+            f"checkpoint that the run started from is missing; {_restart_hint(run, origin)}",
             file=str(run / CHECKPOINTS),
         )
     num_steps, file = steps_with_lines(run)
@@ -219,9 +218,8 @@ def resumable_checkpoint(run: Path) -> Path | None:
     if not reached:
         oldest = step_of(checkpoints[0])
         raise SchemaError(
-            f"lines of steps {num_steps} to {oldest - 1} must exist to continue from the "
-            f"checkpoint of step {oldest}, got none; restore the file from a copy, or "
-            f"{_restart_hint(run, origin)}",
+            f"lines of steps {num_steps} to {oldest - 1} are missing, before the checkpoint of "
+            f"step {oldest}; restore the file from a copy, or {_restart_hint(run, origin)}",
             file=str(file),
         )
     verify_checkpoint(reached[-1])

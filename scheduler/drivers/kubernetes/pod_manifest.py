@@ -57,7 +57,7 @@ class ClusterConfig:
             _ = [mount["mountPath"] for mount in self.container.get("volumeMounts", ())]
         except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(
-                f"pod_template must be a PodTemplateSpec, got {error!r}; write it as in a Pod"
+                f"pod_template is not a PodTemplateSpec: {error!r}; write it as in a Pod"
             ) from error
         if names not in ([], [CONTAINER]):
             raise ValueError(

@@ -38,7 +38,7 @@ def test_trainers_of_a_job_on_cuda_need_a_gpu_each() -> None:
     assert num_gpus_of(beside_replicas, cuda) == 0
 
 
-FAILED = "error: pipeline must finish, got Pipeline a_1 failed in state FAILED:"
+FAILED = "error: pipeline failed: Pipeline a_1 failed in state FAILED:"
 ENDINGS: dict[str, tuple[PoolName, str, bool, str, str]] = {
     "a segment job that says why it cannot": (
         "segment",
@@ -125,7 +125,7 @@ def test_a_process_whose_others_are_away_is_lost_with_them_where_each_has_a_netw
     tmp_path: Path,
 ) -> None:
     paths = paths_of(tmp_path, num_segments=2)
-    message = "error: store must answer within 30 s, got 'gone' in file:///s/address; start it"
+    message = "error: store did not answer within 30 s: 'gone' in file:///s/address; start it"
     children = Children(paths.processes, os.environ)
     children.start("a", ["/bin/sh", "-c", f'echo "{message}" >&2; exit 1'])
     until(lambda: not children.is_alive("a"))

@@ -203,8 +203,7 @@ REFUSED = {
     "a template of another shape": (
         FILE.replace("- name: main", "- main: 1"),
         "/data/scheduled",
-        "pod_template must be a PodTemplateSpec, got KeyError('name') in {}:1; write it as in a "
-        "Pod",
+        "pod_template is not a PodTemplateSpec: KeyError('name') in {}:1; write it as in a Pod",
     ),
     "no grace": (
         FILE.replace("grace: 90s", "grace: 100ms"),

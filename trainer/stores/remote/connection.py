@@ -287,15 +287,17 @@ def connect(address: str, access: Access) -> fl.FlightClient:
     """
     name = access.certificate_name
     if name is not None and not address.startswith("grpc+tls://"):
-        raise OSError(f"address must be grpc+tls:// to check the certificate of {name}: {address}")
+        raise OSError(
+            f"address without TLS cannot be checked against the certificate of {name}: {address}"
+        )
     return fl.FlightClient(address, tls_root_certs=access.certificates, override_hostname=name)
 
 
 def unreachable_error(address: str, timeout_sec: float, error: Exception | None) -> SchemaError:
     """Return the error for a store that did not come back."""
     return SchemaError(
-        f"store must answer within {timeout_sec:g} s, got {str(error)!r}; start it "
-        "with its --port and --directory, it has every write that it acknowledged",
+        f"store did not answer within {timeout_sec:g} s: {str(error)!r}; start it with its --port "
+        "and --directory, it has every write that it acknowledged",
         file=address,
     )
 

@@ -330,6 +330,6 @@ def _no_progress_error(errors: Sequence[Exception], timeout_sec: float) -> Schem
         if isinstance(error, StoreUnavailableError):
             return unreachable_error(error.address, timeout_sec, error)
     return SchemaError(
-        f"stores must agree on their slots within {timeout_sec:g} s, got {str(errors[0])!r}; "
+        f"stores did not agree on their slots within {timeout_sec:g} s: {str(errors[0])!r}; "
         "resume the run"
     )

@@ -193,7 +193,7 @@ def read_entries(paths: Sequence[Path]) -> Iterator[Entry]:
                 control = from_json(ShardControl, header)
             except ValueError as error:
                 raise SchemaError(
-                    "log is of another release; start the store with an empty --directory"
+                    "log was written by another version; start the store with an empty --directory"
                 ) from error
             layouts = control.layouts
             yield control

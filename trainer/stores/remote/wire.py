@@ -219,7 +219,7 @@ class TokenCheck(fl.ServerMiddlewareFactory):
         presented = header.encode() if isinstance(header, str) else bytes(header)
         if not hmac.compare_digest(presented, f"Bearer {self.token}".encode()):
             raise fl.FlightUnauthenticatedError(
-                "token must be that of the store's --token-file, got another or none"
+                "token is missing, or differs from that of the store's --token-file"
             )
 
 
@@ -232,8 +232,8 @@ def read_token(path: Path) -> str:
     token = path.read_text(encoding="utf-8").strip()
     if not token or not token.isascii() or not token.isprintable():
         raise SchemaError(
-            "token must be one line of printable ASCII, got another text; "
-            "write one with head -c 32 /dev/urandom | base64",
+            "token is not one line of printable ASCII; write one with head -c 32 /dev/urandom | "
+            "base64",
             file=str(path),
         )
     return token
