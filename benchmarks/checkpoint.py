@@ -133,7 +133,7 @@ def save_in_background(checkpoints: RunCheckpoints, run: Path, step: int, every:
     while step > every and step_of_newest(run) < step - every:
         time.sleep(0.01)
     start = time.perf_counter()
-    checkpoints.after(step, step_of_newest(run), writes=True)
+    checkpoints.save_if_due(step, step_of_newest(run), writes=True)
     return time.perf_counter() - start
 
 

@@ -136,7 +136,7 @@ def save_ours(run: Path, saver: BackgroundSaver, step: int) -> tuple[float, floa
     start = time.perf_counter()
     saver.save(step)
     pause = time.perf_counter() - start
-    saver.settle()
+    saver.wait_until_saved()
     seconds = time.perf_counter() - start
     newest = newest_checkpoint(run)
     assert newest is not None, "the step is saved"

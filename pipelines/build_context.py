@@ -36,9 +36,9 @@ class BuildContext:
         broadcast: side tables that are copied to every worker.
         key_types: by side table, the type in which its key is compared.
         fitted: files that earlier segments fitted, path to sha256.
-        owns_workers: False in a user's pipeline, whose processes are not configured.
-        has_files: False if the rows come from a user's pipeline and have no position; the only
-            listed file names them then.
+        tunes_workers: whether the build may set memory options of the worker processes.
+        has_files: False for rows of a user's pipeline; `listing` then has one entry that stands for
+            them, and rejects have no position.
         notes: on the input, one line each.
         checks_all_rows: whether all rows are mapped twice, to compare their samples.
     """
@@ -54,7 +54,7 @@ class BuildContext:
     broadcast: frozenset[str] = frozenset()
     key_types: Mapping[str, pa.DataType] = field(default_factory=dict)
     fitted: Mapping[str, str] = field(default_factory=dict)
-    owns_workers: bool = True
+    tunes_workers: bool = True
     has_files: bool = True
     notes: tuple[str, ...] = ()
     checks_all_rows: bool = False

@@ -33,40 +33,41 @@ class FileRange:
             return from_ipc(file.read(self.num_bytes))
 
 
-Sent = Element | FileRange
+ElementRef = Element | FileRange
+"""An element in memory, or its bytes in a file."""
 
 
 @dataclass(slots=True)
 class TaskResult:
     """Result of a task.
 
-    `value` is for the launcher, and small; `sent` has the elements by stream and partition.
+    `value` is for the launcher, and small; `outputs` has the elements by stream and partition.
     """
 
     value: Any = None
     counts: Counts = field(default_factory=Counts)
-    sent: defaultdict[str, defaultdict[int, list[Sent]]] = field(
+    outputs: defaultdict[str, defaultdict[int, list[ElementRef]]] = field(
         default_factory=lambda: defaultdict(_lists)
     )
 
     def send(self, stream: str, partition: int, element: Element) -> None:
         """Send an element to a partition of a stream."""
-        self.sent[stream][partition].append(element)
+        self.outputs[stream][partition].append(element)
 
 
-def _lists() -> defaultdict[int, list[Sent]]:
+def _lists() -> defaultdict[int, list[ElementRef]]:
     return defaultdict(list)
 
 
-class Received:
+class ReadElements:
     """The elements of a partition; they are read again in each iteration."""
 
-    def __init__(self, sent: Sequence[Sent]) -> None:
+    def __init__(self, references: Sequence[ElementRef]) -> None:
         """Read nothing yet."""
-        self._sent = sent
+        self._references = references
 
     def __iter__(self) -> Iterator[Any]:
-        return (each.read() if isinstance(each, FileRange) else each for each in self._sent)
+        return (each.read() if isinstance(each, FileRange) else each for each in self._references)
 
 
 class Exchange:
@@ -82,7 +83,7 @@ class Exchange:
         self.progress = progress or Progress()
         self._workers = workers
         self._scratch = scratch
-        self._streams: defaultdict[str, defaultdict[int, list[Sent]]] = defaultdict(_lists)
+        self._streams: defaultdict[str, defaultdict[int, list[ElementRef]]] = defaultdict(_lists)
         if scratch is not None:
             scratch.mkdir(parents=True)
 
@@ -107,7 +108,7 @@ class Exchange:
         """Yield the values of `run`, each as soon as its task and all before it have run."""
         run = partial(_run_task, self._scratch, stage, function, arguments)
         for result in self._workers.map(run, enumerate(tasks)):
-            for stream, partitions in result.sent.items():
+            for stream, partitions in result.outputs.items():
                 for partition, sent in partitions.items():
                     self._streams[stream][partition] += sent
             is_stopped = self.progress.add(result.counts)
@@ -115,7 +116,7 @@ class Exchange:
             if is_stopped:
                 break
 
-    def take(self, stream: str) -> dict[int, list[Sent]]:
+    def take(self, stream: str) -> dict[int, list[ElementRef]]:
         """Remove a stream; return what was sent to each of its partitions, ascending."""
         return dict(sorted(self._streams.pop(stream, {}).items()))
 
@@ -132,12 +133,12 @@ def _run_task(
     number, task = numbered
     result = function(worker, task, *arguments)
     if scratch is not None:
-        for stream, partitions in result.sent.items():
+        for stream, partitions in result.outputs.items():
             _write_stream(scratch / f"{stage}-{number}-{stream}.rows", partitions)
     return result
 
 
-def _write_stream(path: Path, partitions: Mapping[int, list[Sent]]) -> None:
+def _write_stream(path: Path, partitions: Mapping[int, list[ElementRef]]) -> None:
     """Write the elements of a stream; replace them by the ranges of their bytes."""
     with path.open("xb") as file:
         for partition in sorted(partitions):

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from pipelines.build_context import BuildContext
 from pipelines.clustering.part import PartResult, build_part, sum_statistics
 from pipelines.clustering.writer import SegmentLayout, choose_segment_layout
-from pipelines.exchange import Exchange, Received, Sent, TaskResult
+from pipelines.exchange import ElementRef, Exchange, ReadElements, TaskResult
 from pipelines.oracle.numbering import NumberedTable, number_table, training_blocks
 from pipelines.prepare import holds_in_memory
 from pipelines.progress import Counts, Progress
@@ -243,23 +243,26 @@ class TaskOutputs(Outputs):
 
 # Make samples.
 
-_KEYED = "rows by key"
+_KEYED = "raw-rows"
 
 
 def _samples_of(index: int) -> str:
-    return f"samples of look-up {index}"
+    return f"lookup-{index}-samples"
 
 
 def _side_of(index: int) -> str:
-    return f"side of look-up {index}"
+    return f"lookup-{index}-side"
 
 
 def read_sides(context: BuildContext, exchange: Exchange, bundles: Sequence[Bundle]) -> SidePaths:
-    """Read the side tables; return the small ones. The rows of others are sent by key."""
+    """Read all side tables; return the small ones.
+
+    Rows of a large one are sent to the partition of their key.
+    """
     exchange.run("sides", read_side_rows, bundles)
     small = exchange.take(SIDES)
     names = list(context.data.sides)
-    rows = {names[number]: list(Received(sent)) for number, sent in small.items()}
+    rows = {names[number]: list(ReadElements(sent)) for number, sent in small.items()}
     return {name: str(write_side(context, name, tables)) for name, tables in rows.items()}
 
 
@@ -295,25 +298,27 @@ def map_rows(worker: Worker, bundle: Bundle, side_tables: SidePaths) -> TaskResu
 
 
 def map_keys(
-    worker: Worker, keyed: tuple[int, Sequence[Sent]], side_tables: SidePaths
+    worker: Worker, keyed: tuple[int, Sequence[ElementRef]], side_tables: SidePaths
 ) -> TaskResult:
     """Send the samples of all rows of some keys."""
     outputs = TaskOutputs(worker, side_tables)
     partition, sent = keyed
     rows: dict[str, list[pa.Table]] = {}
-    for source, table in Received(sent):
+    for source, table in ReadElements(sent):
         rows.setdefault(source, []).append(table)
     outputs.add_samples(outputs.stage.from_keys(outputs, partition, rows))
     return outputs.result()
 
 
 def look_up_by_key(
-    worker: Worker, task: tuple[int, Sequence[Sent], Sequence[Sent]], side_tables: SidePaths
+    worker: Worker,
+    task: tuple[int, Sequence[ElementRef], Sequence[ElementRef]],
+    side_tables: SidePaths,
 ) -> TaskResult:
     """Send the samples of some keys after a look-up in a large side table."""
     outputs = TaskOutputs(worker, side_tables)
     index, samples, side = task
-    tables, rows = list(Received(samples)), Received(side)
+    tables, rows = list(ReadElements(samples)), ReadElements(side)
     for table in look_up_partition(worker.context, index, tables, rows):
         outputs.look_up(table, index + 1)
     return outputs.result()
@@ -364,7 +369,7 @@ def fit_transforms(
 def write_parts(
     context: BuildContext,
     exchange: Exchange,
-    samples: dict[int, list[Sent]],
+    samples: dict[int, list[ElementRef]],
     files: Mapping[str, str],
 ) -> list[PartResult]:
     """Write all parts of the segment from their samples, which are emptied.
@@ -374,7 +379,7 @@ def write_parts(
     if not samples:
         return []
     fitted = load_staged(context.segment_root, files, context.data)
-    first = Received(samples[min(samples)])
+    first = ReadElements(samples[min(samples)])
     tasks = ((part, samples.pop(part)) for part in list(samples))  # frees memory part by part
     with ThreadPoolExecutor(1) as chooser:
         layout = chooser.submit(
@@ -387,7 +392,7 @@ def write_parts(
 
 def write_part(
     worker: Worker,
-    samples: tuple[int, Sequence[Sent]],
+    samples: tuple[int, Sequence[ElementRef]],
     layout: SegmentLayout | Future[SegmentLayout],
     files: Mapping[str, str],
 ) -> TaskResult:
@@ -396,7 +401,7 @@ def write_part(
     result = build_part(
         context.segment_root,
         part,
-        Received(sent),
+        ReadElements(sent),
         context.data,
         layout,
         context.features,
@@ -405,10 +410,10 @@ def write_part(
     return TaskResult(result, Counts(parts=1))
 
 
-def write_reject_range(worker: Worker, rejects: tuple[int, Sequence[Sent]]) -> TaskResult:
+def write_reject_range(worker: Worker, rejects: tuple[int, Sequence[ElementRef]]) -> TaskResult:
     """Write the rejects of a range of the input; return their counts."""
     key, sent = rejects
-    return TaskResult(write_rejects(worker.context.segment_root, key, Received(sent)))
+    return TaskResult(write_rejects(worker.context.segment_root, key, ReadElements(sent)))
 
 
 def number_tables(

@@ -28,7 +28,7 @@ from pipelines.autogroup.choose import with_chosen_groups, without_groups
 from pipelines.build import check_usable, group_warnings, label_warnings
 from pipelines.build_context import BuildContext
 from pipelines.clustering.part import PartResult
-from pipelines.exchange import Received
+from pipelines.exchange import ReadElements
 from pipelines.prepare import context_of
 from pipelines.quality.gate import reject_findings
 from pipelines.samples.lookups import broadcast_sides, key_column, key_type
@@ -152,13 +152,13 @@ def _run_stages(context: BuildContext, copies: Mapping[str, Excerpt]) -> dict[st
         partials, _ = executor.make_samples(context, exchange, sources, sides)
         sent = exchange.take(SAMPLES)
         samples = SampleTable.of(
-            [each for part in sent.values() for each in Received(part)], context
+            [each for part in sent.values() for each in ReadElements(part)], context
         )
         files = (executor.fit_transforms(context, partials) if sent else None) or {}
         partitions = executor.write_parts(context, exchange, sent, files)
         numbered = executor.number_tables(context, exchange, partitions)
         distinct = {table: each.num_rows for table, each in numbered}
-        tables = [rows for part in exchange.take(REJECTS).values() for rows in Received(part)]
+        tables = [rows for part in exchange.take(REJECTS).values() for rows in ReadElements(part)]
     rejected = sorted_rejects(tables)
     reject_counts = count_rejects(rejected)
     num_rows = sum(p.num_rows for p in partitions)

@@ -142,7 +142,7 @@ def _print_progress(line: str) -> None:
     print(printable(line), file=sys.stderr, flush=True)
 
 
-def _warn_if_useless(ne: float | None) -> None:
+def _warn_if_worse_than_mean(ne: float | None) -> None:
     if ne is not None and ne > 1:
         _print_progress(
             f"warning: the model is worse than predicting the mean rate for every sample: ne is "
@@ -216,7 +216,7 @@ def _train_until(drain: Drain, arguments: argparse.Namespace) -> int:
                 *paths, options, clock=clock, on_step=on_step, drain=drain, progress=_print_progress
             )
     _show(arguments, to_line(summary))
-    _warn_if_useless(summary.ne)
+    _warn_if_worse_than_mean(summary.ne)
     return 0
 
 
@@ -295,7 +295,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     with local_run(arguments.run, (RUN_FILE,), (None,)) as run:
         evaluation = evaluate_run(arguments.job, arguments.dataset, run, arguments.segments)
     _show(arguments, json.dumps(asdict(evaluation), sort_keys=True))
-    _warn_if_useless(evaluation.ne)
+    _warn_if_worse_than_mean(evaluation.ne)
     return 0
 
 

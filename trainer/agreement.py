@@ -193,7 +193,7 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaveOutcome:
-    """How a replica leaves."""
+    """What remains to be done when a replica leaves."""
 
     saves: bool
     """Whether no replica stays, and this one saves."""
@@ -204,7 +204,7 @@ class LeaveOutcome:
 
 
 def leave_outcome(agreement: Agreement, name: str) -> LeaveOutcome | None:
-    """Return how a member leaves after a step, None if it stays."""
+    """Return what remains to be done when a member leaves after a step; None if it stays."""
     if name not in agreement.leaving:
         return None
     others_continue = name not in agreement.ready or bool(agreement.staying)

@@ -125,7 +125,7 @@ class StepCompute:
 
     @property
     def opened(self) -> Microbatches:
-        """Microbatches of the step in flight that were opened last."""
+        """Microbatches of the current step that were opened last."""
         assert self._open is not None, "rows of the step are open"
         return self._open
 
@@ -151,9 +151,9 @@ class StepCompute:
             self._open_rows(train_step, NO_MICROBATCHES)
 
     def warm_up(self, train_step: int) -> None:
-        """Compute a step for nothing, with initial rows: the first is slow, and others would wait.
+        """Compute a step with initial rows and discard it, before others wait for this process.
 
-        Reading it decodes the row groups that later steps use, too.
+        The first step is slow. Reading it also decodes the row groups of later steps.
         """
         components, whole = self._context.components, self._context.num_microbatches(train_step)
         opened = self._reader.take(train_step, range(whole))
@@ -168,7 +168,7 @@ class StepCompute:
         return total.loss / total.divisor
 
     def reset(self) -> None:
-        """Drop the step in flight."""
+        """Drop the current step."""
         self._open = None
 
     def _open_rows(self, train_step: int, microbatches: range) -> Microbatches:

@@ -104,7 +104,7 @@ class Peers:
             The total; the agreement if it is of a later step.
         """
         agreement = agreeing()
-        self.loop.process(agreement)
+        self.loop.apply_agreement(agreement)
         return StepTotal(agreement, sums.total(), {self.name: own})
 
     def on_commit(self, train_step: int, committed: CommittedStep) -> None:
@@ -215,7 +215,7 @@ class TrainingLoop:
         return self.peers.agree(self.step, status)
 
     def agree_on_step(self, microbatches: range = NO_MICROBATCHES) -> Agreeing:
-        """Start to form the agreement of the step in flight."""
+        """Start to form the agreement of the current step."""
         return self.agree(microbatches, leaving=self.drain.asked)
 
     def prefetch(self) -> None:
@@ -225,8 +225,8 @@ class TrainingLoop:
             if own is not None and step < self.context.end_step:
                 self._compute.prefetch(step, own)
 
-    def process(self, agreement: Agreement) -> None:
-        """Do what an agreement of the step in flight says: who writes, and what is durable."""
+    def apply_agreement(self, agreement: Agreement) -> None:
+        """Take the writer and the durable steps from the agreement of the current step."""
         writer = agreement.writer
         if self._decide() == "train":
             self._frontier.check(agreement.extent, agreement.ready[writer].status.frontier)
@@ -234,7 +234,7 @@ class TrainingLoop:
         self._set_writes(writes=writer == self.peers.name)
         self.context.rows.update_written(agreement.written, writes=self.writes)
 
-    def follow(self) -> None:
+    def yield_writer_role(self) -> None:
         """Let another process write, since the others have continued without this one."""
         self.checkpoints.release()
         self._set_writes(writes=False)
@@ -266,12 +266,12 @@ class TrainingLoop:
             load_state: loads model and rows with the new span, and returns their step.
         """
         with self.watchdog(WAIT):
-            settled = self._frontier.load(arrays)
+            read_end = self._frontier.load(arrays)
         self.context.set_span(self._frontier.span)
         self.step = load_state()
         self.log.load(arrays)
-        if settled is not None:
-            self.context.rows.settle(settled)
+        if read_end is not None:
+            self.context.rows.stop_reading_at(read_end)
 
     def write_log(self) -> None:
         """Write missing log lines of committed steps, also those of a previous writer.
@@ -302,12 +302,12 @@ class TrainingLoop:
         else:
             agreeing = self._wait()
             if self._decide() != "train":
-                return self._follow_if_behind(agreeing())
+                return self._catch_up_if_behind(agreeing())
             own = self.peers.own_range(self.step) or NO_MICROBATCHES
         self.prefetch()
         total = self.peers.add(own, self._compute.compute(self.step, own), agreeing)
         if isinstance(total, Agreement):
-            return self._follow_if_behind(total)
+            return self._catch_up_if_behind(total)
         self._commit(total)
         return total.agreement
 
@@ -372,20 +372,20 @@ class TrainingLoop:
         self._on_step(metric, context.end_step)
         self._commit_frontier(committed)
         with self.watchdog(SAVE):
-            self.checkpoints.after(self.step, agreement.saved, writes=self.writes)
+            self.checkpoints.save_if_due(self.step, agreement.saved, writes=self.writes)
         self.peers.provide_state()
 
     def _commit_frontier(self, committed: CommittedStep) -> None:
         if self.context.options.follow:
-            settle = self.context.rows.settle
+            stop_reading = self.context.rows.stop_reading_at
             with self._timer(WAIT):
-                self._frontier.on_commit(committed.extent, self.step, settle, self._extend)
+                self._frontier.on_commit(committed.extent, self.step, stop_reading, self._extend)
 
     def _advance(self, committed: CommittedStep) -> None:
         self.log.remember(committed.metric, committed.entries)
         self.step += 1
 
-    def _follow_if_behind(self, agreement: Agreement) -> Agreement:
+    def _catch_up_if_behind(self, agreement: Agreement) -> Agreement:
         """Catch up with an agreement of a later step, unless this process leaves with it."""
         if agreement.step > self.step and self.peers.name not in agreement.leaving:
             self.peers.catch_up(agreement)

@@ -49,16 +49,12 @@ class RunRows:
         """Return the state of the cache before a step, for a checkpoint; {}: none is kept."""
         return self.source.cached(train_step) if isinstance(self.source, PlannedCache) else {}
 
-    def settle(self, at: int | None = None) -> int:
-        """Fix and return the step from which on more steps may be planned, or one before it.
-
-        Args:
-            at: step that another replica has fixed.
-        """
-        return self.source.settle(at) if isinstance(self.source, PlannedCache) else 0
+    def stop_reading_at(self, at: int | None = None) -> int:
+        """Call `PlannedCache.stop_reading_at`; return 0 without a planned cache."""
+        return self.source.stop_reading_at(at) if isinstance(self.source, PlannedCache) else 0
 
     def extend(self, span: Span, train_step: int) -> None:
-        """Extend the plan to the end of a span, from a step on, at most that of `settle`.
+        """Extend the plan to the end of a span, from a step on, at most that of `stop_reading_at`.
 
         It continues from its keyframes, as in a resumed run. A future-ordered log first reschedules
         the rows whose next use was unknown.

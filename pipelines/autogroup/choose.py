@@ -35,7 +35,7 @@ from pipelines.autogroup.search import ChosenGroup, GroupChoice, choose_groups
 from pipelines.build_context import BuildContext
 from pipelines.build_request import BuildRequest
 from pipelines.clustering.star import cluster
-from pipelines.exchange import Received, TaskResult
+from pipelines.exchange import ReadElements, TaskResult
 from pipelines.prepare import count_parts, holds_in_memory, prepare
 from pipelines.progress import Counts
 from pipelines.runner_options import LocalOptions
@@ -62,8 +62,8 @@ MAX_CELLS = 1 << 21
 """Maximum number of values in the sample, with list values: some 15,000 samples of the demo."""
 MAX_RAW_ROWS = 1 << 18
 """Maximum number of raw rows for `samples.per`, unless one key has more."""
-_EDGE = 8
-"""If a log is not read to its end, sessions with a sample in the last 1/8 that is read may
+_OPEN_SHARE = 1 / 8
+"""If a log is not read to its end, sessions with a sample in this last share of what is read may
 continue after it."""
 PER_SAMPLE_ROLES = ("label", "weight", "label_time")
 """Roles of features that stay with the samples: the trainer reads them there."""
@@ -211,9 +211,9 @@ def sample_sessions(context: BuildContext) -> tuple[SessionSample | None, Counts
         choose = _first_splits if data.samples.per is None else _splits_of_keys
         executor.make_samples(context, exchange, choose(context, sources), sides, map_chosen_rows)
         for sent in exchange.take(_EDGE_ROWS).values():
-            edge += [table[ORIGIN].to_numpy() for table in Received(sent)]
+            edge += [table[ORIGIN].to_numpy() for table in ReadElements(sent)]
         for sent in exchange.take(stages.SAMPLES).values():
-            for tuples in Received(sent):
+            for tuples in ReadElements(sent):
                 good = tuples.samples.filter(pa.array(_in_training(tuples.samples, data)))
                 if good.num_rows:
                     hashes = hash_session_keys(good[data.session.key])
@@ -250,7 +250,7 @@ class ChosenRows:
     """Rows to make samples of.
 
     Those with the hashes `keys`, all when None; their origins are sent as well if `is_edge`, see
-    `_EDGE`.
+    `_OPEN_SHARE`.
     """
 
     split: InputSplit
@@ -284,7 +284,7 @@ def _first_splits(_: BuildContext, splits: Splits) -> Iterator[ChosenRows]:
             if read_bytes >= limit:
                 break
             read_bytes += size
-            yield ChosenRows(split, is_edge=share < 1 and read_bytes > limit - limit // _EDGE)
+            yield ChosenRows(split, is_edge=share < 1 and read_bytes > limit * (1 - _OPEN_SHARE))
 
 
 def _splits_of_keys(context: BuildContext, splits: Splits) -> Iterator[ChosenRows]:

@@ -43,7 +43,7 @@ class Counted(beam.DoFn):
 
     def setup(self) -> None:
         """Keep freed memory in processes that the runner owns."""
-        if self.context.owns_workers:
+        if self.context.tunes_workers:
             keep_freed_memory()
             self._check_root()
 

@@ -261,7 +261,7 @@ class ReadSource(beam.PTransform):
             steps=job_steps(self._data),
             num_parts=1,
             empty_rows={self._source: self._empty_rows(listing)},
-            owns_workers=False,
+            tunes_workers=False,
         )
         read = input_or_inputs | "read" >> ReadRows(context)
         return {
@@ -325,7 +325,7 @@ def _context_of_rows(job: JobFiles, name: str, num_parts: int) -> BuildContext:
     """Return the context of rows of a user's pipeline, in which `name` stands for their file."""
     listing = (_unread_file(job.config, job.path, name),)
     context = context_of(job, Folder(""), listing, day=None)
-    return replace(context, num_parts=num_parts, owns_workers=False, has_files=False)
+    return replace(context, num_parts=num_parts, tunes_workers=False, has_files=False)
 
 
 def _target(dataset: str | Path, append: bool) -> SegmentTarget:
@@ -359,7 +359,7 @@ def _start_build(target: SegmentTarget, job: JobFiles, context: BuildContext) ->
         context,
         segment_root=root,
         fitted=fitted_files(target.dataset),
-        owns_workers=False,
+        tunes_workers=False,
     )
     stage_fitted(target.dataset, context.fitted, root)
     return PendingSegment(target, job, context)

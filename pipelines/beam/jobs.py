@@ -74,7 +74,7 @@ def segment_of_rows(
         fit = FitTransforms(context.segment_root, context.data, context.fitted)
         outputs["fitted"] = samples[FITTED] | "FitTransforms" >> fit
     parts = samples[SAMPLES] | "BuildParts" >> BuildParts(context, outputs.get("fitted"))
-    number = NumberAccesses(context.segment_root, context.data.tables, context.owns_workers)
+    number = NumberAccesses(context.segment_root, context.data.tables, context.tunes_workers)
     tables = parts[BLOCKS] | "NumberAccesses" >> number
     rejects = (rows[REJECTS], samples[REJECTS]) | "join rejects" >> beam.Flatten()
     counts = rejects | "WriteRejects" >> WriteRejects(context)
@@ -123,11 +123,11 @@ def run_index(tasks: Sequence[TableTask], beam_args: list[str]) -> list[TableTot
 
 
 class _NumberTable(beam.DoFn):
-    def __init__(self, root: Location, owns_workers: bool) -> None:
-        self.root, self.owns_workers = root, owns_workers
+    def __init__(self, root: Location, tunes_workers: bool) -> None:
+        self.root, self.tunes_workers = root, tunes_workers
 
     def setup(self) -> None:
-        if self.owns_workers:
+        if self.tunes_workers:
             keep_freed_memory()
 
     def process(self, table: str, blocks: bytes | None) -> Iterator[tuple[str, NumberedTable]]:
@@ -144,10 +144,10 @@ def _training_blocks(parts: list[bytes]) -> bytes | None:
 class NumberAccesses(beam.PTransform):
     """Number the rows of tables: blocks of parts (`encode_blocks`) to (table, `NumberedTable`)."""
 
-    def __init__(self, root: Location, tables: Iterable[str], owns_workers: bool = True) -> None:
+    def __init__(self, root: Location, tables: Iterable[str], tunes_workers: bool = True) -> None:
         """Store the settings."""
         super().__init__()
-        self.owns_workers = owns_workers
+        self.tunes_workers = tunes_workers
         self.root, self.tables = root, sorted(tables)
 
     def expand(self, input_or_inputs: beam.PCollection) -> beam.PCollection:
@@ -158,7 +158,7 @@ class NumberAccesses(beam.PTransform):
             | "training blocks" >> beam.Map(_training_blocks)
         )
         number = beam.ParDo(
-            _NumberTable(self.root, self.owns_workers), beam.pvalue.AsSingleton(blocks)
+            _NumberTable(self.root, self.tunes_workers), beam.pvalue.AsSingleton(blocks)
         )
         return (
             input_or_inputs.pipeline

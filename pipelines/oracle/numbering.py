@@ -5,8 +5,13 @@ The memory does not grow with the number of look-ups:
     look-ups by part -> temporary file -> numbers in training order -> access lists and edges
 
 The rows of a table that is too large are numbered range by range. New rows of a block get numbers
-in ascending order, so that those of a range follow those of the ranges below: once all ranges are
-numbered, the first number of each range in each block is known.
+in ascending order, so those of a range follow those of the ranges below. With ranges [0, 10) and
+[10, 20), and blocks with the new rows 3, 12, 15 and 4, 11:
+
+    block 0: 3 -> 0, 12 -> 1, 15 -> 2    block 1: 4 -> 3, 11 -> 4
+
+Each range is numbered by itself (3, 4 -> 0, 1 and 12, 15, 11 -> 0, 1, 2); the counts of new rows by
+block and range give what is added to them.
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ def _add_distance(proto: anomalies_pb2.Anomalies, distance: Distance) -> None:
 
 
 class GateError(SchemaError):
-    """Say that a segment was built but is refused by the gate."""
+    """Raised when the gate refuses a segment that was built."""
 
 
 def check_segment(

@@ -56,12 +56,12 @@ def _with_dash(function: Callable[..., str]) -> Callable[..., str]:
     return lambda value, *args: "\N{EN DASH}" if value is None else function(value, *args)
 
 
-def digits(value: float) -> str:
-    """Return three significant digits without an exponent.
+def three_digits(value: float) -> str:
+    """Return three significant three_digits without an exponent.
 
     Example:
-        >>> digits(12.23), digits(0.0123), digits(1234.5), digits(2.0), digits(0)
-        ('12.2', '0.0123', '1,234', '2.00', '0')
+        >>> [three_digits(value) for value in (12.23, 0.0123, 1234.5, 2.0, 0)]
+        ['12.2', '0.0123', '1,234', '2.00', '0']
     """
     if not value:
         return "0"
@@ -90,7 +90,7 @@ def size(num_bytes: float) -> str:
     """
     for factor, unit in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if num_bytes >= factor:
-            return f"{digits(num_bytes / factor)} {unit}"
+            return f"{three_digits(num_bytes / factor)} {unit}"
     return f"{num_bytes:.0f} B"
 
 
@@ -116,7 +116,7 @@ def ratio(a: float, b: float) -> str:
         >>> ratio(8.3, 0.68), ratio(1, 0)
         ('12.2', 'n/a')
     """
-    return digits(a / b) if b else "n/a"
+    return three_digits(a / b) if b else "n/a"
 
 
 def compared(ours: float, other: float) -> str:
@@ -133,7 +133,7 @@ def compared(ours: float, other: float) -> str:
     return f"{ratio(ours, other)} times as large as"
 
 
-FILTERS = (integer, digits, size, percent, decimals, ratio, compared, pluralize)
+FILTERS = (integer, three_digits, size, percent, decimals, ratio, compared, pluralize)
 
 
 # Charts: facts to SVG.

@@ -20,7 +20,7 @@ from pipelines.clustering.storage_layout import (
     try_encodings,
 )
 from pipelines.clustering.writer import ROW_GROUP_BYTES
-from pipelines.exchange import Received, Sent, TaskResult
+from pipelines.exchange import ElementRef, ReadElements, TaskResult
 from pipelines.executor import Bundle, TaskOutputs, open_exchange, split_inputs
 from pipelines.prepare import holds_in_memory
 from pipelines.rewrite.input import BATCH_ROWS, ordering
@@ -121,7 +121,7 @@ def run_flat(stage: FlatStage, options: LocalOptions) -> Mapping[str, list[Any]]
         samples = exchange.take(SAMPLES)
         tasks = ((part, samples.pop(part)) for part in list(samples))
         parts = exchange.run("part", _write_part, tasks, stage)
-        rejects = [rows for sent in exchange.take(REJECTS).values() for rows in Received(sent)]
+        rejects = [rows for sent in exchange.take(REJECTS).values() for rows in ReadElements(sent)]
     return {"parts": parts, "rejects": rejects}
 
 
@@ -134,10 +134,10 @@ def _send_rows(worker: Worker, bundle: Bundle, stage: FlatStage) -> TaskResult:
 
 
 def _write_part(
-    worker: Worker, samples: tuple[int, Sequence[Sent]], stage: FlatStage
+    worker: Worker, samples: tuple[int, Sequence[ElementRef]], stage: FlatStage
 ) -> TaskResult:
     part, sent = samples
-    return TaskResult(replace(stage, context=worker.context).write(part, Received(sent)))
+    return TaskResult(replace(stage, context=worker.context).write(part, ReadElements(sent)))
 
 
 def with_order(table: pa.Table, session: str, time: str | None) -> pa.Table:

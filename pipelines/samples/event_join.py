@@ -15,11 +15,11 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from pipelines.samples.lookups import (
+    ceil_to_microseconds,
     check_column,
     check_timestamp,
     common_type,
     key_column,
-    microseconds_up,
 )
 from pipelines.sources.raw_rows import ORIGIN, file_and_row, microseconds
 from pipelines.sources.rejects import Reject, python_rows, rejects_table, sorted_rejects
@@ -138,9 +138,9 @@ def _pairs(features: pa.Table, events: pa.Table, config: EventsConfig) -> _Pairs
     first = np.where(event_codes < 0, end, first)  # a null key has no match
     event = np.repeat(np.arange(events.num_rows), end - first)
     feature = order[ranges(first, end - first)]
-    event_times = microseconds_up(one_chunk(events[config.event_time or config.time]))
+    event_times = ceil_to_microseconds(one_chunk(events[config.event_time or config.time]))
     times = one_chunk(features[config.time])
-    feature_times = microseconds_up(times.fill_null(pa.scalar(0, times.type)))
+    feature_times = ceil_to_microseconds(times.fill_null(pa.scalar(0, times.type)))
     has_time = times.is_valid().to_numpy(zero_copy_only=False)
     delay = event_times[event] - feature_times[feature]
     in_time = (delay <= microseconds(config.label_wait)) & has_time[feature]

@@ -141,7 +141,7 @@ def sort_side_rows(rows: pa.Table, config: SideConfig, kind: pa.DataType) -> pa.
     hashes = key_hashes(keys)
     columns = [rows[ORIGIN].to_numpy(), hashes]
     if config.time is not None:
-        columns.insert(1, microseconds_up(one_chunk(rows[config.time])))
+        columns.insert(1, ceil_to_microseconds(one_chunk(rows[config.time])))
     order = np.lexsort(columns)
     rows = rows.set_column(rows.column_names.index(config.key), config.key, keys)
     return rows.append_column(_HASH, pa.array(hashes)).take(pa.array(order)).combine_chunks()
@@ -151,11 +151,11 @@ def side_table(rows: pa.Table, config: SideConfig) -> SideTable:
     """Return the side table of rows from `sort_side_rows`."""
     times = None
     if config.time is not None:
-        times = microseconds_up(one_chunk(rows[config.time]))
+        times = ceil_to_microseconds(one_chunk(rows[config.time]))
     return SideTable(rows, rows[_HASH].to_numpy(), times)
 
 
-def microseconds_up(times: pa.Array) -> NDArray[np.int64]:
+def ceil_to_microseconds(times: pa.Array) -> NDArray[np.int64]:
     """Return times in microseconds, rounded up, so that no row is valid too early."""
     if times.type.unit != "ns":
         return times.cast(pa.timestamp("us")).cast(pa.int64()).to_numpy()
@@ -177,7 +177,7 @@ def check_unique(
     candidates = np.flatnonzero(hashes[1:] == hashes[:-1])
     each, advice = config.key, "remove one, or declare the time from which each holds"
     if config.time is not None:
-        times = microseconds_up(one_chunk(rows[config.time]))
+        times = ceil_to_microseconds(one_chunk(rows[config.time]))
         candidates = candidates[times[candidates + 1] == times[candidates]]
         each, advice = f"{config.key} and {config.time}", "they differ: remove one"
     equal = pc.equal(keys.take(pa.array(candidates)), keys.take(pa.array(candidates + 1)))

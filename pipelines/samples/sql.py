@@ -101,7 +101,7 @@ PREVIEW_TIME = timedelta(seconds=10)
 
 
 class SqlError(SchemaError):
-    """Say that a statement of the job is wrong.
+    """Raised when a statement of the job is wrong.
 
     Attributes:
         key: of the job file.
@@ -198,11 +198,11 @@ def _holds_struct(kind: pa.DataType) -> bool:
 
 
 class LimitError(Exception):
-    """Say that a statement exceeded the job's limit of time or memory."""
+    """Raised when a statement exceeds the job's limit of time or memory."""
 
 
 class BadRowsError(Exception):
-    """Say that a statement raises on rows that cannot be isolated."""
+    """Raised when a statement fails on rows that cannot be isolated."""
 
 
 class Connection:

@@ -158,7 +158,7 @@ def _is_leased(place: str, leased: set[str]) -> bool:
 
 
 def _is_old(place: str, entries: list[Entry], replaced_for: timedelta, now: datetime) -> bool:
-    is_refused = place.startswith(REFUSED_PREFIX)  # not of a build that goes on
+    is_refused = place.startswith(REFUSED_PREFIX)  # not of a running build
     limit = now - (replaced_for if is_refused else max(replaced_for, MIN_AGE))
     return all(entry.modified <= limit for entry in entries)
 
@@ -191,7 +191,7 @@ def _without_named(
 
 
 def _places(dataset: Location) -> Iterator[tuple[str, list[Entry]]]:
-    """Yield what is removed as a whole with its files: directories, and single files."""
+    """Yield each removable directory or file with its entries."""
     places: defaultdict[str, list[Entry]] = defaultdict(list)
     for entry in dataset.entries():
         match = _PLACES.match(entry.path)

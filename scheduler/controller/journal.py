@@ -1,4 +1,4 @@
-"""Incidents, speeds, reservations and costs over time, folded from a log in bounded memory."""
+"""Incidents, speeds, reservations and costs over time, computed from a log in bounded memory."""
 
 from __future__ import annotations
 

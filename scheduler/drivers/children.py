@@ -208,7 +208,8 @@ class Children:
         """Keep all files: they mark a name as used.
 
         The first call kills live children that an earlier scheduler started and this one does not
-        know: it would have decided otherwise. Only slot moves live without being named.
+        know: it would have decided otherwise. Only processes of slot moves may run without being in
+        the state.
         """
         if self._is_checked:
             return

@@ -37,7 +37,9 @@ SPIN_SHARE = 0.9
 NUM_NEEDS = 65
 """Needs that are compared, spaced evenly in their logarithm."""
 
-FitReason = Literal["kept", "few are busy", "fewer were slower", "more may help"]
+FitReason = Literal["kept", "idle", "needed", "trial"]
+"""`kept`: the current cores fit; `idle`: few of them are busy; `needed`: steps were longer with
+fewer; `trial`: more may shorten steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +96,9 @@ def fit_cores(readings: Sequence[Reading]) -> CoreFit:
 
     Example:
         >>> fit_cores([Reading(4.0, 1.0, 0.5)])
-        CoreFit(cpus=1.3, why='few are busy', need=CoreNeed(cpus=4.0, slower=False))
+        CoreFit(cpus=1.3, why='idle', need=CoreNeed(cpus=4.0, slower=False))
         >>> fit_cores([Reading(4.0, 1.0, 0.5), Reading(1.3, 0.8, 0.6)]).why
-        'fewer were slower'
+        'needed'
     """
     need, current = estimate_need(readings), readings[-1].cpus
     most = max(reading.cpus for reading in readings)
@@ -107,13 +109,13 @@ def fit_cores(readings: Sequence[Reading]) -> CoreFit:
     # Whatever would not be reduced may lack cores, so that too few are always noticed.
     may_lack = not spins and busy_share * HEADROOM * MIN_RATIO > 1.0
     if may_lack or (need.slower and need.cpus > GROWTH_HELPED * most):
-        return CoreFit(GROWTH * most, "more may help", need)
+        return CoreFit(GROWTH * most, "trial", need)
     ample = [reading.busy for reading in readings if MIN_RATIO * reading.cpus > need.cpus]
     usual, floor = HEADROOM * median(ample), NEED_MARGIN * need.cpus * need.slower
     wanted = NEED_MARGIN * need.cpus if spins else max(usual, floor)
     if current / (KEEP_RATIO if need.slower else MIN_RATIO) < wanted < current * MIN_RATIO:
         return CoreFit(current, "kept", need)
-    return CoreFit(wanted, "fewer were slower" if floor > usual else "few are busy", need)
+    return CoreFit(wanted, "needed" if floor > usual else "idle", need)
 
 
 def estimate_need(readings: Sequence[Reading]) -> CoreNeed:
@@ -193,7 +195,7 @@ def fit_pool_cores(readings: CoreReadings) -> CoreGrant | None:
     if not latest:
         return None
     fits = [fit_cores([pools[i] for pools in latest]) for i in range(len(latest[-1]))]
-    trying = [fit.why == "more may help" for fit in fits]
+    trying = [fit.why == "trial" for fit in fits]
     cpus = tuple(
         fit.cpus * (GROWTH if any(trying) and not own else 1.0)
         for fit, own in zip(fits, trying, strict=True)

@@ -1,4 +1,4 @@
-"""Our policy in the simulator: the live functions, and parts that can be turned off.
+"""Our policy in the simulator: the live functions, and features that can be turned off.
 
 For each job, the sizes with trusted predictions are compared by time^k x cost. All jobs share the
 cluster (`planner.share`), with a larger gain the sooner a job is done. A running job is changed as
@@ -49,8 +49,8 @@ from schemas.config.schedule import BudgetConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """Parts of the policy that can be turned off."""
+class PolicyFeatures:
+    """Features of the policy that can be turned off."""
 
     time_cost_exponent: float = TIME_COST_EXPONENT
     """Exponent k of time."""
@@ -66,8 +66,8 @@ class Parts:
     """Whether the number of stores of a started job may change."""
 
 
-ALL = Parts()
-OFF = Parts(
+ALL = PolicyFeatures()
+OFF = PolicyFeatures(
     time_cost_exponent=1.0,
     urgent=False,
     fit_cores=False,
@@ -75,7 +75,7 @@ OFF = Parts(
     grow_after_oom=False,
     move_stores=False,
 )
-"""No parts: time x cost, by priority, then arrival."""
+"""No features: time x cost, by priority, then arrival."""
 FORECAST_POINTS = (0.02, 0.05, 0.1, 0.2, 0.4, 0.7)
 """Progress at which memory is forecast, until the next of these points at least."""
 
@@ -107,8 +107,8 @@ class Estimates:
     of `forecast`, with the touched rows of all later steps.
     """
 
-    def __init__(self, parts: Parts) -> None:
-        self.parts = parts
+    def __init__(self, features: PolicyFeatures) -> None:
+        self.features = features
         self.models = KindModels(fit_presage)
         self.kinds: dict[str, KindModel] = {}
         self.jobs: dict[int, JobEstimate] = {}
@@ -135,7 +135,7 @@ class Estimates:
         estimate.cores = add_readings(
             estimate.cores, at, readings_of(measured, view.current or view.request)
         )
-        if self.parts.fit_cores:
+        if self.features.fit_cores:
             estimate.grant = fit_pool_cores(estimate.cores)
 
     def _is_suspect(self, job: int) -> bool:
@@ -188,8 +188,8 @@ class Estimates:
         estimate.num_forecasts, estimate.oom = max(passed, estimate.num_forecasts), view.num_oom
         given = self.memory(view)
         readings = snapshot.readings(view.job)
-        wanted = _forecast_bytes(readings, given[0], passed, give_back=self.parts.give_back)
-        if killed and self.parts.grow_after_oom:
+        wanted = _forecast_bytes(readings, given[0], passed, give_back=self.features.give_back)
+        if killed and self.features.grow_after_oom:
             wanted = max(wanted or 0.0, memory_after_oom(given[0], 0.0, np.inf))
         if wanted is not None:
             estimate.memory = wanted, wanted * readings.tables_share
@@ -273,9 +273,9 @@ class PresagePolicy:
     failure_policy = FailurePolicy(PAUSE_SEC, PAUSE_SEC, keeps_steps=True, replaces_slow=True)
     interval_sec = INTERVAL_SEC
 
-    def __init__(self, parts: Parts = ALL, name: str = "presage") -> None:
-        self.parts, self.name = parts, name
-        self.estimates = Estimates(parts)
+    def __init__(self, features: PolicyFeatures = ALL, name: str = "presage") -> None:
+        self.features, self.name = features, name
+        self.estimates = Estimates(features)
         self.plans: dict[int, Plans] = {}
         self.stores: dict[int, int] = {}
         self.corrections: dict[int, Correction] = {}
@@ -284,7 +284,7 @@ class PresagePolicy:
     def decide(self, snapshot: Snapshot) -> Mapping[int, Sizes]:
         """Return all sizes: newly shared, but running jobs that gain little keep theirs."""
         self.estimates.update(snapshot)
-        if not self.parts.move_stores:
+        if not self.features.move_stores:
             running = {v.job: v.current.num_stores for v in snapshot.jobs if v.current is not None}
             self.stores = {**self.stores, **running}
         self.plans = {view.job: self._plans(view, snapshot) for view in snapshot.jobs}
@@ -309,7 +309,7 @@ class PresagePolicy:
 
     def _options(self, snapshot: Snapshot) -> list[Options]:
         all_plans = [self.plans[view.job] for view in snapshot.jobs]
-        if not self.parts.urgent:
+        if not self.features.urgent:
             return [plans.options for plans in all_plans]
         steps = [v.left_samples / snapshot.batch_samples[v.kind] for v in snapshot.jobs]
         remaining_sec = np.array(steps) * np.array([plans.seconds[-1] for plans in all_plans])
@@ -356,7 +356,9 @@ class PresagePolicy:
         cpus = kind.replicas * cores[0] + kind.stores * cores[1]
         total_memory = kind.replicas * memory[0] + memory[1]
         price = PRICES.cpu_hour_price * cpus + PRICES.gib_hour_price * total_memory / GIB
-        weighted = weighted_cost(kind.seconds, kind.seconds * price, self.parts.time_cost_exponent)
+        weighted = weighted_cost(
+            kind.seconds, kind.seconds * price, self.features.time_cost_exponent
+        )
         preferred = int(weighted.argmin())
         front = pareto_front(np.stack([price, kind.seconds], axis=1))
         slower = front[kind.seconds[front] > kind.seconds[preferred]]
@@ -446,7 +448,7 @@ class PresagePolicy:
         if not np.isfinite(new_sec):
             return False
         now, new = (
-            weighted_cost(seconds, seconds * _price(sizes), self.parts.time_cost_exponent)
+            weighted_cost(seconds, seconds * _price(sizes), self.features.time_cost_exponent)
             for seconds, sizes in ((now_sec, current), (new_sec, target))
         )
         comparison = SizeComparison(

@@ -25,11 +25,11 @@ from scheduler.status.view import (
     View,
     clock,
     describe_move,
-    digits,
     duration,
     memory,
     notes_of,
     percent,
+    three_digits,
 )
 from schemas.errors import printable
 from schemas.hashing import NUM_SLOTS
@@ -74,9 +74,9 @@ def _tiles(view: View) -> tuple[tuple[str, str, str], ...]:
     num_incidents = sum(n for _, _, n in view.num_incidents)
     num_replaced = sum(i.back_sec is not None for i in view.incidents)
     return (
-        ("Cores reserved", digits(view.used_cpus), f"of {digits(view.cpus)}"),
+        ("Cores reserved", three_digits(view.used_cpus), f"of {three_digits(view.cpus)}"),
         ("Memory reserved", memory(view.used_memory_bytes), f"of {memory(view.memory_bytes)}"),
-        ("Cost so far", digits(spent), f"{digits(total)} predicted in all"),
+        ("Cost so far", three_digits(spent), f"{three_digits(total)} predicted in all"),
         (
             "Time left",
             "none" if left_sec is None else duration(left_sec),
@@ -89,16 +89,16 @@ def _tiles(view: View) -> tuple[tuple[str, str, str], ...]:
 def job_facts(job: JobView, now_sec: float) -> list[str]:
     """Return cost, time, forecast and deadline of a job, and why nothing happens, in words."""
     elapsed = (now_sec if job.ended_sec is None else job.ended_sec) - job.since_sec
-    hourly = f", {digits(job.hour_price)} an hour as reserved now" if job.hour_price else ""
+    hourly = f", {three_digits(job.hour_price)} an hour as reserved now" if job.hour_price else ""
     facts = [
-        f"cost so far {digits(job.spent)}{hourly}",
+        f"cost so far {three_digits(job.spent)}{hourly}",
         f"{'running for' if job.ended_sec is None else 'ran'} {duration(elapsed)}",
     ]
     forecast = job.forecast
     if forecast is not None:
         total = job.spent + forecast.left_cost
         facts += [
-            f"predicted: {duration(forecast.left_sec)} more, cost {digits(total)} in all",
+            f"predicted: {duration(forecast.left_sec)} more, cost {three_digits(total)} in all",
             f"step times {percent(forecast.low)} to {percent(forecast.high)} of the prediction "
             f"({'narrow enough' if forecast.confident else 'too wide'} to act upon)",
         ]
@@ -117,7 +117,8 @@ def describe_speed(speed: Speed, unit: str) -> str:
     comparison = f"{percent(abs(error))} {'more' if error > 0 else 'less'} than predicted before"
     if abs(error) < 0.005:
         comparison = "as predicted before"
-    return f"Measured {digits(speed.measured)} {unit}, {comparison} ({digits(speed.predicted)})."
+    predicted = three_digits(speed.predicted)
+    return f"Measured {three_digits(speed.measured)} {unit}, {comparison} ({predicted})."
 
 
 def _isoformat(time_sec: float) -> str:
@@ -170,7 +171,7 @@ class Frame:
         for value in ticks(self.top):
             y = self.y(value)
             lines.append(f'<path class="grid" d="M{LEFT:.0f} {y:.1f}H{WIDTH - RIGHT:.0f}"/>')
-            lines.append(_text(LEFT - LABEL_GAP, y + 4, digits(value), "end"))
+            lines.append(_text(LEFT - LABEL_GAP, y + 4, three_digits(value), "end"))
         bottom = HEIGHT - 7
         lines.append(_text(LEFT, bottom, clock(self.start_sec), "start"))
         lines.append(_text(WIDTH - RIGHT, bottom, clock(self.end_sec), "end"))
@@ -219,8 +220,9 @@ def speed_chart(speeds: Sequence[Speed], title: str, unit: str, until_sec: float
         + dots
     )
     label = (
-        f"{title}: last measured {digits(last.measured)} {unit}, predicted before "
-        f"{digits(last.predicted)}, between {digits(last.low)} and {digits(last.high)}; "
+        f"{title}: last measured {three_digits(last.measured)} {unit}, predicted before "
+        f"{three_digits(last.predicted)}, between {three_digits(last.low)} and "
+        f"{three_digits(last.high)}; "
         f"{len(speeds)} measurements from {clock(speeds[0].time_sec)} to {clock(last.time_sec)}"
     )
     return _picture(label, body)
@@ -241,8 +243,8 @@ def usage_chart(usage: Sequence[Usage], cpus: float, until_sec: float) -> Markup
     )
     most = max(u.cpus for u in usage)
     label = (
-        f"Reserved cores: {digits(usage[-1].cpus)} of {digits(cpus)} now, {digits(most)} at most, "
-        f"from {clock(usage[0].time_sec)} to {clock(until_sec)}"
+        f"Reserved cores: {three_digits(usage[-1].cpus)} of {three_digits(cpus)} now, "
+        f"{three_digits(most)} at most, from {clock(usage[0].time_sec)} to {clock(until_sec)}"
     )
     return _picture(label, body)
 
@@ -301,7 +303,7 @@ _ENVIRONMENT = Environment(
 _ENVIRONMENT.filters |= {
     "clock": clock,
     "describe_move": describe_move,
-    "digits": digits,
+    "three_digits": three_digits,
     "duration": duration,
     "format_spans": format_spans,
     "isoformat": _isoformat,

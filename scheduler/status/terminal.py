@@ -26,11 +26,11 @@ from scheduler.status.view import (
     View,
     clock,
     describe_move,
-    digits,
     duration,
     memory,
     notes_of,
     percent,
+    three_digits,
 )
 from schemas.dataset.files import replace_bytes
 from schemas.errors import SchemaError, printable
@@ -53,9 +53,9 @@ def render(view: View, num_incidents: int = LATEST, num_decisions: int = 0) -> R
     """Return the view for a terminal, with the latest incidents and decisions, newest last."""
     spent = sum(job.spent for job in view.jobs)
     head = (
-        f"{headline(view)} | {digits(view.used_cpus)} of {digits(view.cpus)} cores, "
+        f"{headline(view)} | {three_digits(view.used_cpus)} of {three_digits(view.cpus)} cores, "
         f"{memory(view.used_memory_bytes)} of {memory(view.memory_bytes)} reserved | "
-        f"cost {digits(spent)} | {clock(view.now_sec)} UTC"
+        f"cost {three_digits(spent)} | {clock(view.now_sec)} UTC"
     )
     parts: list[RenderableType] = [Text(printable(head), style="bold"), _jobs(view.jobs)]
     for job in view.jobs:
@@ -159,7 +159,9 @@ def _speeds(job: JobView) -> str:
         speeds = [speed for speed in job.speeds if speed.pool == pool]
         if speeds:
             last = speeds[-1]
-            parts.append(f"{digits(last.measured)} {unit} ({digits(last.predicted)} predicted)")
+            parts.append(
+                f"{three_digits(last.measured)} {unit} ({three_digits(last.predicted)} predicted)"
+            )
     return ", ".join(parts)
 
 
@@ -180,9 +182,9 @@ def _memory(job: JobView) -> str:
 def _cost(job: JobView) -> str:
     forecast = job.forecast
     if forecast is None:
-        return digits(job.spent)
-    total = digits(job.spent + forecast.left_cost)
-    return f"{digits(job.spent)} of {total}, {duration(forecast.left_sec)} left"
+        return three_digits(job.spent)
+    total = three_digits(job.spent + forecast.left_cost)
+    return f"{three_digits(job.spent)} of {total}, {duration(forecast.left_sec)} left"
 
 
 def _incident(incident: Incident, view: View) -> Text:

@@ -405,11 +405,11 @@ def memory(num_bytes: float) -> str:
     return f"{num_bytes / GIB:.2f} GiB" if num_bytes >= GIB else f"{num_bytes / MIB:.0f} MiB"
 
 
-def digits(value: float) -> str:
-    """Return about three significant digits.
+def three_digits(value: float) -> str:
+    """Return about three significant three_digits.
 
     Example:
-        >>> digits(12345.6), digits(12.34), digits(0.01234), digits(0)
+        >>> three_digits(12345.6), three_digits(12.34), three_digits(0.01234), three_digits(0)
         ('12,346', '12.3', '0.0123', '0')
     """
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"

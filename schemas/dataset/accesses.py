@@ -105,7 +105,7 @@ class RowNumbering:
         self.maps = [next(of_used) if uses else None for uses in self.is_used]
 
     def of_segment(self, segment: int) -> Array | slice:
-        """Return the number of each of a segment's own numbers, to index an array."""
+        """Return the dataset's row number for each row number of a segment."""
         numbers = self.maps[segment]
         return slice(self.counts[segment]) if numbers is None else numbers
 

@@ -47,7 +47,7 @@ class LeaseRecord:
 class Lease:
     """A lease that a thread renews until it is released or the process ends.
 
-    After a fork the child has no lease. Errors of renewals are logged: the holder goes on.
+    After a fork the child has no lease. A failed renewal is logged and tried again.
     """
 
     def __init__(self, directory: Location, holder: str, expiry_sec: float = EXPIRY_SEC) -> None:

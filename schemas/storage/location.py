@@ -173,9 +173,8 @@ class Location:
         """Read a whole file."""
         if self.local is not None:
             return self.local.read_bytes()
-        with suppress(
-            ShorterError
-        ):  # it was replaced, and the client asked for the rest of the old
+        # It may have been replaced between two requests of one read: then read the new file.
+        with suppress(ShorterError):
             return call(self.url, lambda o: bytes(o.get(*self._object()).bytes()))
         return call(self.url, lambda o: bytes(o.get(*self._object()).bytes()))
 
@@ -529,7 +528,7 @@ class _RemoteFile(io.RawIOBase):
 
 @contextmanager
 def copy_errors_name(source: Location, copy: Path) -> Generator[None]:
-    """Let errors of files of a temporary copy name them at their source."""
+    """In errors, replace the path of a temporary copy by that of its source."""
     try:
         yield
     except SchemaError as error:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelines.exchange import Exchange, Received, TaskResult
+from pipelines.exchange import Exchange, ReadElements, TaskResult
 from pipelines.prepare import SMALL_PARTS, count_parts, holds_in_memory
 from pipelines.runner_options import LocalOptions, local_options
 from pipelines.samples.tuples import Tuples, separate_tuples
@@ -57,7 +57,7 @@ def run(scratch: Path | None) -> tuple[list[Any], dict[int, Any]]:
     with Workers(cast(Any, None), 2) as workers:
         exchange = Exchange(workers, scratch)
         values = exchange.run("send", _send, range(4))
-        sent = {part: list(Received(refs)) for part, refs in exchange.take("rows").items()}
+        sent = {part: list(ReadElements(refs)) for part, refs in exchange.take("rows").items()}
         assert exchange.take("rows") == {}
     return values, sent
 

@@ -88,7 +88,7 @@ def test_busy_share_of_too_few_cores_tells_nothing_but_steps_do(peak: float) -> 
     assert shares == pytest.approx([1.0 / peak] * 3)
     shrunk = [reading(1.6 * peak, peak), reading(HEADROOM, peak)]
     found = fit_cores(shrunk)
-    assert found.why == "fewer were slower"
+    assert found.why == "needed"
     assert found.cpus == pytest.approx(NEED_MARGIN * peak, rel=0.03)
 
 
@@ -98,10 +98,10 @@ def test_fit_remembers_what_was_slower_however_often_more_was_enough() -> None:
 
 
 WHY = {
-    "few are busy": ([Reading(4.0, 1.0, 1.0)], HEADROOM),
-    "more may help": ([Reading(2.0, 1.7, 1.0)], GROWTH * 2.0),
+    "idle": ([Reading(4.0, 1.0, 1.0)], HEADROOM),
+    "trial": ([Reading(2.0, 1.7, 1.0)], GROWTH * 2.0),
     "kept": ([Reading(4.0, 1.0, 1.0), Reading(1.3, 1.01, 0.99)], 1.3),
-    "fewer were slower": (
+    "needed": (
         [Reading(4.0, 1.0, 1.0), Reading(1.3, 0.8, 1.25)],
         NEED_MARGIN * 1.25 * 1.3,
     ),

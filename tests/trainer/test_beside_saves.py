@@ -79,7 +79,7 @@ class OneReplica:
             gathered = self.rows.source.gather(step, rows)[TABLE]
             gathered.records.values[gathered.positions] = step
             self.rows.source.release(step, rows)
-            self.saves.after(step + 1, step_of_newest(self.run), writes=writes)
+            self.saves.save_if_due(step + 1, step_of_newest(self.run), writes=writes)
 
     def assert_saved(self, train_step: int) -> None:
         """Assert that a checkpoint has all rows as they were before a step."""

@@ -259,7 +259,7 @@ def test_training_continues_while_the_disk_is_full_and_the_next_checkpoint_has_e
     whole = BackgroundSaver.save
 
     def save(saver: BackgroundSaver, train_step: int) -> None:
-        saver.settle()
+        saver.wait_until_saved()
         (agent,) = agents_of(os.getpid())
         limit_files_of(agent, 3000 if train_step in (10, 15) else resource.RLIM_INFINITY)
         whole(saver, train_step)
@@ -283,7 +283,7 @@ def test_last_checkpoint_on_a_full_disk_is_an_error(
     whole = BackgroundSaver.save
 
     def save(saver: BackgroundSaver, train_step: int) -> None:
-        saver.settle()
+        saver.wait_until_saved()
         (agent,) = agents_of(os.getpid())
         limit_files_of(agent, 3000 if train_step > 30 else resource.RLIM_INFINITY)
         whole(saver, train_step)

@@ -66,7 +66,7 @@ class Member:
     def horizon(self) -> Horizon:
         return self.frontier.span.horizon
 
-    def settle(self) -> int:
+    def stop_reading(self) -> int:
         self._last = min(self._last, self._next)
         return self._last
 
@@ -109,7 +109,7 @@ def test_members_are_extended_at_the_same_step_whoever_reads_a_segment_first(
         for member in ready:
             member.train(step)
             member.frontier.check(known, state)
-            member.frontier.on_commit(known, step + 1, member.settle, member.extend)
+            member.frontier.on_commit(known, step + 1, member.stop_reading, member.extend)
         if step == joins:
             for _ in versions:
                 members[
@@ -143,12 +143,12 @@ def test_member_with_a_step_that_others_do_not_know_is_restarted(waiting: Member
     with pytest.raises(BehindError, match="restart it"):
         frontier.check(FIRST, state)
     with pytest.raises(BehindError, match="restart it"):
-        frontier.on_commit(FIRST, until + 1, waiting.settle, waiting.extend)
+        frontier.on_commit(FIRST, until + 1, waiting.stop_reading, waiting.extend)
 
 
 def test_member_that_differs_from_the_writer_is_restarted(waiting: Member) -> None:
     before = waiting.frontier.state
-    waiting.frontier.on_commit(waiting.frontier.visible, 12, waiting.settle, waiting.extend)
+    waiting.frontier.on_commit(waiting.frontier.visible, 12, waiting.stop_reading, waiting.extend)
     waiting.frontier.check(FIRST, waiting.frontier.state)
     with pytest.raises(BehindError, match=re.escape(f"for {before}")):
         waiting.frontier.check(waiting.frontier.visible, before)

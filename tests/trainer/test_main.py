@@ -19,7 +19,7 @@ from schemas.run.records import LEDGER, METRICS, PHASES, RUN_FILE, read_metrics,
 from tests.conftest import REPOSITORY
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS
-from trainer.__main__ import _set_threads, _warn_if_useless, main
+from trainer.__main__ import _set_threads, _warn_if_worse_than_mean, main
 from trainer.elastic.launcher import _threads_each
 
 
@@ -86,7 +86,7 @@ def test_threads_are_the_cores_within_the_quota_unless_the_job_has_a_number(
 def test_a_model_worse_than_the_mean_rate_is_named(
     ne: float | None, warned: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    _warn_if_useless(ne)
+    _warn_if_worse_than_mean(ne)
     line = "warning: the model is worse than predicting the mean rate for every sample: ne is 1.25"
     assert capsys.readouterr().err.startswith(line) == warned
 

@@ -177,6 +177,6 @@ def test_lighthouse_does_not_wait_for_a_member_that_left_while_another_answers_f
         left.result()
         for step in range(2, 5):
             assert (agreement.writer, agreement.leaving) == ("a", ["b"])
-            one.join_for(agreement.leaving)
+            one.unblock_quorum(agreement.leaving)
             agreement = one.agree(step, status())
             assert list(agreement.ready) == ["a"]

@@ -177,7 +177,7 @@ def test_departed_members_leave_no_thread_behind() -> None:
     before = threading.active_count()
     member = member_of("http://127.0.0.1:1", "a", "secret", 0.5, 0.5)
     for number in range(50):
-        member.join_for([f"replica-{number}"])
+        member.unblock_quorum([f"replica-{number}"])
     wait_for(lambda: threading.active_count() <= before)
 
 
@@ -188,10 +188,10 @@ def test_many_departed_members_are_answered_for_no_longer() -> None:
     ):
         agreement = member.agree(1, status())  # who is in no quorum with it may be alone in one
         before, names = threading.active_count(), [f"b{n}" for n in range(MAX_DEPARTED + 1)]
-        member.join_for(names)
+        member.unblock_quorum(names)
         assert threading.active_count() == before
-        member.join_for(names[1:])
+        member.unblock_quorum(names[1:])
         while agreement.leaving != names[1:]:
             agreement = member.agree(2, status())
-            member.join_for(agreement.leaving)
+            member.unblock_quorum(agreement.leaving)
         member.agree(3, status())

@@ -33,9 +33,10 @@ from trainer.stores.store import TableLayout
 
 DENSE_FILE, PLAN_FILE = "dense.safetensors", "plan.safetensors"
 """Files of a checkpoint: the dense state, and the state of the cache plan if there is one."""
-PARTIAL, AHEAD = ".partial", ".ahead"
-"""Suffixes of folders that are no checkpoints: one that is being written, and one that is newer
-than the logs of a run whose last lines were lost."""
+PARTIAL = ".partial"
+"""Suffix of the folder of a checkpoint that is being written."""
+AHEAD = ".ahead"
+"""Suffix of the folder of a checkpoint that is newer than the logs, whose last lines were lost."""
 STATE_FILE = "state.pt"
 """File of a checkpoint with the state that a loop passed to `EmbeddingRows.save`."""
 _STEP = "[0-9]{8,}"

@@ -102,7 +102,7 @@ class BackgroundSaver:
         start = time.perf_counter()
         self._poll_agent()
         if self._config.late == "wait":
-            self.settle()
+            self.wait_until_saved()
         copied, plan = 0, arrays_of_cached(self._rows.cached(train_step))
         if self._pending is not None:
             logger.warning(
@@ -128,7 +128,7 @@ class BackgroundSaver:
         if self._pending is None and (self._base_step or 0) < train_step:
             self._is_saved(train_step)
 
-    def settle(self) -> None:
+    def wait_until_saved(self) -> None:
         """Wait until the pending copy is on disk or has failed."""
         while self._pending is not None:
             self._poll_agent(1.0)
@@ -139,10 +139,10 @@ class BackgroundSaver:
         Raises:
             SchemaError: it cannot be written.
         """
-        self.settle()
+        self.wait_until_saved()
         if (self._base_step or 0) < train_step or self._failed is not None:
             self.save(train_step)
-            self.settle()
+            self.wait_until_saved()
         if self._failed is not None:
             raise SchemaError(self._failed)
 

@@ -1,8 +1,8 @@
 """Features that many samples share, for models that compute them once.
 
-A shared row is a distinct combination of the tuples of some dedup groups. One request has one user,
-so request and user together have hardly more shared rows than requests. Groups are added greedily
-while that lowers the number of dot products of two vectors.
+A shared row is a distinct combination of the tuples of some dedup groups. In a batch of 4,096
+samples with 300 requests of 290 users, request and user together have 300 shared rows, as each
+request has one user. Groups are added greedily while that lowers the number of dot products.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ logger = logging.getLogger(__name__)
 StartChild = Callable[[Sequence[str]], ChildProcess]
 """Starts `python -m trainer` with some arguments; the process ends with its stdin."""
 _POLL_SEC, URL_POLL_SEC = 0.1, 2.0
-"""Interval of looking at processes and at a run's folder, and at its URL."""
+"""Interval of polls of processes and of a run's folder, and of its URL."""
 _END_SEC = 10.0
 _MAX_ERROR_BYTES = 1 << 12
 
@@ -79,20 +79,20 @@ class AttemptMonitor:
     ) -> None:
         """Start before the first step."""
         self.is_finished = False
-        """Whether the run was finished at the last look."""
+        """Whether the run was finished at the last `refresh`."""
         self._run, self._rendezvous = run, rendezvous
         self._on_step, self._num_steps = on_step, num_steps
         self._tail = RunLogTail(run, METRICS)
         self._due = 0.0
 
-    def look(self, *, now: bool = False) -> None:
-        """Look at the run: at a URL from time to time, or `now`.
+    def refresh(self, *, force: bool = False) -> None:
+        """Read the state of the run; at a URL at most every `URL_POLL_SEC` unless forced.
 
         Raises:
             RowsLostError: a replica has reported lost rows.
             SupersededError: another launcher or trainer has begun an attempt.
         """
-        if not now and time.monotonic() < self._due:
+        if not force and time.monotonic() < self._due:
             return
         if self._run.local is None:
             self._due = time.monotonic() + URL_POLL_SEC
@@ -157,7 +157,7 @@ class LocalReplicas:
         """
         running, deadline = set(self._processes), math.inf
         while running or not (self._count or drain.asked or monitor.is_finished):
-            monitor.look()
+            monitor.refresh()
             finished = monitor.is_finished
             if (drain.asked or finished) and deadline == math.inf:
                 deadline = time.monotonic() + drain_sec + _END_SEC
@@ -177,7 +177,7 @@ class LocalReplicas:
                 if status is None:
                     continue
                 running.discard(number)
-                monitor.look(now=True)
+                monitor.refresh(force=True)
                 finished = monitor.is_finished
                 if status == EXIT_HUNG and not drain.asked and self._mark_hung(number):
                     if not running and not finished:
@@ -318,7 +318,7 @@ def train_replicas(
             on_start=on_start,
         )
         checkpoint = first_checkpoint(run, options)
-        return with_rollbacks(run, checkpoint, launcher.attempt, launcher.settle)
+        return with_rollbacks(run, checkpoint, launcher.attempt, launcher.complete_folder)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -427,8 +427,8 @@ class Launcher:
             self.data.refresh()
         return self.data.current().horizon.end_step
 
-    def settle(self) -> None:
-        """Make the folder contain all files of the attempt, whose replicas commit nothing more."""
+    def complete_folder(self) -> None:
+        """Fetch all files of the ended attempt, whose replicas cannot commit any more."""
         if self.uploader is None:
             claim_leftovers(self.run, self.job.train.checkpoint, resume=True)
         else:

@@ -4,8 +4,8 @@ A replica that is asked to leave announces it in the agreement of its last step.
 leaves no replica that stays, its step is the last one and its writer saves.
 
 The lighthouse has no way to leave: it waits for every member of the previous quorum and for every
-replica with a recent heartbeat. So the writer requests quorums in the name of members that have
-left (`Membership.join_for`). If the writer dies, they expire after one heartbeat time-out.
+replica with a recent heartbeat. So the writer answers for members that have left
+(`Membership.unblock_quorum`). If the writer dies, they expire after one heartbeat time-out.
 
 The lighthouse has no authentication, either: anyone who reaches it may join a quorum. So a member
 signs its status with the token of the run; those without a valid signature are no members.
@@ -130,8 +130,8 @@ class Membership:
                     ) from error
                 time.sleep(self._interval)
 
-    def join_for(self, names: Sequence[str]) -> None:
-        """Join the next quorum in the name of members that have left, so that nobody waits.
+    def unblock_quorum(self, names: Sequence[str]) -> None:
+        """Answer for departed members until the lighthouse drops them.
 
         Once there are more than `MAX_DEPARTED`, none joins: the lighthouse drops all of them after
         one heartbeat time-out. Each that is never dropped would cost every later step a request.

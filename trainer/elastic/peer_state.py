@@ -36,7 +36,7 @@ from trainer.stores.remote.wire import (
 )
 from trainer.stores.store import BehindError, Records, Store, WriteBack
 
-STATE, SUMS, LIVES = "state", "sums", "lives"
+STATE, SUMS, PING = "state", "sums", "ping"
 _CHUNK_BYTES = 4 << 20
 RETAINED_BYTES = 128 << 20
 """Maximum bytes of sums that are retained for other replicas."""
@@ -102,11 +102,11 @@ class PeerServer(fl.FlightServerBase):
             parts = to_buffers(self._wait_for_state())  # checksums, while training continues
         elif action.type == SUMS:
             parts = [self._wait_for_sums(int(body["train_step"]), float(body["wait_sec"]))]
-        elif action.type == LIVES:
+        elif action.type == PING:
             parts = []
         else:
             raise fl.FlightServerError(
-                f"action must be {STATE}, {SUMS} or {LIVES}, got {action.type!r}"
+                f"action must be {STATE}, {SUMS} or {PING}, got {action.type!r}"
             )
         for part in parts:
             for start in range(0, len(part), _CHUNK_BYTES):
@@ -184,7 +184,7 @@ class PeerClient:
 
     def ping(self) -> None:
         """Raise PeerError unless the peer answers."""
-        self._call(LIVES, {})
+        self._call(PING, {})
 
     def __enter__(self) -> PeerClient:
         return self
@@ -230,30 +230,34 @@ class PeerAddresses:
             return []
         return body["addresses"] if body["attempt"] == self._attempt else []
 
-    def use_first(self, addresses: Iterable[str], use: Callable[[PeerClient], None]) -> str:
+    def use_first(
+        self, addresses: Iterable[str], use: Callable[[PeerClient], None]
+    ) -> PeerError | None:
         """Call `use` with peers until one raises no `PeerError`.
 
         Returns:
-            The last error; empty after a success or without addresses.
+            The last error; None after a success or without addresses.
         """
-        last_error = ""
+        last_error = None
         for address in addresses:
             try:
                 with PeerClient(address, self._access) as peer:
                     use(peer)
-                return ""
+                return None
             except PeerError as error:
-                last_error = str(error)
+                last_error = error
         return last_error
 
-    def check_reachable(self, last_error: str) -> None:
+    def check_reachable(self, last_error: PeerError | None) -> None:
         """Give up if peers have been unreachable for longer than the time-out.
 
         Raises:
             BehindError: this replica must be restarted.
         """
         now = time.monotonic()
-        self._unreachable_since = (self._unreachable_since or now) if last_error else None
+        self._unreachable_since = (
+            (self._unreachable_since or now) if last_error is not None else None
+        )
         since = self._unreachable_since
         if since and now - since > self._access.timeout_sec:
             raise BehindError(f"others are ahead of this replica, and {last_error}; restart it")

@@ -108,7 +108,7 @@ class ReplicaPeers(Peers):
                 agreement = agreeing()
             if agreement.step > loop.step:
                 return agreement
-            loop.process(agreement)
+            loop.apply_agreement(agreement)
             owners = self._splits.assign(agreement, loop.context.work)
             if owners[self.name] != own:
                 own = owners[self.name]
@@ -130,10 +130,10 @@ class ReplicaPeers(Peers):
         self._server.add_committed(train_step, committed)
 
     def on_write(self, agreement: Agreement) -> None:
-        """Publish the addresses of staying members, and agree in the name of departed ones."""
+        """Publish the addresses of staying members, and answer quorums for departed ones."""
         self._addresses.publish([member.status.state for member in agreement.staying.values()])
         if agreement.staying:
-            self._membership.join_for(agreement.leaving)
+            self._membership.unblock_quorum(agreement.leaving)
 
     def provide_state(self) -> None:
         """Send the state before the next step to replicas that wait for it."""
@@ -143,10 +143,10 @@ class ReplicaPeers(Peers):
         """Apply the steps that the others have committed."""
         self.followed = True
         self._splits.reset()
-        self.loop.follow()
+        self.loop.yield_writer_role()
         ahead = [member.status.state for member in agreement.ready.values()]
-        follow = partial(self._follow, target=agreement.step)
-        self._addresses.check_reachable(self._addresses.use_first(ahead, follow))
+        apply_steps = partial(self._catch_up_from, target=agreement.step)
+        self._addresses.check_reachable(self._addresses.use_first(ahead, apply_steps))
 
     def _wait_for_others(self) -> None:
         """Wait for the expected replicas before the first step; does not affect the result."""
@@ -157,7 +157,7 @@ class ReplicaPeers(Peers):
                 return
             time.sleep(0.02)
 
-    def _follow(self, peer: PeerClient, target: int) -> None:
+    def _catch_up_from(self, peer: PeerClient, target: int) -> None:
         loop = self.loop
         while loop.step < target:
             try:

@@ -352,7 +352,7 @@ class PlannedCache(RowSource):
         """Wait until the rows evicted so far are written."""
         self._thread.finish_writes()
 
-    def settle(self, at: int | None = None) -> int:
+    def stop_reading_at(self, at: int | None = None) -> int:
         """Limit the steps whose reads are issued; return one after the last of them.
 
         Args:

@@ -115,7 +115,7 @@ class Embedding(nn.Module):
         self._set(microbatches, {table: GatheredRows(each) for table, each in records.items()})
 
     def open_initial(self, microbatches: Microbatches, layouts: Mapping[str, TableLayout]) -> None:
-        """Open initial values in place of the rows of a step, to compute it for nothing."""
+        """Open initial values instead of stored rows, for a step that is discarded."""
         rows = microbatches.rows.items()
         initial = {table: initial_records(layouts[table], each) for table, each in rows}
         self._set(microbatches, {table: GatheredRows(each) for table, each in initial.items()})

@@ -26,10 +26,9 @@ class DatasetRefusedError(SchemaError):
 class Frontier:
     """The part of the dataset that may be trained, the same on all replicas at each step.
 
-    The part that all members of a step's agreement see is committed with the step; replicas that
-    are behind or join receive it with the sums. It becomes valid at the first step that no replica
-    has read ahead, so that all caches extend their plan at the same step. When all valid steps are
-    trained, it becomes valid in the step itself.
+    A part that all members of a step's agreement see is committed with the step, and reaches
+    replicas that are behind with its sums. It becomes valid at the first step that no replica has
+    read ahead, so that all caches extend their plan at the same step; at once if training waits.
     """
 
     def __init__(
@@ -133,14 +132,19 @@ class Frontier:
         return True
 
     def on_commit(
-        self, agreed: DatasetExtent, train_step: int, settle: Callable[[], int], extend: Extend
+        self,
+        agreed: DatasetExtent,
+        train_step: int,
+        stop_reading: Callable[[], int],
+        extend: Extend,
     ) -> None:
         """Process the part of the dataset that was committed with a step.
 
         Args:
             agreed: the part that all members of its agreement saw.
             train_step: the next step.
-            settle: fixes and returns the step from which on more may be planned, or one before it.
+            stop_reading: limits the steps that are read ahead, and returns the end of them, at
+                which the part becomes valid.
             extend: called when that step comes.
 
         Raises:
@@ -154,7 +158,7 @@ class Frontier:
             )
         self._in_flight = None
         if agreed != (self._agreed if self._pending is None else self._pending[0]):
-            self._pending = (agreed, settle() if self._pending is None else self._pending[1])
+            self._pending = (agreed, stop_reading() if self._pending is None else self._pending[1])
         if self._pending is not None and train_step >= self._pending[1]:
             self._make_valid(self._pending[0], train_step, extend)
 
@@ -166,7 +170,7 @@ class Frontier:
         """Load what `to_arrays` of another replica returned.
 
         Returns:
-            The step that `settle` returned there; None if it was not called.
+            The step that `stop_reading` returned there; None if it was not called.
         """
         segments, sealed, pending_segments, pending_sealed, at = arrays[FRONTIER].tolist()
         self._agreed = DatasetExtent(num_segments=segments, sealed=bool(sealed))

@@ -88,12 +88,9 @@ def save_everything(context: RunContext, train_step: int) -> None:
 class RunCheckpoints:
     """Saves every `every_steps` steps: changed rows beside training, or everything at once.
 
-    All processes of a run hold the same rows, and track their changes since the newest checkpoint
-    that is durable. So a new writer continues from it if it has its files. The copies of a run use
-    one memory file per folder. A replica that is no longer the writer releases it; if it died, its
-    agent does after writing its copies. Until then, and if the writer lacks files of the newest
-    checkpoint or has not tracked all changes since, everything is saved while training waits. So no
-    checkpoint depends on the agent of another process.
+    Changed rows suffice if this process has tracked all changes since the newest durable checkpoint
+    and has its files, and if no other process still holds the folder's memory for copies. Otherwise
+    everything is saved while training waits. See docs/checkpoints.md.
 
     Without `every_steps` everything is saved, and only on request.
     """
@@ -131,7 +128,7 @@ class RunCheckpoints:
         if self._changes is not None:
             self._active = self._start(self._changes)
 
-    def after(self, train_step: int, saved: int, *, writes: bool) -> None:
+    def save_if_due(self, train_step: int, saved: int, *, writes: bool) -> None:
         """Copy changed rows if a checkpoint is due.
 
         Args:

@@ -102,7 +102,7 @@ class RunOutput:
         return -1 if self._uploader is None else self._uploader.saved
 
     def check_attempt(self) -> None:
-        """Look, at most once a second, whether the launcher has ended this attempt.
+        """Raise if the launcher has ended this attempt; asks at most once a second.
 
         Raises:
             RowsLostError: a replica has reported lost rows.

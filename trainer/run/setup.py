@@ -260,7 +260,7 @@ def with_rollbacks(
     run: Path,
     checkpoint: Path | None,
     attempt: Callable[[Path | None, Rollbacks], T],
-    settle: Callable[[], None],
+    complete_folder: Callable[[], None],
 ) -> T:
     """Train, and train again from the newest checkpoint whenever stores lose rows.
 
@@ -269,7 +269,7 @@ def with_rollbacks(
         checkpoint: to start from, None for the start of the run.
         attempt: trains from a checkpoint to the end, with stores of its own; is given the
             rollbacks before it.
-        settle: waits until all files of the attempt before are in the folder.
+        complete_folder: waits until all files of the previous attempt are in the folder.
 
     Returns:
         The result of the attempt that finished.
@@ -282,7 +282,7 @@ def with_rollbacks(
         try:
             return attempt(checkpoint, rollbacks)
         except RowsLostError as error:
-            settle()
+            complete_folder()
             committed = len((run / METRICS).read_text(encoding="utf-8").splitlines())
             without_progress = 0 if committed > furthest else without_progress + 1
             furthest = max(furthest, committed)

@@ -78,7 +78,7 @@ class Exported:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class ExportedCheckpoint:
     """A verified checkpoint of a run."""
 
     run: Path
@@ -108,7 +108,7 @@ class Source:
         )
 
 
-def open_source(run: Path, train_step: int | None = None) -> Source:
+def open_checkpoint(run: Path, train_step: int | None = None) -> ExportedCheckpoint:
     """Open a checkpoint of a run, by default the newest, and verify its checksums.
 
     Raises:
@@ -124,7 +124,7 @@ def open_source(run: Path, train_step: int | None = None) -> Source:
     job, features = load_job(run / JOB), load_features(run / SCHEMA)
     checkpoint = require_checkpoint(run, train_step)
     spec = spec_of_columns(features, job.data, job.train.dtype)
-    return Source(run, job, spec, checkpoint, verify_checkpoint(checkpoint))
+    return ExportedCheckpoint(run, job, spec, checkpoint, verify_checkpoint(checkpoint))
 
 
 def export_run(
@@ -142,7 +142,7 @@ def export_run(
         local_run(run, (RUN_FILE, JOB, SCHEMA), (train_step,)) as run_folder,
         tempfile.TemporaryDirectory(dir=target.local and target.local.parent) as folder,
     ):
-        source = open_source(run_folder, train_step)
+        source = open_checkpoint(run_folder, train_step)
         members: dict[str, Path | bytes] = {PROGRAM: program_of(source), **texts_of(source)}
         num_rows: dict[str, int] = {}
         for table in source.inputs.features_of:
@@ -160,12 +160,12 @@ def export_run(
     )
 
 
-def texts_of(source: Source) -> dict[str, bytes]:
+def texts_of(source: ExportedCheckpoint) -> dict[str, bytes]:
     """Return the files that are copied from the run, by name."""
     return {name: (source.run / name).read_bytes() for name in (JOB, SCHEMA)}
 
 
-def manifest_of(source: Source) -> ModelManifest:
+def manifest_of(source: ExportedCheckpoint) -> ModelManifest:
     """Return the manifest of a model, without its parts."""
     train = source.job.train
     return ModelManifest(
@@ -186,7 +186,7 @@ def manifest_of(source: Source) -> ModelManifest:
     )
 
 
-def program_of(source: Source) -> bytes:
+def program_of(source: ExportedCheckpoint) -> bytes:
     """Return the exported program of a checkpoint; equal checkpoints give equal bytes."""
     model = served_model(source.job.train, source.spec)
     arrays = read_dense(source.checkpoint)

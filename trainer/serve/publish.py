@@ -43,10 +43,10 @@ from schemas.run.run_manifest import local_run
 from schemas.storage.location import Location, local_copy, new_folder
 from trainer.checkpoint.format import RowPart, RowsAndRecords, merge_newest
 from trainer.serve.export import (
-    Source,
+    ExportedCheckpoint,
     export_run,
     manifest_of,
-    open_source,
+    open_checkpoint,
     program_of,
     texts_of,
     write_rows,
@@ -96,7 +96,7 @@ def publish(
 
 
 def _publish(run: Path, output: Path, since_step: int, train_step: int | None) -> ChangesManifest:
-    older, newer = open_source(run, since_step), open_source(run, train_step)
+    older, newer = open_checkpoint(run, since_step), open_checkpoint(run, train_step)
     if older.manifest.train_step > newer.manifest.train_step:
         raise SchemaError(
             f"--since is after the newer checkpoint: {since_step} > {newer.manifest.train_step}; "
@@ -169,7 +169,9 @@ def _published(output: Path | Location, manifest: ChangesManifest) -> Published:
     )
 
 
-def _write_changes(older: Source, newer: Source, table: str, output: Path) -> tuple[int, int]:
+def _write_changes(
+    older: ExportedCheckpoint, newer: ExportedCheckpoint, table: str, output: Path
+) -> tuple[int, int]:
     """Write the changed and the dropped rows of a table; return their numbers."""
     schema = changed_schema(newer.job.train.embedding_dim, newer.spec.dtype)
     paths = output / changed_path(table), output / dropped_path(table)
@@ -189,7 +191,7 @@ def _write_changes(older: Source, newer: Source, table: str, output: Path) -> tu
 
 
 def _changes(
-    older: Source, newer: Source, table: str
+    older: ExportedCheckpoint, newer: ExportedCheckpoint, table: str
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.floating], NDArray[np.int64]]]:
     """Yield chunks of changed rows, their new values, and dropped rows, all ascending."""
     old_rows, new_rows = older.rows(table), newer.rows(table)

@@ -5,9 +5,14 @@ The cache plan gives the next use of each evicted row. Rows are appended to one 
 bucket holds for a step was never used before: it gets its initial values. Rows without a next use
 go to a file that is only read for checkpoints.
 
-Rows of far steps go to wider buckets: of `FAN_OUT` buckets, of as many of these, and so on. A wider
-bucket is split while the one before it is trained, a part at a time. So writes are long whatever
-the number of steps, because few buckets share the buffer.
+Rows of far steps go to wider buckets. With `FAN_OUT` = 2, at step 0, the buckets are of the steps
+
+    level 0  |0-3|4-7|8-11|12-15|
+    level 1                     |16-23|24-31|
+    level 2                                 |32-47|48-63| ...
+
+The next bucket of a level is split into narrower ones while the one before it is trained, a part at
+a time. So few buckets share the buffer, and writes are long whatever the number of steps.
 
 A row can only be fetched at the step that it was written for. The files do not outlive the
 process: a run resumes from its checkpoint.
@@ -258,9 +263,9 @@ class FutureLog:
             self._read_until = number + 1
 
     def _split_next(self, level: int, number: int) -> None:
-        """Split a part of the next bucket of a level before a narrow bucket is read.
+        """Move a part of the next bucket of a level into narrower ones before `number` is read.
 
-        No rows are added to it any more; all are moved when its first step comes.
+        The parts are chosen so that it is empty when its first step comes.
         """
         width = self._fan_out**level
         current, position = divmod(number, width)

@@ -255,7 +255,7 @@ class Store(RowReader, Protocol):
         ...
 
     def notify_checkpoint(self, train_step: int) -> None:
-        """Release what only a rollback past the checkpoint before `train_step` would need."""
+        """Drop versions of rows before `train_step`, whose checkpoint is durable."""
         ...
 
     def close(self) -> None:
