@@ -274,7 +274,7 @@ def finish_segment_files(
 
 
 def check_usable(parts: list[PartResult], rejects: RejectCounts, data: DataConfig) -> None:
-    """Refuse a build without samples, or with rejects that `data.on_error` does not allow.
+    """Check that a build has samples, and no rejects that `data.on_error` does not allow.
 
     Raises:
         SchemaError: with file and position of the first reject.

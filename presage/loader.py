@@ -199,7 +199,7 @@ class DataLoader(IterableDataset[Batch]):
         return self._batches(first, num_workers)
 
     def first_batch(self) -> Batch:
-        """Return the first batch of this rank, to look at it; nothing is written, as by a loop."""
+        """Return the first batch of this rank; the state of the loader does not change."""
         return self._read(self._reader(), 0)
 
     def embedding_bag_configs(self, embedding_dim: int) -> list[EmbeddingBagConfig]:
@@ -248,7 +248,7 @@ class DataLoader(IterableDataset[Batch]):
         """Start the next iteration after the batch of a state, of any rank and world size.
 
         Worker processes start there as well, also those that have started already; an iteration
-        that has begun goes on.
+        that has begun continues.
 
         Raises:
             SchemaError: the state is of another order, or of other worker processes.
@@ -531,7 +531,7 @@ def _check_in_order() -> None:
 
 
 def _check_parent() -> None:
-    """End a worker process whose parent was killed; torch looks only between batches."""
+    """End a worker process whose parent was killed; torch checks only between batches."""
     parent = multiprocessing.parent_process()
     if get_worker_info() is not None and parent is not None and not parent.is_alive():
         raise SystemExit("the process of this worker's loop has ended")

@@ -2,7 +2,7 @@
 
 One step:
 
-1. Tell the peers what this process knows (`ReplicaStatus`), and compute its microbatches meanwhile.
+1. Send `ReplicaStatus` to the peers, and compute the microbatches of this process meanwhile.
 2. Agree with them: on the members of the step, on the part of the dataset that may be trained, and
    on who writes the files of the run.
 3. Add the sums of all microbatches.

@@ -39,7 +39,7 @@ from schemas.layout import BLOCK, FILE_SHIFT, UNIQUE_INDEX, inverse_column
 
 ORDERED_KEYS = 32
 """Minimum number of a block's session keys that are put in the order of time. It saves 1 to 7 % of
-the bytes of short sessions; for long ones it costs 1 %, because histories go on in the next block
+the bytes of short sessions; for long ones it costs 1 %, as histories continue in the next block
 (benchmarks/storage.md)."""
 
 

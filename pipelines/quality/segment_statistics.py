@@ -155,8 +155,8 @@ def _fill_ranks(ranks: statistics_pb2.RankHistogram, sketch: Sketch) -> None:
 
 
 COMPRESSION_LEVEL = 9
-"""Of zstd. The text of 17 columns, 541 kB: 35 kB in 11 ms, 44 kB in 2 ms at level 3, 34 kB in 49 ms
-at 15 and 29 kB in 293 ms at 19 (benchmarks/storage.md, 2026-11-23)."""
+"""Level of zstd. The text of 17 columns, 541 kB: 35 kB in 11 ms, 44 kB in 2 ms at level 3, 34 kB in
+49 ms at 15 and 29 kB in 293 ms at 19 (benchmarks/storage.md, 2026-11-23)."""
 
 
 def write_statistics(segment: Location | Path, text: str) -> None:

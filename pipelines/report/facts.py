@@ -296,7 +296,7 @@ def oracle_facts(dataset: Dataset) -> OracleFacts | None:
     """Run the job's plan over every table, and the curves over the largest.
 
     Returns:
-        The facts, or None if training looks nothing up.
+        The facts, or None if training has no look-ups.
     """
     index = dataset.index_for(default_order(dataset))
     order, cache = index.order, replace(dataset.job.train.cache, rows=None)

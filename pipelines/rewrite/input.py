@@ -164,7 +164,7 @@ def _ignored_files(folder: Folder) -> list[str]:
 def _check_partition(
     folder: Folder, listing: Iterable[InputFile], name: str, kind: pa.DataType
 ) -> None:
-    """Refuse files with other values in a column than their folder name has."""
+    """Check that the values of a partition column are that of the folder name."""
     value_type = kind.value_type if pa.types.is_dictionary(kind) else kind
     for file in listing:
         text = partition_values(file.path)[name]
@@ -228,7 +228,7 @@ def _schema_difference(
 
 
 def check_microseconds(rows: Rows) -> None:
-    """Refuse times with nanoseconds, since a dataset stores microseconds.
+    """Check that no time has nanoseconds, since a dataset stores microseconds.
 
     Raises:
         SchemaError: with the column and the file.

@@ -70,7 +70,7 @@ def job_steps(data: DataConfig) -> Steps:
 # Running the statements.
 
 _CHECKED_SHARE = 128
-"""Of so many rows of a chunk one is mapped once more, in the middle of the chunk."""
+"""One of this many rows of a chunk is mapped again, in the middle of the chunk."""
 _UNCHECKED_ROWS = 1 << 13
 """Rows of small chunks after which the next chunk is checked: a statement takes some 2 ms."""
 

@@ -400,7 +400,10 @@ def _check_functions(statement: str, key: str, columns: Collection[str]) -> None
 
 
 def _function_name(node: Mapping[str, Any]) -> str:
-    """Return the function that a node calls, empty if none; some calls look like columns."""
+    """Return the function that a node calls, empty if none.
+
+    Functions without parentheses are parsed as columns.
+    """
     if node.get("class") == "FUNCTION":
         return str(node["function_name"]).lower()
     path = node.get("column_names") if node.get("class") == "COLUMN_REF" else None

@@ -245,7 +245,7 @@ def copy_avro_rows(
 
 
 _MAX_DIGITS = 76
-"""Of a decimal of Arrow."""
+"""Maximum digits of a decimal of Arrow."""
 _MAX_LOST_ROWS = 1 << 16
 """Maximum rows of a damaged block that get a reject each; more get one reject together."""
 

@@ -221,7 +221,7 @@ def read_file(
 _DAY = b"day"
 """Key of the metadata of column `_day` in the schema of a source, for the day of the segment."""
 _SHOWN_COLUMNS = 5
-"""Of a file that lacks columns."""
+"""Missing columns of a file that are named."""
 
 
 def empty_rows(

@@ -107,7 +107,7 @@ def type_text(kind: pa.DataType) -> str:
 # Plain types.
 
 _MAX_DIGITS = 38
-"""Of a decimal in SQL."""
+"""Maximum digits of a decimal in SQL."""
 
 
 def plain_type(kind: pa.DataType) -> pa.DataType | None:

@@ -523,7 +523,7 @@ def check_replaceable(
     manifest: SegmentManifest,
     listing: tuple[InputFile, ...],
 ) -> None:
-    """Refuse a new version of a day that could restore deleted samples.
+    """Check that a new version of a day cannot restore deleted samples.
 
     `segment` is the present version, `listing` the input of the new one.
 

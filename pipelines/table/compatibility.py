@@ -58,7 +58,7 @@ def check_compatible(dataset: Dataset, job: JobFiles) -> None:
 
 
 def check_types(dataset: Dataset, columns: Mapping[str, str], path: Path | Location) -> None:
-    """Refuse a segment whose columns have other Arrow types than those of the dataset.
+    """Check that the columns of a segment have the Arrow types of those of the dataset.
 
     `columns` are those of the new segment, with the names of their types.
 

@@ -33,11 +33,11 @@ class RemainingWork:
     """A running job as the planner sees it: like a new job with the rest of the work."""
 
     snapshot: Snapshot
-    """With the remaining samples."""
+    """Inputs of a plan, with the remaining samples only."""
     config: ScheduleConfig
-    """With the current resources of its processes, and the time until the deadline."""
+    """Schedule with the current resources of its processes, and the time until the deadline."""
     models: Models
-    """Fitted to all measurements."""
+    """Models fitted to all measurements."""
     largest_job: int | None
     """Most workers of one segment job where they run; None if not limited."""
 

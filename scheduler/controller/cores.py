@@ -37,7 +37,7 @@ MAX_READINGS = 8
 MIN_CPUS = 0.5
 """Fewest cores of a process, if its file gives as many: it must start, too."""
 IDLE_CPUS = 0.001
-"""Busy cores that an idle process counts with."""
+"""Busy cores assumed for an idle process."""
 
 
 def add_steps(usage: UsageWindow, event: Stepped) -> UsageWindow:

@@ -251,7 +251,7 @@ def _shrink_without_trainers(job: JobState, count: int) -> JobState:
 
 
 def _all_owning(owners: Sequence[int], stores: Sequence[int]) -> tuple[int, ...]:
-    """Return owners of which each store is one: the next trainers may place ranges anywhere.
+    """Return owners such that each store has a range: the next trainers may place ranges anywhere.
 
     A store that is thought to own ranges is emptied before it leaves.
     """
@@ -299,7 +299,7 @@ def move_slots(
 ) -> tuple[JobState, list[Action]]:
     """Start the next move of slots: off a surplus store, else off an overloaded one.
 
-    One that failed is repeated first: nobody knows whether the slots were moved before it did.
+    One that failed is repeated first: its slots may have been moved before it failed.
     """
     running = set(job.running_stores)
     wait = min(MAX_RETRY_SEC, RETRY_SEC * 2.0 ** max(0, job.num_failed_moves - 1))

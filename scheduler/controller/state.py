@@ -123,7 +123,7 @@ class JobState:
     submitted_sec: float
     document: str
     schedule: ScheduleConfig | None = None
-    """As it was submitted."""
+    """The schedule as submitted."""
     snapshot: Snapshot
     num_segments: int
     phase: Phase = "submitted"

@@ -70,7 +70,7 @@ def jobs_in_turn(running: Sequence[JobState]) -> list[str]:
 
 
 def _may_outgrow(job: JobState, num_ticks: int) -> bool:
-    """Return whether a process reaches its memory if it goes on as since its last reading."""
+    """Return whether a process reaches its memory limit if it grows as since its last reading."""
     return any(
         p.memory_bytes
         and len(p.readings) > 1

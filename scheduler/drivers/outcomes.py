@@ -1,4 +1,4 @@
-"""What became of a process: its files decide before its exit status."""
+"""How a process ended: by its files first, then by its exit status."""
 
 from __future__ import annotations
 

@@ -114,7 +114,7 @@ def run_jobs(request: RunRequest) -> State:
 
 
 def raise_gc_threshold() -> None:
-    """Let the garbage collector go through all objects rarely, for the rest of this process.
+    """Raise the threshold of full garbage collections for the rest of this process.
 
     States have no cycles, so that nothing of them is garbage: a pass takes 60 ms at 200 jobs, and
     was due in every third tick.

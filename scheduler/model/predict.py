@@ -394,7 +394,7 @@ def largest_share(
 
 
 def training_start_sec(models: Models, config: ScheduleConfig, grid: Grid) -> Floats:
-    """Return the seconds from the first segment to the first step; 0 if training goes on.
+    """Return the seconds from the first segment to the first step; 0 if training has begun.
 
     Replicas of a group start after their coordinator, which has no share of the cores.
     """

@@ -28,7 +28,7 @@ STEPS = np.sort(np.concatenate([2 ** np.arange(32), 3 * 2 ** np.arange(32)]))
 """1, 2, 3, 4, 6, 8, 12, ...: a thinned grid has one number from each step to the next."""
 SEC_PER_HOUR = 3600.0
 NOTICE_SEC = 0.5
-"""From the end of a segment job to what follows it: processes are polled every half a second."""
+"""Delay after which the end of a segment job is noticed: processes are polled every half second."""
 
 
 def find_candidates(

@@ -186,7 +186,7 @@ class CheckedFile:
         self._verified[region] = None
 
     def _release_regions(self) -> None:
-        """Give back the memory of all but the last fetched regions."""
+        """Release the memory of all but the last fetched regions."""
         if self._memory is None:
             return
         data_regions = [region for region in self._verified if region != self._footer]

@@ -451,9 +451,12 @@ def cache_too_small(
     """Return the error of a cache that is too small; `at` names the step that does not fit."""
     name = "cache" if table is None else f"cache of table {table!r}"
     content, settings = (
-        ("the rows that wait and those of the window", "lookahead or prefetch_steps")
+        (
+            "rows kept for their next use and those of the prefetch window",
+            "lookahead or prefetch_steps",
+        )
         if cache.policy == "ttl"
-        else ("the rows of the window", "prefetch_steps")
+        else ("the rows of the prefetch window", "prefetch_steps")
     )
     return PlanError(
         f"{name} is too small for {content}: cache_rows={cache.rows}{at}; use at least "

@@ -110,7 +110,7 @@ def _renew(lease: weakref.ref[Lease], ended: threading.Event, pause_sec: float) 
     while not ended.wait(pause_sec):
         if (current := lease()) is not None:
             current.renew()
-        del current  # a lease ends when nobody refers to it
+        del current  # a lease ends with its last reference
 
 
 _renewals: WeakKeyDictionary[threading.Thread, threading.Event] = WeakKeyDictionary()

@@ -25,7 +25,7 @@ def _probe(directory: Location) -> Generator[Location]:
 
 
 def check_conditional_put(directory: Location) -> None:
-    """Refuse a store that ignores the condition of a conditional put.
+    """Check that a store honours the condition of a conditional put.
 
     Raises:
         StorageError: two puts of one name, each on condition that it is absent, both succeeded.

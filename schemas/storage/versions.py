@@ -75,7 +75,7 @@ class Versions:
             data = self._read(number)
             if data:
                 return Version(number, data)
-            if not self._numbers(number):  # nobody retires the newest one
+            if not self._numbers(number):  # the newest one is never retired
                 raise SchemaError("manifest is missing; restore it", file=str(self.path(number)))
         return None
 

@@ -209,12 +209,12 @@ def test_cache_that_is_too_small_names_the_smallest_size_of_the_whole_run(
 
 REFUSALS = {
     "ttl": (
-        "cache is too small for the rows that wait and those of the window: cache_rows=2 and 3 "
-        "at step 0; use at least 4, or a smaller lookahead or prefetch_steps"
+        "cache is too small for rows kept for their next use and those of the prefetch window: "
+        "cache_rows=2 and 3 at step 0; use at least 4, or a smaller lookahead or prefetch_steps"
     ),
     "belady": (
-        "cache is too small for the rows of the window: cache_rows=2 and 3 at step 0; use at "
-        "least 4, or a smaller prefetch_steps"
+        "cache is too small for the rows of the prefetch window: cache_rows=2 and 3 at step 0; "
+        "use at least 4, or a smaller prefetch_steps"
     ),
 }
 

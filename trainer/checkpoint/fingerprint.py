@@ -39,7 +39,7 @@ class OrderFingerprint:
     """The order in a fingerprint."""
 
     num_blocks: tuple[int, ...]
-    """Of each segment."""
+    """Training blocks of each segment."""
     blocks_per_batch: int
     epochs: int
     shuffle: str

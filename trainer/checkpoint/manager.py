@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 _AGENT_EXIT_SEC = 10.0
 _MAX_DEATHS = 3
-"""Of agents in succession without an answer, after which a checkpoint has failed."""
+"""Successive deaths of agents after which a checkpoint has failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -109,7 +109,7 @@ class Batch:
 
 
 _NO_SPARSE = KeyedJaggedTensor.empty()
-"""Of the batch that a KeyedJaggedTensor carries."""
+"""`sparse` of the batch that a KeyedJaggedTensor carries."""
 
 
 def num_tuples(groups: Mapping[str, Inverse]) -> dict[str, int]:
@@ -345,7 +345,7 @@ class ReaderKeyedJaggedTensor(KeyedJaggedTensor):
     batch: Batch | None = None
     """The batch, whose own `sparse` is empty."""
     versions: list[int] | None = None
-    """Of the tensors when the look-ups were prepared."""
+    """Versions of the tensors when the look-ups were prepared."""
 
     def prepared_batch(self) -> Batch | None:
         """Return `batch`, None after an in-place change of a tensor, which its look-ups lack."""

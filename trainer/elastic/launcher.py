@@ -332,7 +332,7 @@ class Launcher:
     run: Path
     """Local folder of the run."""
     uploader: RunUploader | None
-    """Of the folder to the URL of the run; None if it has none."""
+    """Uploads the folder to the URL of the run; None if it has none."""
     options: TrainOptions
     launch: LaunchOptions
     on_step: Callable[[StepMetric, int], None]

@@ -47,7 +47,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _outside_of_graphs(function: F) -> F:
-    """Let torch.compile break its graph at a call."""
+    """Break the graph of torch.compile at a call."""
     return cast("F", torch.compiler.disable(function))
 
 

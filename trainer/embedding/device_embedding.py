@@ -218,27 +218,29 @@ class DeviceLookups:
 
     def sum_gradients(self) -> torch.Tensor:
         """Return the gradient of each row, (num_rows, dim)."""
-        look, gradient = self._lookups, None if self._bags is None else self._bags.grad
-        sums = self._values.new_zeros(len(look.rows), self._values.shape[1])
+        lookup, gradient = self._lookups, None if self._bags is None else self._bags.grad
+        sums = self._values.new_zeros(len(lookup.rows), self._values.shape[1])
         if gradient is not None:
             gradient = gradient if self._scales is None else gradient * self._scales
-            sums = segment_sums(gradient, look.readers, look.reader_offsets, look.reader_weights)
+            sums = segment_sums(
+                gradient, lookup.readers, lookup.reader_offsets, lookup.reader_weights
+            )
         for feature, entries in self._entries.items():
             if entries.grad is not None:
-                rows = look.positions[look.slices_of(feature)[0]]
-                order, offsets = transpose_on_device(rows, len(look.rows))
+                rows = lookup.positions[lookup.slices_of(feature)[0]]
+                order, offsets = transpose_on_device(rows, len(lookup.rows))
                 sums = sums + segment_sums(entries.grad, order, offsets)
         return sums
 
     def _pooled_bags(self) -> torch.Tensor:
         """Return the pooled rows of all features, (num_bags, dim), one feature after the other."""
         if self._bags is None:
-            look = self._lookups
+            lookup = self._lookups
             bags = segment_sums(
-                self._values, look.positions, look.bag_offsets, look.per_sample_weights
+                self._values, lookup.positions, lookup.bag_offsets, lookup.per_sample_weights
             )
             if self._mean:
-                lengths = look.bag_offsets.diff().clamp(min=1).to(bags.dtype)
+                lengths = lookup.bag_offsets.diff().clamp(min=1).to(bags.dtype)
                 self._scales = lengths.reciprocal().unsqueeze(1)
                 bags *= self._scales
             self._bags = bags.requires_grad_()

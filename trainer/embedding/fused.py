@@ -42,7 +42,7 @@ from trainer.stores.local import memory_store
 from trainer.stores.store import GatheredRows, Records, TableLayout, WriteBack, empty_records
 
 _GRADIENT = 2.0**-100
-"""Of the anchor: its square is 0, so that no norm of gradients has it."""
+"""Gradient of the anchor: its square is 0, so it does not count in norms of gradients."""
 ApplyGradients = Callable[[Mapping[str, ArenaRows], RowRule], None]
 """Sums the gradients of each row of a step and applies a rule to these rows, by table."""
 

@@ -84,7 +84,7 @@ class Embedding(nn.Module):
         self._microbatches: Microbatches | None = None
         self._rows: dict[str, ArenaRows] = {}
         self.device = torch.device("cpu")
-        """Of batches and rows."""
+        """Device of batches and rows."""
         self.gathered: Mapping[str, GatheredRows] = {}
         """Rows of the open step, by table."""
 

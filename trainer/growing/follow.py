@@ -210,7 +210,7 @@ class FollowedDataset:
         """Return what is committed, and open it if the root manifest was replaced; do not wait.
 
         Args:
-            at_once: open it in any case, even less than `train.follow.poll` after the last look.
+            at_once: open it in any case, even less than `train.follow.poll` after the last poll.
 
         Raises:
             SchemaError: the dataset is another one, or one of its segments does not fit the run.

@@ -67,11 +67,11 @@ class Frontier:
         return (*both, at)
 
     def sleep(self) -> None:
-        """Wait before the next look for new segments, until this process is asked to leave."""
+        """Sleep until the next poll for new segments, or until this process is asked to leave."""
         self._drain.sleep(self._poll_sec)
 
     def refresh(self, *, at_once: bool = False) -> None:
-        """Look for new segments; a replaced dataset sets `fatal_error`, which ends the run."""
+        """Poll for new segments; a replaced dataset sets `fatal_error`, which ends the run."""
         try:
             self.visible = self._data.refresh(at_once=at_once)
         except SchemaError as error:

@@ -60,7 +60,7 @@ class RunOrigin:
     segments: tuple[str, ...]
     """Ids of the segments to train."""
     tables: Mapping[str, Mapping[str, int]]
-    """By table, numbers of rows by what became of them."""
+    """By table, numbers of rows that are `kept`, `dropped` and `new`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -68,7 +68,7 @@ class RunOutput:
         self.folder, self.location, self.attempt = folder, location, attempt
         self._uploader: RunUploader | None = None
         self._former: RunUploader | None = None  # which may still commit
-        self._next_look = 0.0
+        self._next_check = 0.0
 
     def __enter__(self) -> RunOutput:
         return self
@@ -108,9 +108,9 @@ class RunOutput:
             RowsLostError: a replica has reported lost rows.
             SupersededError: there is another attempt.
         """
-        if time.monotonic() < self._next_look:
+        if time.monotonic() < self._next_check:
             return
-        self._next_look = time.monotonic() + 1.0
+        self._next_check = time.monotonic() + 1.0
         if rows_are_lost(self.location, self.attempt):
             raise RowsLostError("rows are lost; another replica has reported it")
         rendezvous = read_run_object(self.location, RENDEZVOUS)

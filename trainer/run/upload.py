@@ -350,7 +350,7 @@ class RunUploader:
                 try:
                     self.commit()
                 except FileNotFoundError:
-                    pass  # the run is being changed: look again
+                    pass  # the run is being changed: read it again
                 except Exception:
                     self._on_error()
                     return

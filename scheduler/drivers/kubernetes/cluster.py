@@ -79,7 +79,7 @@ class Cluster:
         self._unreachable = set[Literal["calls", "watch"]]()
         self._pods: dict[str, TrackedPod] = {}
         self._pods_of: dict[str, dict[str, TrackedPod]] = {}
-        """By job and process."""
+        """Tracked Pods by job and process."""
         self._unconfirmed = set[str]()
         self._quiet_until = self._confirm_at = 0.0
         self._usage_at = -USAGE_SEC

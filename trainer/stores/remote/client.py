@@ -116,7 +116,7 @@ class RemoteStore:
                 return
 
     def notify_checkpoint(self, train_step: int) -> None:
-        """Have the stores shorten their logs; one that is gone does it after the next checkpoint.
+        """Truncate the logs of the stores; one that is down does it after the next checkpoint.
 
         Raises:
             SchemaError: another process trains on a store.

@@ -41,7 +41,7 @@ from trainer.stores.store import SlotMapChangedError, StoreUnavailableError
 
 logger = logging.getLogger(__name__)
 _INTERVAL_SEC = 0.25
-"""Between two polls of the stores for requests."""
+"""Interval of polls of the stores for requests."""
 _ERRORS = (SchemaError, StoreUnavailableError, SlotMapChangedError)
 
 
@@ -116,7 +116,7 @@ class Coordinator:
         return {"num_slots": int(moved.sum()), "num_rows": num_rows, "pause_sec": pause_sec}
 
     def _open_target(self, target: str, during: SlotMap) -> None:
-        """Have the target take part in the session.
+        """Add the target to the session.
 
         Raises:
             SchemaError: it refuses or cannot be reached, or has lost its rows.

@@ -188,12 +188,12 @@ class ShardControl:
 
     @property
     def session(self) -> str:
-        """Of the process that opened it last; empty before the first."""
+        """Session that was opened last; empty before the first."""
         return self.slot_map.session if self.slot_map else ""
 
     @property
     def epoch(self) -> int:
-        """Of the slot map; -1: none."""
+        """Epoch of the slot map; -1: none."""
         return self.slot_map.epoch if self.slot_map else -1
 
     @property
@@ -221,7 +221,7 @@ class StoreDescription(ShardControl):
 
 
 Descriptions = Mapping[str, StoreDescription]
-"""Of stores that can be reached, by address."""
+"""Descriptions of the reachable stores, by address."""
 
 
 def initial_slot_map(descriptions: Descriptions, addresses: Sequence[str], session: str) -> SlotMap:

@@ -149,7 +149,7 @@ class Shard:
             self._apply(control)
 
     def apply_map(self, slot_map: SlotMap, address: str) -> None:
-        """Obey a newer slot map of the session; rows of slots of other stores are deleted.
+        """Apply a newer slot map of the session; delete rows of slots of other stores.
 
         Raises:
             SchemaError: another session, or rows of its slots were never received.
@@ -238,7 +238,7 @@ class Shard:
         return self.control.owned & (moving if op == LEAVING else ~moving)
 
     def request_move(self, request: MoveRequest) -> dict[str, Any]:
-        """Have the coordinator move slots; return what it says of it.
+        """Request a move of slots from the coordinator; return its answer.
 
         Raises:
             SchemaError: there is no coordinator, another move is requested here, or it failed.

@@ -232,7 +232,7 @@ class ShardLog:
         """Open nothing yet; see `load`."""
         self.directory = directory
         self.number = 0
-        """Of the log that is appended to."""
+        """Number of the current log."""
         self._sync = sync
         self._log: RecordLog | None = None
         self._lock: int | None = None
@@ -280,7 +280,7 @@ class ShardLog:
         return self.number
 
     def write_base(self, number: int, entries: Iterable[Entry]) -> int:
-        """Write the state with which a log began, and delete older files.
+        """Write the state at the start of the current log, and delete older files.
 
         Args:
             number: of the log.
