@@ -1,4 +1,4 @@
-"""Names, paths and Arrow schemas of the files of a dataset; `FORMAT.md` explains each."""
+"""Names, paths and Arrow schemas of the files of a dataset; `formats/dataset.md` explains each."""
 
 from __future__ import annotations
 

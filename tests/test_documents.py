@@ -35,6 +35,7 @@ DOCUMENTS = sorted(
         "pipelines/*/README.md",
         "deploy/*/README.md",
         "schemas/FORMAT.md",
+        "schemas/formats/*.md",
     )
     for path in REPOSITORY.glob(pattern)
 )

@@ -1,4 +1,4 @@
-"""A dataset that the pipelines built, read by `FORMAT.md` alone: JSON, zlib and Polars only.
+"""A dataset that the pipelines built, read by `schemas/formats/` alone: JSON, zlib and Polars only.
 
 What it finds is compared with the raw log.
 """

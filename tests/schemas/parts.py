@@ -1,4 +1,4 @@
-"""Indexes, written by the rules of `FORMAT.md` step by step, and small datasets of access lists."""
+"""Indexes, written step by step as in `schemas/formats/oracle.md`, and datasets of access lists."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The formulas of `FORMAT.md`, implemented from its text alone."""
+"""The formulas of `schemas/formats/`, implemented from its text alone."""
 
 import hashlib
 import re
@@ -30,7 +30,9 @@ def mix(x: int) -> int:
 
 @pytest.fixture(scope="module")
 def text(repository: Path) -> str:
-    return (repository / "schemas" / "FORMAT.md").read_text()
+    return "\n".join(
+        path.read_text() for path in sorted((repository / "schemas" / "formats").glob("*.md"))
+    )
 
 
 def test_rows_follow_the_formula() -> None:

@@ -1,4 +1,4 @@
-"""A dataset of a few blocks, written by the rules of `FORMAT.md` without the pipelines."""
+"""A dataset of a few blocks, written by the rules of `schemas/formats/` without the pipelines."""
 
 import hashlib
 from collections.abc import Iterable, Mapping

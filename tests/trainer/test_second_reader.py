@@ -1,4 +1,4 @@
-"""A checkpoint that a run left, read by `schemas/FORMAT.md` alone: JSON, zlib, hashlib and numpy.
+"""A checkpoint of a run, read by `schemas/formats/runs.md` alone: JSON, zlib, hashlib and numpy.
 
 What it finds is compared with what the trainer's own reader finds.
 """
