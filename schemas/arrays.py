@@ -175,8 +175,8 @@ def unique_tuples(columns: Sequence[Column]) -> tuple[NDArray[np.int64], NDArray
         raise ValueError("columns is empty; add a column")
     flat = _flat(columns)
     for seed in range(64):
-        if (found := kernels.unique_tuples(flat, seed)) is not None:
-            return found
+        if (unique := kernels.unique_tuples(flat, seed)) is not None:
+            return unique
     raise AssertionError("rows collide under 64 hash functions")
 
 

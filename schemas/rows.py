@@ -87,12 +87,12 @@ def distinct_rows(columns: Sequence[Jagged], name: str, table: TableConfig) -> J
     """
     salt = int(salt_of(name)) if table.rows == "hash" else None
     pairs = [(np.ascontiguousarray(ids.values), ids.offsets) for ids in columns]
-    found = kernels.distinct_rows(pairs, salt, table.num_rows)
-    if found is None:
+    distinct = kernels.distinct_rows(pairs, salt, table.num_rows)
+    if distinct is None:
         for ids in columns:
             rows_of_ids(ids.values, name, table)
         raise AssertionError("no id is outside the table")
-    return Jagged(*found)
+    return Jagged(*distinct)
 
 
 def initial_bound(dim: int) -> float:

@@ -132,9 +132,9 @@ def copy_lookups(
     for part in np.unique(ids >> FILE_SHIFT).tolist():
         first = part << FILE_SHIFT
         for lists in read_lookups(root, table, part):
-            found = np.arange(first, first + lists.num_rows)
-            at = np.minimum(np.searchsorted(ids, found), len(ids) - 1)
-            lookups.write(np.where(ids[at] == found, positions[at], -1), lists)
+            block_ids = np.arange(first, first + lists.num_rows)
+            at = np.minimum(np.searchsorted(ids, block_ids), len(ids) - 1)
+            lookups.write(np.where(ids[at] == block_ids, positions[at], -1), lists)
             max_row = max(max_row, int(lists.values.max(initial=0)))
             first += lists.num_rows
     return lookups, max_row

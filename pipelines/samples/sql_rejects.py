@@ -246,10 +246,10 @@ def remove_marked(
     for select in marked_selects(statement):
         numbers = pa.array(np.arange(rows.num_rows))
         numbered = rows.set_column(rows.column_names.index(ORIGIN), ORIGIN, numbers)
-        found = _run_marks(select, attempt, numbered)
-        if found is None:  # other parts of the SELECT raise
+        marked = _run_marks(select, attempt, numbered)
+        if marked is None:  # other parts of the SELECT raise
             continue
-        units, marks = found
+        units, marks = marked
         left = np.ones(rows.num_rows, bool)
         for index, unit in enumerate(units):
             marked = np.unique(marks[ORIGIN].to_numpy()[marks[f"_mark_{index}"].to_numpy()])

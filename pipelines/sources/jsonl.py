@@ -234,15 +234,15 @@ def _objects(text: bytes) -> list[str]:
         >>> _objects(b'{"a": "}{"} {"b": {}}'), _objects(b"{")
         (['{"a": "}{"}', '{"b": {}}'], [])
     """
-    line, start, found = text.decode(errors="backslashreplace"), 0, list[str]()
+    line, start, objects = text.decode(errors="backslashreplace"), 0, list[str]()
     while start < len(line):
         try:
             _, end = _DECODER.raw_decode(line, start)
         except (ValueError, RecursionError):
             return []
-        found.append(line[start:end])
+        objects.append(line[start:end])
         start = end + len(line[end : end + _GAP]) - len(line[end : end + _GAP].lstrip(", \t"))
-    return found
+    return objects
 
 
 _DECODER, _GAP = json.JSONDecoder(), 16

@@ -215,9 +215,9 @@ def check_names(names: Sequence[str], source: str, path: str | None = None) -> N
         check_num_columns(len(names))
     except ValueError as error:
         raise SchemaError(f"data.sources.{source}: {error}", file=path) from error
-    seen = dict[bytes, str]()
+    first_names = dict[bytes, str]()
     for name in names:
-        other = seen.setdefault(name.encode().lower(), name)
+        other = first_names.setdefault(name.encode().lower(), name)
         if other is not name:
             twice = f"{name!r} twice" if other == name else f"{other!r} and {name!r}"
             raise SchemaError(

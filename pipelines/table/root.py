@@ -81,8 +81,8 @@ def _check_written(place: Location, now: datetime) -> None:
         missing -= entries.keys()
         if not missing:
             files = parse_files((place / FILES).read_bytes(), place / FILES).values()
-            found = {(path, entry.num_bytes) for path, entry in entries.items()}
-            missing = {file.path for file in files if (file.path, file.num_bytes) not in found}
+            sizes = {(path, entry.num_bytes) for path, entry in entries.items()}
+            missing = {file.path for file in files if (file.path, file.num_bytes) not in sizes}
         for path in sorted(missing):
             raise LateCommitError(
                 "file of this attempt was removed before the commit; run the command again",

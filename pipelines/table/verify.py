@@ -82,8 +82,10 @@ def verify(path: Path | Location) -> dict[str, Any]:
         for segment in dataset.segments:
             if segment.id in index.parts:
                 one = replace(dataset, segments=(segment,))
-                found = part_problems(one, index, sound)
-                problems.extend(f"{index.id}/{index.parts[segment.id].id}/{p}" for p in found)
+                problems_of_part = part_problems(one, index, sound)
+                problems.extend(
+                    f"{index.id}/{index.parts[segment.id].id}/{p}" for p in problems_of_part
+                )
     return {
         "num_samples": sum(s.manifest.num_samples for s in dataset.segments),
         "num_segments": len(dataset.segments),

@@ -451,13 +451,13 @@ def describe_job(job: JobState) -> str:
 
 def describe_replay(result: Replay) -> str:
     """Return the result of a replay in one line."""
-    found = replay_summary(result)
-    same = found["num_decisions"] - found["num_rounded"] - found["num_others"]
-    line = f"{found['num_events']:,} events lead to the same {same:,} decisions"
-    if found["num_rounded"]:
-        largest = found["largest_rounding"]
-        line += f", {found['num_rounded']:,} more differ by at most {largest:.1e} of a number"
-    return line + (f", {found['num_others']:,} are others" if found["num_others"] else "")
+    summary = replay_summary(result)
+    same = summary["num_decisions"] - summary["num_rounded"] - summary["num_others"]
+    line = f"{summary['num_events']:,} events lead to the same {same:,} decisions"
+    if summary["num_rounded"]:
+        largest = summary["largest_rounding"]
+        line += f", {summary['num_rounded']:,} more differ by at most {largest:.1e} of a number"
+    return line + (f", {summary['num_others']:,} are others" if summary["num_others"] else "")
 
 
 def replay_summary(result: Replay) -> dict[str, Any]:

@@ -408,8 +408,8 @@ def newest_checkpoint(root: Root, run: str) -> tuple[str, str]:
         hashes = {name: _manifest_hash(place / CHECKPOINTS / name) for name in folders}
     else:
         files = state.manifest.files
-        found = (_CHECKPOINT_MANIFEST.fullmatch(name) for name in files)
-        hashes = {m[1]: files[m[0]][0].sha256 for m in found if m}
+        matches = (_CHECKPOINT_MANIFEST.fullmatch(name) for name in files)
+        hashes = {m[1]: files[m[0]][0].sha256 for m in matches if m}
     complete = {name: digest for name, digest in hashes.items() if digest and name.isdigit()}
     if not complete:
         raise SchemaError("run has no checkpoint; train it with --again", file=str(place))

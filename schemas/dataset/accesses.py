@@ -558,19 +558,21 @@ def _next_steps_within(
         step: of the segment.
     """
     num_steps = np.int32(step_of_block.max(initial=-1) + 1)
-    found = np.where(is_between, num_steps, np.int32(-1))
+    first_uses = np.where(is_between, num_steps, np.int32(-1))
     if 3 * step > num_steps:
-        _keep_first_steps(files, np.where(step_of_block < step, num_steps, step_of_block), found)
-        return found[is_between].astype(np.int64)
+        _keep_first_steps(
+            files, np.where(step_of_block < step, num_steps, step_of_block), first_uses
+        )
+        return first_uses[is_between].astype(np.int64)
     steps_ago = np.int32(step - 1) - step_of_block
-    _keep_first_steps(files, np.where(steps_ago < 0, num_steps, steps_ago), found)
+    _keep_first_steps(files, np.where(steps_ago < 0, num_steps, steps_ago), first_uses)
     later, first = [np.empty(0, np.int64)], 0  # in the order of last uses, then of numbers
     for lists in distances.between(first_list, first_list + step):
         again = np.repeat(np.arange(first, first + lists.num_rows), lists.lengths) + lists.values
         later.append(again[again >= step])
         first += lists.num_rows
     result = np.empty(np.count_nonzero(is_between), np.int64)
-    result[stable_order(np.int32(step - 1) - found[is_between])] = np.concatenate(later)
+    result[stable_order(np.int32(step - 1) - first_uses[is_between])] = np.concatenate(later)
     return result
 
 

@@ -165,7 +165,7 @@ def chunk_range(chunk: pq.ColumnChunkMetaData) -> tuple[int, int]:
 def find_damaged_files(root: Location | Path, entries: Mapping[str, FileEntry]) -> list[str]:
     """Return one line per file that is missing, truncated or changed."""
     root = Location.parse(root)
-    sizes = {found.path: found.num_bytes for found in root.entries()}
+    sizes = {entry.path: entry.num_bytes for entry in root.entries()}
     problems: list[str] = []
     for entry in entries.values():
         num_bytes = sizes.get(entry.path)

@@ -91,15 +91,15 @@ def read_joined_row_group(
     }
     selected = None if own is None else [*own, *inverse.values()]
     samples = open_file(part_path(file_index, "samples")).read_row_group(row_group, selected)
-    found = {name: samples[name] for name in samples.column_names}
+    joined = {name: samples[name] for name in samples.column_names}
     for group, table in tables.items():
         tuples = tuples_of_samples(segment, group, blocks, samples)
-        found.update(_take(table.result(), tuples))
+        joined.update(_take(table.result(), tuples))
     num_samples = int(segment.column("num_samples")[blocks].sum())
-    found.update({name: constant_column(v, num_samples) for name, v in defaults.items()})
+    joined.update({name: constant_column(v, num_samples) for name, v in defaults.items()})
     if columns is None:
-        columns = [name for name in found if name not in (BLOCK, UNIQUE_INDEX, *inverse.values())]
-    return pa.table({name: found[name] for name in columns})
+        columns = [name for name in joined if name not in (BLOCK, UNIQUE_INDEX, *inverse.values())]
+    return pa.table({name: joined[name] for name in columns})
 
 
 def _columns_of_files(

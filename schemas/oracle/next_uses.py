@@ -26,9 +26,9 @@ def distinct(lists: Jagged) -> Jagged:
         >>> unique.values.tolist(), unique.offsets.tolist()
         ([1, 3, 2], [0, 2, 3])
     """
-    found = array_kernels.distinct_rows([(lists.values, lists.offsets)], None, MAX_ROW + 1)
-    assert found is not None, "rows are not negative"
-    return Jagged(*found)
+    rows = array_kernels.distinct_rows([(lists.values, lists.offsets)], None, MAX_ROW + 1)
+    assert rows is not None, "rows are not negative"
+    return Jagged(*rows)
 
 
 NEVER = 0

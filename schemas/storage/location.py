@@ -242,10 +242,10 @@ class Location:
         if not full:
             return [b""] * len(ranges)
         starts, ends = [start for start, _ in full], [end for _, end in full]
-        found = iter(
+        parts = iter(
             call(self.url, lambda o: o.get_ranges(*self._object(), starts=starts, ends=ends))
         )
-        return [next(found) if start < end else b"" for start, end in ranges]
+        return [next(parts) if start < end else b"" for start, end in ranges]
 
     def num_bytes(self) -> int | None:
         """Return the size of a file; None if it does not exist."""
@@ -413,32 +413,32 @@ class Location:
 
     def _list(self, after: str | None = None, limit: int | None = None) -> list[Entry]:
         if self.local is not None:
-            entries = (_local_entry(*found) for found in list_files(self.local))
-            found = (entry for entry in entries if after is None or entry.path > after)
-            return [entry for _, entry in zip(range(limit or 1 << 60), found, strict=False)]
+            entries = (_local_entry(*listed) for listed in list_files(self.local))
+            listed = (entry for entry in entries if after is None or entry.path > after)
+            return [entry for _, entry in zip(range(limit or 1 << 60), listed, strict=False)]
         store, path = self._object()
         prefix = f"{path}/" if path else ""
         offset = None if after is None else f"{prefix}{after}"
 
         def collect(obstore: Any) -> list[Entry]:
-            found: list[Entry] = []
+            listed: list[Entry] = []
             for page in obstore.list(store, path or None, offset=offset, chunk_size=1000):
                 for item in page:
                     name = item["path"][len(prefix) :]
                     if name and (after is None or name > after):  # emulators ignore the offset
-                        found.append(Entry(name, item["size"], item["last_modified"]))
-                if limit is not None and len(found) >= limit:
+                        listed.append(Entry(name, item["size"], item["last_modified"]))
+                if limit is not None and len(listed) >= limit:
                     break
-            return found
+            return listed
 
         return call(self.url, collect)
 
     def children(self) -> tuple[list[str], list[str]]:
         """Return the names of the directories and of the files in this directory, each sorted."""
         if self.local is not None:
-            found = [] if not self.local.is_dir() else list(self.local.iterdir())
-            folders = [path.name for path in found if path.is_dir()]
-            files = [p.name for p in found if p.is_file() and not p.name.endswith(PARTIAL)]
+            paths = [] if not self.local.is_dir() else list(self.local.iterdir())
+            folders = [path.name for path in paths if path.is_dir()]
+            files = [p.name for p in paths if p.is_file() and not p.name.endswith(PARTIAL)]
         else:
             store, path = self._object()
             level = call(self.url, lambda o: o.list_with_delimiter(store, path or None))

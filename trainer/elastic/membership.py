@@ -150,8 +150,8 @@ class Membership:
     def _members(self, quorum: Quorum) -> dict[str, Member]:
         """Return the members of a quorum by name; participants that did not sign are ignored."""
         participants = sorted(quorum.participants, key=lambda each: each.replica_id)
-        found = [verified_member(each, self._token) for each in participants]
-        members = {member.name: member for member in found if member is not None}
+        verified = [verified_member(each, self._token) for each in participants]
+        members = {member.name: member for member in verified if member is not None}
         num_strangers = len(participants) - len(members)
         if num_strangers > self._num_strangers:
             logger.warning(

@@ -253,9 +253,9 @@ class CacheSlots:
             self._sorted = self.rows[slots], slots
         cached, slots = self._sorted
         is_cached, positions = find_sorted(cached, rows)
-        found = np.full(len(rows), -1, np.int64)
-        found[is_cached] = slots[positions[is_cached]]
-        return found
+        cached_slots = np.full(len(rows), -1, np.int64)
+        cached_slots[is_cached] = slots[positions[is_cached]]
+        return cached_slots
 
     def evict(self, step: PlanStep) -> WriteBack:
         """Free the slots of evicted rows and return the rows that changed."""

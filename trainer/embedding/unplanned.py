@@ -124,16 +124,16 @@ class LruCache(RowSource):
         Raises:
             PlanError: the cache is smaller than the step.
         """
-        found = {table: self._tables[table].find(train_step, r) for table, r in rows.items()}
-        missing = {table: rows[table][slots == _NONE] for table, (slots, _) in found.items()}
+        places = {table: self._tables[table].find(train_step, r) for table, r in rows.items()}
+        missing = {table: rows[table][slots == _NONE] for table, (slots, _) in places.items()}
         # One thread reads and writes in turn: a row that was evicted earlier is in its store.
         reading = self._thread.read(lambda step: self._store.fetch(step, missing), train_step)
-        evicted = {table: self._tables[table].cached(free) for table, (_, free) in found.items()}
+        evicted = {table: self._tables[table].cached(free) for table, (_, free) in places.items()}
         if any(len(back.rows) for back in evicted.values()):
             self._thread.write(train_step - 1, evicted)
         fetched = reading.result()
         gathered: dict[str, GatheredRows] = {}
-        for table, (slots, free) in found.items():
+        for table, (slots, free) in places.items():
             cache = self._tables[table]
             if self._changes is not None:
                 self._changes.record_eviction(table, free, cache.rows_in(free), cache.records)

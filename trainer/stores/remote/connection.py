@@ -68,14 +68,14 @@ def resolve_address(address: str) -> str:
     if address.startswith("grpc"):
         return address
     data = Location(address.removeprefix(FILE)).read_bytes()
-    found = _PUBLISHED.fullmatch(data)
-    if found is None:
+    match = _PUBLISHED.fullmatch(data)
+    if match is None:
         raise SchemaError(
             f"file must hold the address of a store, got {data[:80]!r}; restart the store, which "
             "publishes it",
             file=address,
         )
-    published, scheme, host = (part.decode() for part in found.groups())
+    published, scheme, host = (part.decode() for part in match.groups())
     if scheme == "grpc" and host not in LOOPBACK:
         raise SchemaError(
             f"store must publish grpc+tls:// beyond loopback, got {published}; start it with "

@@ -154,12 +154,12 @@ def migrate_slots(
     """
     request = MoveRequest(sources=tuple(sources), target=target, slots=slots)
     with ExitStack() as stack:
-        found: list[tuple[int, StoreConnection]] = []
+        by_epoch: list[tuple[int, StoreConnection]] = []
         for source in sources:
             connection = stack.enter_context(StoreConnection(source, access))
             description = from_json(StoreDescription, connection.action(DESCRIBE, {}))
-            found.append((description.epoch, connection))
-        _, connection = max(found, key=lambda each: each[0])
+            by_epoch.append((description.epoch, connection))
+        _, connection = max(by_epoch, key=lambda each: each[0])
         try:
             return connection.action_once(MOVE, asdict(request), _MOVE_SEC)["moved"]
         except StoreUnavailableError as error:

@@ -323,8 +323,8 @@ class Shard:
                 for start in range(0, len(rows), ROWS_PER_RECORD):
                     with self.lock:
                         check_current()
-                        found = self.tables[name].written(rows[start : start + ROWS_PER_RECORD])
-                    yield RowsEntry({name: found[0]}, control.newest_step, found[1])
+                        written = self.tables[name].written(rows[start : start + ROWS_PER_RECORD])
+                    yield RowsEntry({name: written[0]}, control.newest_step, written[1])
             yield control  # with the number of messages when the log began
             check_current()
 
