@@ -27,7 +27,7 @@ class FileRange:
     num_bytes: int
 
     def read(self) -> Element:
-        """Read the element."""
+        """Read and decode the element."""
         with self.path.open("rb") as file:
             file.seek(self.offset)
             return from_ipc(file.read(self.num_bytes))
@@ -63,7 +63,6 @@ class ReadElements:
     """The elements of a partition; they are read again in each iteration."""
 
     def __init__(self, references: Sequence[ElementRef]) -> None:
-        """Read nothing yet."""
         self._references = references
 
     def __iter__(self) -> Iterator[Any]:

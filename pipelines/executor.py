@@ -396,7 +396,7 @@ def write_part(
     layout: SegmentLayout | Future[SegmentLayout],
     files: Mapping[str, str],
 ) -> TaskResult:
-    """Write a part."""
+    """Build a part from its samples; the value of the result is a `PartResult`."""
     (part, sent), context = samples, worker.context
     result = build_part(
         context.segment_root,

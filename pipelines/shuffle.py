@@ -121,7 +121,6 @@ class ReceivedSamples:
     """The samples of elements, as a reiterable."""
 
     def __init__(self, sent: Iterable[bytes]) -> None:
-        """Read nothing yet."""
         self._sent = sent
         self._digests: list[bytes] = []
 

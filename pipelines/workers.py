@@ -40,7 +40,6 @@ class Worker:
     """What the tasks of one worker share."""
 
     def __init__(self, context: BuildContext) -> None:
-        """Store the context."""
         self.context = context
         self._fitted: tuple[Mapping[str, str], FittedValues] | None = None
 

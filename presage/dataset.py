@@ -282,7 +282,6 @@ class Dataset:
         return GroupSizes(group, num_unique, factor, members[group])
 
     def __len__(self) -> int:
-        """Return the number of samples that are read."""
         return sum(num_live_samples(segment, self.split) for segment in self.opened.segments)
 
     def __repr__(self) -> str:

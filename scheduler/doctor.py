@@ -96,7 +96,7 @@ Probe = Callable[[Machine], tuple[bool, str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One check."""
+    """A requirement of the machine: how to probe it, and how to meet it."""
 
     name: str
     probe: Probe

@@ -145,7 +145,6 @@ class NumberAccesses(beam.PTransform):
     """Number the rows of tables: blocks of parts (`encode_blocks`) to (table, `NumberedTable`)."""
 
     def __init__(self, root: Location, tables: Iterable[str], tunes_workers: bool = True) -> None:
-        """Store the settings."""
         super().__init__()
         self.tunes_workers = tunes_workers
         self.root, self.tables = root, sorted(tables)

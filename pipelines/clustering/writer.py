@@ -283,7 +283,6 @@ class PartWriter:
     """Writes the samples and groups of one part chunk by chunk."""
 
     def __init__(self, files: PartFiles, file_index: int, layout: SegmentLayout) -> None:
-        """Store the arguments."""
         self._files = files
         self._file_index = file_index
         self.layout = layout

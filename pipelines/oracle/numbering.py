@@ -194,7 +194,6 @@ class NumberedRange:
     """
 
     def __init__(self, file: ArrayFile) -> None:
-        """Number nothing yet."""
         self.count = 0
         self.new_rows: list[StoredLists] = []
         self._file = file

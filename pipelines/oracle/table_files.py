@@ -190,7 +190,7 @@ class ArrayFile:
         return StoredLists(self.write(lists.values), self.write(lists.lengths))
 
     def read(self, stored: StoredArray) -> NDArray[Any]:
-        """Return an array."""
+        """Return an array that was written."""
         array = np.empty(stored.count, stored.dtype)
         self.read_into(array, stored.start)
         return array
@@ -204,7 +204,7 @@ class ArrayFile:
             left, start = left[count:], start + count
 
     def read_lists(self, stored: StoredLists) -> Jagged:
-        """Return lists."""
+        """Return lists that were written."""
         return Jagged(self.read(stored.values), offsets_of(self.read(stored.lengths)))
 
 

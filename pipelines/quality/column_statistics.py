@@ -95,7 +95,6 @@ class Sketch:
     hashes: NDArray[np.uint64]
 
     def __eq__(self, other: object) -> bool:
-        """Return whether two sketches are equal."""
         return isinstance(other, Sketch) and (
             self.buckets == other.buckets
             and self.shares == other.shares
@@ -104,7 +103,6 @@ class Sketch:
         )
 
     def __hash__(self) -> int:
-        """Return a hash that is equal for equal sketches."""
         return hash((self.num_values, tuple(sorted(self.buckets.items()))))
 
     @property

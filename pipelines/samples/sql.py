@@ -109,7 +109,6 @@ class SqlError(SchemaError):
     """
 
     def __init__(self, message: str, key: str, position: int | None) -> None:
-        """Store key and position."""
         super().__init__(message)
         self.key, self.position = key, position
 

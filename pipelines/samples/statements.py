@@ -271,7 +271,6 @@ class _KeyedRows:
         return _KeyedRows(tables, codes)
 
     def of_key(self, key: int) -> _KeyedRows:
-        """Return the rows of one key."""
         return self.where(lambda codes: codes == key)
 
 

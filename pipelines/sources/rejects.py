@@ -224,7 +224,6 @@ class KindCount:
     reason: str | None
 
     def __add__(self, other: KindCount) -> KindCount:
-        """Return the sum."""
         first = sorted((*self.first, *other.first), key=sort_key)[:SHOWN_ROWS]
         reason = self.reason if self.reason == other.reason else None
         return KindCount(self.count + other.count, tuple(first), reason)
@@ -243,7 +242,6 @@ class RejectCounts:
     """Files and rests of files that could not be read; `rejects/*.parquet` does not record it."""
 
     def __add__(self, other: RejectCounts) -> RejectCounts:
-        """Return the sum."""
         kinds = dict(self.kinds)
         for kind, count in other.kinds.items():
             kinds[kind] = kinds[kind] + count if kind in kinds else count

@@ -245,7 +245,6 @@ class StoredCounts:
     """
 
     def __init__(self, segment: Segment, dataset: Dataset) -> None:
-        """Count nothing yet."""
         self._segment, self._dataset = segment, dataset
         self._missing = missing_column_defaults(dataset, segment)
         self._values, self._stored_values = Counter[str](), Counter[str]()

@@ -117,7 +117,7 @@ class StepPrediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobState:
-    """One job."""
+    """What decisions about a job depend on."""
 
     name: str
     submitted_sec: float

@@ -63,12 +63,12 @@ class JobPaths:
 
     @property
     def dataset(self) -> Location:
-        """The dataset."""
+        """Directory of the dataset."""
         return self.storage / "dataset"
 
     @property
     def run(self) -> Location:
-        """The training run."""
+        """Folder of the training run."""
         return self.storage / "run"
 
     @property

@@ -268,7 +268,7 @@ class Plans:
 
 
 class PresagePolicy:
-    """Our policy."""
+    """The policy of the scheduler: shared plans, corrections, fitted cores and memory."""
 
     failure_policy = FailurePolicy(PAUSE_SEC, PAUSE_SEC, keeps_steps=True, replaces_slow=True)
     interval_sec = INTERVAL_SEC

@@ -73,7 +73,7 @@ class View:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobView:
-    """One job."""
+    """A job as the status page shows it."""
 
     name: str
     phase: Phase

@@ -308,7 +308,6 @@ class NextUses:
         return len(self._numbering.rows)
 
     def __len__(self) -> int:
-        """Return the number of steps."""
         return self._order.num_steps
 
     def __getitem__(self, train_step: int) -> NDArray[np.int32]:
@@ -466,7 +465,6 @@ class SharedNextUses:
     """Next uses of the tables of a run, linked once for all that hold them at a time."""
 
     def __init__(self, dataset: Dataset, order: Order) -> None:
-        """Open nothing yet."""
         self._dataset, self._order = dataset, order
         self._tables = WeakValueDictionary[str, NextUses]()
 

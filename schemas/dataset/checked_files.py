@@ -399,7 +399,6 @@ class ListFiles:
         self._open = _NO_ROW_GROUP
 
     def __len__(self) -> int:
-        """Return the number of lists."""
         return int(self._first[-1])
 
     def __getitem__(self, index: int) -> Array:

@@ -74,7 +74,6 @@ class ReuseCounts:
     """
 
     def __init__(self, num_steps: int, steps_per_epoch: int) -> None:
-        """Count nothing yet."""
         self.bounds = reuse_bounds(steps_per_epoch)
         self._range_of = np.searchsorted(self.bounds, np.arange(steps_per_epoch))
         self.num_rows = np.zeros(num_steps, np.int32)

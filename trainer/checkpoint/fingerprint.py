@@ -36,7 +36,7 @@ class TableFingerprint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OrderFingerprint:
-    """The order in a fingerprint."""
+    """The blocks of the segments and the order in which a run trains them."""
 
     num_blocks: tuple[int, ...]
     """Training blocks of each segment."""

@@ -228,7 +228,6 @@ class Lighthouse:
     """The quorum service of a run; it runs inside the context."""
 
     def __init__(self, host: str, port: int, heartbeat_sec: float) -> None:
-        """Listen to nothing yet."""
         self._host, self._port = host, port
         self._heartbeat_ms = round(heartbeat_sec * 1000)
         self._server: LighthouseServer | None = None

@@ -50,12 +50,12 @@ class Entries:
 
     @property
     def columns(self) -> tuple[Array, Array, Array, Array]:
-        """The arrays."""
+        """All arrays, one entry per row each."""
         return self.tables, self.rows, self.next_use, self.block
 
     @property
     def num_bytes(self) -> int:
-        """Bytes in a file."""
+        """Bytes of all arrays."""
         return sum(column.nbytes for column in self.columns)
 
     def take(self, chosen: NDArray[np.int64] | NDArray[np.bool_] | slice) -> Entries:
@@ -90,7 +90,6 @@ class BucketFiles:
     def __init__(
         self, directory: Path, width: int, dtype: str, *, chunk_bytes: int = CHUNK_BYTES
     ) -> None:
-        """Open nothing yet."""
         self.width = width
         self.dtype = np.dtype(dtype)
         self._directory = directory
@@ -273,7 +272,6 @@ class SortedRuns:
     """Sorts the rows of several tables on disk."""
 
     def __init__(self, files: BucketFiles, num_tables: int, *, run_bytes: int = RUN_BYTES) -> None:
-        """Start empty."""
         self._files = files
         self._num_tables = num_tables
         self._run_bytes = run_bytes

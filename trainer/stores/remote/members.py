@@ -65,7 +65,6 @@ class StoreMembers:
         session: str,
         layouts: Mapping[str, TableLayout],
     ) -> None:
-        """Connect to nothing yet."""
         self.session = session
         self.addresses = tuple(addresses)
         self.access = access
