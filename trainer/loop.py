@@ -189,7 +189,7 @@ class TrainingLoop:
         """Return an agreement after the last step."""
         self.peers.provide_state()
         agreement = self.agree(done=done)()
-        self.process(agreement)
+        self.apply_agreement(agreement)
         if self.writes:
             self.peers.on_write(agreement)
         return agreement
@@ -325,7 +325,7 @@ class TrainingLoop:
                 agreement = agreeing()
                 if agreement.step > self.step:
                     return agreeing
-                self.process(agreement)
+                self.apply_agreement(agreement)
                 advanced = self._frontier.advance(agreement.extent, self.step, self._extend)
                 if advanced or self.peers.name in agreement.leaving:
                     return agreeing

@@ -145,7 +145,7 @@ def next_action(
     dataset: Sequence[SegmentFact],
     config: RetrainConfig,
 ) -> Action:
-    """Return the next action."""
+    """Return the next action: the first stage that is not done, or how the day ends."""
     for attempt in state.attempts:
         if attempt.is_open and (rolled_back := _rolled_back_bases(attempt, state)):
             reason = f"{', '.join(rolled_back)} was rolled back"
