@@ -57,7 +57,7 @@ def _with_dash(function: Callable[..., str]) -> Callable[..., str]:
 
 
 def three_digits(value: float) -> str:
-    """Return three significant three_digits without an exponent.
+    """Return three significant digits without an exponent.
 
     Example:
         >>> [three_digits(value) for value in (12.23, 0.0123, 1234.5, 2.0, 0)]

@@ -406,7 +406,7 @@ def memory(num_bytes: float) -> str:
 
 
 def three_digits(value: float) -> str:
-    """Return about three significant three_digits.
+    """Return about three significant digits.
 
     Example:
         >>> three_digits(12345.6), three_digits(12.34), three_digits(0.01234), three_digits(0)
