@@ -156,9 +156,9 @@ def test_cells_of_stores_fit_the_window_and_follow_a_move_to_its_end(
 
 def luminance(colour: str) -> float:
     """Return the relative luminance of `#rgb` or `#rrggbb` (WCAG 2.2)."""
-    three_digits = colour.removeprefix("#")
-    three_digits = "".join(2 * c for c in three_digits) if len(three_digits) == 3 else three_digits
-    parts = [int(three_digits[i : i + 2], 16) / 255 for i in (0, 2, 4)]
+    digits = colour.removeprefix("#")
+    digits = "".join(2 * c for c in digits) if len(digits) == 3 else digits
+    parts = [int(digits[i : i + 2], 16) / 255 for i in (0, 2, 4)]
     linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
     return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
