@@ -162,9 +162,9 @@ u64 stable_hash(const Column& c, i64 row, u64 salt) {
   return splitmix64(sum + length);
 }
 
-Made<u64> hash_keys(const Columns& arguments) {
+Array<u64> hash_keys(const Columns& arguments) {
   const std::vector<Column> columns = checked(arguments);
-  Made<u64> out(columns[0].num_rows);
+  Array<u64> out(columns[0].num_rows);
   for (size_t c = 0; c < columns.size(); c++) {
     const u64 salt = splitmix64(c);
     const auto hash = [&](auto like) {
@@ -185,11 +185,11 @@ Made<u64> hash_keys(const Columns& arguments) {
 
 // Numbers the distinct rows of all columns taken together, in order of first appearance; none if different rows have
 // equal hashes under this seed.
-std::optional<std::tuple<Made<i64>, Made<i32>>> unique_tuples(const Columns& arguments, u64 seed) {
+std::optional<std::tuple<Array<i64>, Array<i32>>> unique_tuples(const Columns& arguments, u64 seed) {
   const std::vector<Column> columns = checked(arguments);
   const i64 num_rows = columns[0].num_rows;
-  Made<i64> first(num_rows);
-  Made<i32> inverse(num_rows);
+  Array<i64> first(num_rows);
+  Array<i32> inverse(num_rows);
   std::vector<u64> hashes(num_rows, seed);
   for (size_t c = 0; c < columns.size(); c++) hash_column(columns[c], (seed + c + 1) * kOdd, hashes.data());
   Numbering numbering;
@@ -209,10 +209,10 @@ std::optional<std::tuple<Made<i64>, Made<i32>>> unique_tuples(const Columns& arg
 }
 
 // Finds the first of equal references within each range, of which there are ascending ones; numbers them in order.
-std::tuple<Made<i64>, Made<i64>> unique_in_ranges(Flat<const i64> ranges, Flat<const i64> references, i64 num_references) {
+std::tuple<Array<i64>, Array<i64>> unique_in_ranges(Flat<const i64> ranges, Flat<const i64> references, i64 num_references) {
   require(ranges.size == references.size, "ranges and references must be equally many");
   require_rows(references, num_references);
-  Made<i64> first(references.size), inverse(references.size);
+  Array<i64> first(references.size), inverse(references.size);
   std::vector<i64> numbers(num_references, -1);
   i64 found = 0, range_start = 0;
   for (i64 i = 0; i < references.size; i++) {
@@ -228,9 +228,9 @@ std::tuple<Made<i64>, Made<i64>> unique_in_ranges(Flat<const i64> ranges, Flat<c
   return {std::move(first), std::move(inverse)};
 }
 
-MadeNumbers take(Numbers values, Flat<const i64> rows) {
+NumberArray take(Numbers values, Flat<const i64> rows) {
   require_rows(rows, values.size);
-  MadeNumbers out(rows.size, values.dtype);
+  NumberArray out(rows.size, values.dtype);
   const auto copy = [&](auto like) {
     using T = decltype(like);
     take_values(static_cast<const T*>(values.data), rows, reinterpret_cast<T*>(out.bytes()));
@@ -245,13 +245,13 @@ MadeNumbers take(Numbers values, Flat<const i64> rows) {
 }
 
 // Returns the values and offsets of the lists of `rows`.
-std::tuple<MadeNumbers, Made<i64>> take_lists(Numbers values, Flat<const i64> offsets, Flat<const i64> rows) {
+std::tuple<NumberArray, Array<i64>> take_lists(Numbers values, Flat<const i64> offsets, Flat<const i64> rows) {
   require_offsets(offsets, values.size);
   require_rows(rows, offsets.size - 1);
-  Made<i64> ends(rows.size + 1);
+  Array<i64> ends(rows.size + 1);
   ends[0] = 0;
   for (i64 i = 0; i < rows.size; i++) ends[i + 1] = ends[i] + offsets[rows[i] + 1] - offsets[rows[i]];
-  MadeNumbers out(ends[rows.size], values.dtype);
+  NumberArray out(ends[rows.size], values.dtype);
   const i64 width = values.width();
   for (i64 i = 0; i < rows.size; i++)
     copy_range(values, offsets[rows[i]], ends[i + 1] - ends[i], out.bytes() + ends[i] * width);
@@ -259,14 +259,14 @@ std::tuple<MadeNumbers, Made<i64>> take_lists(Numbers values, Flat<const i64> of
 }
 
 // Returns the values of some ranges, one after the other.
-MadeNumbers take_ranges(Numbers values, Flat<const i64> starts, Flat<const i64> lengths) {
+NumberArray take_ranges(Numbers values, Flat<const i64> starts, Flat<const i64> lengths) {
   require(starts.size == lengths.size, "starts and lengths must be equally many");
   i64 total = 0;
   for (i64 i = 0; i < starts.size; i++) {
     require(starts[i] >= 0 && lengths[i] >= 0 && starts[i] <= values.size - lengths[i], "ranges must be within the values");
     total += lengths[i];
   }
-  MadeNumbers out(total, values.dtype);
+  NumberArray out(total, values.dtype);
   uint8_t* to = out.bytes();
   for (i64 i = 0; i < starts.size; i++) to = copy_range(values, starts[i], lengths[i], to);
   return out;
@@ -274,7 +274,7 @@ MadeNumbers take_ranges(Numbers values, Flat<const i64> starts, Flat<const i64> 
 
 // Returns the ascending distinct rows of a table that the ids of all columns stand for, block after block, and their
 // offsets; none if an id is not a row. Ids are hashed with a salt, or are the rows themselves.
-std::optional<std::tuple<Made<i64>, Made<i64>>> distinct_rows(const std::vector<std::tuple<Numbers, Flat<const i64>>>& columns,
+std::optional<std::tuple<Array<i64>, Array<i64>>> distinct_rows(const std::vector<std::tuple<Numbers, Flat<const i64>>>& columns,
                                                               std::optional<u64> salt, u64 num_rows) {
   require(!columns.empty(), "columns must be at least one");
   require(num_rows > 0, "the table must have rows");
@@ -289,7 +289,7 @@ std::optional<std::tuple<Made<i64>, Made<i64>>> distinct_rows(const std::vector<
     for (const auto& [ids, offsets] : columns) count += offsets[b + 1] - offsets[b];
     capacity += std::min(count, num_rows);
   }
-  Made<i64> out(capacity), out_offsets(num_blocks + 1);
+  Array<i64> out(capacity), out_offsets(num_blocks + 1);
   RowSet set(num_rows);
   i64* end = out.data();
   out_offsets[0] = 0;
@@ -319,10 +319,10 @@ std::optional<std::tuple<Made<i64>, Made<i64>>> distinct_rows(const std::vector<
 
 // For each list of `rows` but the first: the length of its start that is the end of the list before it, if that is at least
 // half of the shorter one. The longest `max_candidates` possible overlaps are compared.
-Made<i64> overlaps(Flat<const u64> values, Flat<const i64> offsets, Flat<const i64> rows, i64 max_candidates) {
+Array<i64> overlaps(Flat<const u64> values, Flat<const i64> offsets, Flat<const i64> rows, i64 max_candidates) {
   require_offsets(offsets, values.size);
   require_rows(rows, offsets.size - 1);
-  Made<i64> out(rows.size);
+  Array<i64> out(rows.size);
   std::fill_n(out.data(), rows.size, 0);
   for (i64 i = 1; i < rows.size; i++) {
     const u64* before = values.data + offsets[rows[i - 1]];
@@ -342,16 +342,16 @@ Made<i64> overlaps(Flat<const u64> values, Flat<const i64> offsets, Flat<const i
   return out;
 }
 
-Made<u64> splitmix64_all(Flat<const u64> values) {
-  Made<u64> out(values.size);
+Array<u64> splitmix64_all(Flat<const u64> values) {
+  Array<u64> out(values.size);
   for (i64 i = 0; i < values.size; i++) out[i] = splitmix64(values[i]);
   return out;
 }
 
 // Maps ids to rows of a hashed table.
-Made<i64> hash_rows(Flat<const u64> ids, u64 salt, u64 num_rows) {
+Array<i64> hash_rows(Flat<const u64> ids, u64 salt, u64 num_rows) {
   require(num_rows > 0, "the table must have rows");
-  Made<i64> out(ids.size);
+  Array<i64> out(ids.size);
   for (i64 i = 0; i < ids.size; i++) out[i] = static_cast<i64>(hash_row(ids[i], salt, num_rows));
   return out;
 }

@@ -71,21 +71,21 @@ class Memory {
     nb::capsule owner(data_, [](void* data) noexcept { std::free(data); });
     const size_t shape[1] = {static_cast<size_t>(size)};
     void* data = std::exchange(data_, nullptr);
-    nb::object made = nb::cast(nb::ndarray<nb::numpy>(data, 1, shape, owner, nullptr, dtype));
+    nb::object array = nb::cast(nb::ndarray<nb::numpy>(data, 1, shape, owner, nullptr, dtype));
     // nanobind gives 64-bit integers numpy's type long long, which equals int64 but is another one to its loops.
     const bool is_int = dtype.code == static_cast<uint8_t>(nb::dlpack::dtype_code::Int);
-    return is_int && dtype.bits == 64 ? made.attr("view")("int64") : made;
+    return is_int && dtype.bits == 64 ? array.attr("view")("int64") : array;
   }
 
  private:
   void* data_;
 };
 
-// A flat array of numbers of one type, made by a kernel.
+// A flat array of numbers of one type, allocated by a kernel.
 template <class T>
-class Made {
+class Array {
  public:
-  explicit Made(i64 size) : memory_(size * sizeof(T)), size_(size) {}
+  explicit Array(i64 size) : memory_(size * sizeof(T)), size_(size) {}
 
   T* data() const { return static_cast<T*>(memory_.get()); }
   T& operator[](i64 i) const { return data()[i]; }
@@ -101,9 +101,9 @@ class Made {
 };
 
 // The same of a type that is known at run time.
-class MadeNumbers {
+class NumberArray {
  public:
-  MadeNumbers(i64 size, nb::dlpack::dtype dtype) : memory_(size * (dtype.bits / 8)), size_(size), dtype_(dtype) {}
+  NumberArray(i64 size, nb::dlpack::dtype dtype) : memory_(size * (dtype.bits / 8)), size_(size), dtype_(dtype) {}
 
   uint8_t* bytes() const { return static_cast<uint8_t*>(memory_.get()); }
   nb::object array() { return memory_.array(size_, dtype_); }
@@ -176,9 +176,9 @@ struct made_caster {
   }
 };
 template <class T>
-struct type_caster<Made<T>> : made_caster<Made<T>> {};
+struct type_caster<Array<T>> : made_caster<Array<T>> {};
 template <>
-struct type_caster<MadeNumbers> : made_caster<MadeNumbers> {};
+struct type_caster<NumberArray> : made_caster<NumberArray> {};
 
 }  // namespace nanobind::detail
 

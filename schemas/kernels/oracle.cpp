@@ -29,7 +29,7 @@ class FirstUseNumbering {
   }
 
   // Returns the number of each row; and the new rows in order of their numbers, and their offsets by list.
-  std::tuple<Made<i32>, Made<i64>, Made<i64>> number(Flat<const i64> rows, Flat<const i64> offsets) {
+  std::tuple<Array<i32>, Array<i64>, Array<i64>> number(Flat<const i64> rows, Flat<const i64> offsets) {
     if (!size_) return number_by([&](i64 row) { return hashed_.number(row); }, rows, offsets);
     bool inside = true;
     for (i64 i = 0; i < rows.size; i++) inside &= static_cast<u64>(rows[i] - low_) < static_cast<u64>(*size_);
@@ -46,11 +46,11 @@ class FirstUseNumbering {
 
  private:
   template <class Find>
-  std::tuple<Made<i32>, Made<i64>, Made<i64>> number_by(Find find, Flat<const i64> rows, Flat<const i64> offsets) {
+  std::tuple<Array<i32>, Array<i64>, Array<i64>> number_by(Find find, Flat<const i64> rows, Flat<const i64> offsets) {
     require_offsets(offsets, rows.size);
     const i64 num_lists = offsets.size - 1;
-    Made<i32> numbers(rows.size);
-    Made<i64> new_rows(rows.size), new_offsets(num_lists + 1);
+    Array<i32> numbers(rows.size);
+    Array<i64> new_rows(rows.size), new_offsets(num_lists + 1);
     i64 num_new = new_offsets[0] = 0;
     for (i64 l = 0; l < num_lists; l++) {
       for (i64 i = offsets[l]; i < offsets[l + 1]; i++) {
@@ -75,10 +75,10 @@ class FirstUseNumbering {
 };
 
 // Returns each list of distinct numbers below `size`, in any order, as the gaps of the ascending list.
-Made<i64> sorted_gaps(Flat<const i32> numbers, Flat<const i64> offsets, i64 size) {
+Array<i64> sorted_gaps(Flat<const i32> numbers, Flat<const i64> offsets, i64 size) {
   require_offsets(offsets, numbers.size);
   require_rows(numbers, size);
-  Made<i64> gaps(numbers.size);
+  Array<i64> gaps(numbers.size);
   i64* to = gaps.data();
   BitSet set(size);
   std::vector<i32> sorted;
@@ -113,17 +113,17 @@ void lower_steps(Flat<const i64> gaps, Flat<const i64> offsets, Flat<const i32> 
 // Links the numbers in [low, low + size) of steps to their next uses, from the last step to the first. A step is some
 // consecutive lists of gaps. `later` is the step of the next use of each number, or 0, and `last` that of its last one.
 // Returns the distances of all steps, and how many each has.
-std::tuple<Made<i32>, Made<i64>> link_steps(Flat<const i32> gaps, Flat<const i64> offsets, Flat<const i64> lists_of_steps,
+std::tuple<Array<i32>, Array<i64>> link_steps(Flat<const i32> gaps, Flat<const i64> offsets, Flat<const i64> lists_of_steps,
                                             i64 first_step, i64 low, Flat<i32> later, Flat<i32> last) {
   require_offsets(offsets, gaps.size);
   require_offsets(lists_of_steps, offsets.size - 1);
   require(later.size == last.size, "first and last must be equally long");
   const i64 num_steps = lists_of_steps.size - 1, size = later.size;
-  Made<i64> lengths(num_steps);
+  Array<i64> lengths(num_steps);
   BitSet set(size);
   std::vector<i32> numbers;
   i64 at = gaps.size;
-  Made<i32> distances(at);
+  Array<i32> distances(at);
   for (i64 s = num_steps - 1; s >= 0; s--) {
     numbers.clear();
     for (i64 l = lists_of_steps[s]; l < lists_of_steps[s + 1]; l++) {

@@ -164,9 +164,9 @@ std::tuple<i64, double, double, nb::bytes, nb::bytes> totals(Numbers values) {
 }
 
 // Counts numbers by the upper bits of their float64.
-Made<i64> count_buckets(Numbers values, int bits) {
+Array<i64> count_buckets(Numbers values, int bits) {
   require(0 < bits && bits < 32, "bits must be in (0, 32)");
-  Made<i64> counts(i64{1} << bits);
+  Array<i64> counts(i64{1} << bits);
   std::fill_n(counts.data(), counts.size(), 0);
   const int shift = 64 - bits;
   typed<true>(values, [&](auto* typed_values) {
@@ -178,7 +178,7 @@ Made<i64> count_buckets(Numbers values, int bits) {
 // Returns the most frequent integers, at most `limit`, with their counts, ties in ascending order. If more are distinct,
 // those that are less than 1 / (4 * limit) of all are left out, and most of them need not be counted: the other integers
 // with the same bits of a hash are too few together.
-std::tuple<Made<i64>, Made<i64>> frequent_values(Numbers values, i64 limit) {
+std::tuple<Array<i64>, Array<i64>> frequent_values(Numbers values, i64 limit) {
   require(limit > 0, "limit must be positive");
   const i64 count = values.size;
   struct Counted {
@@ -221,13 +221,13 @@ std::tuple<Made<i64>, Made<i64>> frequent_values(Numbers values, i64 limit) {
   if (kept < static_cast<i64>(distinct.size()))
     std::nth_element(distinct.begin(), distinct.begin() + kept, distinct.end(), before);
   std::sort(distinct.begin(), distinct.begin() + kept, before);
-  Made<i64> out(kept), out_counts(kept);
+  Array<i64> out(kept), out_counts(kept);
   for (i64 i = 0; i < kept; i++) out[i] = distinct[i].value, out_counts[i] = distinct[i].count;
   return {std::move(out), std::move(out_counts)};
 }
 
 // Returns the smallest distinct hashes of integers in ascending order, at most `limit`.
-Made<u64> smallest_hashes(Numbers values, i64 limit) {
+Array<u64> smallest_hashes(Numbers values, i64 limit) {
   require(limit > 0, "limit must be positive");
   constexpr i64 kChunk = 1024;
   const i64 count = values.size;
@@ -268,7 +268,7 @@ Made<u64> smallest_hashes(Numbers values, i64 limit) {
     }
   });
   std::sort(found.begin(), found.end());
-  Made<u64> out(std::min<i64>(limit, found.size()));
+  Array<u64> out(std::min<i64>(limit, found.size()));
   std::copy_n(found.begin(), out.size(), out.data());
   return out;
 }

@@ -82,7 +82,7 @@ using RangeOfColumns = std::tuple<const ListColumns*, std::vector<std::optional<
 
 // Returns the lengths, offsets and values of the lists of all features, feature after feature, and their weights, of
 // `weight_bits` each (0: none). A weight that a row group does not have is 1.
-std::tuple<Made<i64>, Made<i64>, Made<i64>, MadeNumbers> concat_lists(const std::vector<RangeOfColumns>& ranges,
+std::tuple<Array<i64>, Array<i64>, Array<i64>, NumberArray> concat_lists(const std::vector<RangeOfColumns>& ranges,
                                                                       Flat<const i64> owner_of, int weight_bits) {
   require(weight_bits == 0 || weight_bits == 32 || weight_bits == 64, "weights must have 0, 32 or 64 bits");
   std::vector<std::vector<Chosen>> features(owner_of.size);
@@ -103,7 +103,7 @@ std::tuple<Made<i64>, Made<i64>, Made<i64>, MadeNumbers> concat_lists(const std:
       features[f].push_back(chosen);
       num_lists += chosen.last - chosen.first;
     }
-  Made<i64> lengths(num_lists), offsets(num_lists + 1);
+  Array<i64> lengths(num_lists), offsets(num_lists + 1);
   i64 total = offsets[0] = 0, at = 0;
   for (i64 f = 0; f < owner_of.size; f++)
     for (const Chosen& chosen : features[f]) {
@@ -116,8 +116,8 @@ std::tuple<Made<i64>, Made<i64>, Made<i64>, MadeNumbers> concat_lists(const std:
     }
   const nb::dlpack::dtype dtype = weight_bits == 32 ? nb::dtype<float>() : nb::dtype<double>();
   const i64 width = weight_bits / 8;
-  Made<i64> values(total);
-  MadeNumbers weights(weight_bits ? total : 0, dtype);
+  Array<i64> values(total);
+  NumberArray weights(weight_bits ? total : 0, dtype);
   i64* value = values.data();
   uint8_t* weight = weights.bytes();
   for (i64 f = 0; f < owner_of.size; f++)
@@ -311,7 +311,7 @@ auto equal_dense(const T* dense, i64 width) {
 
 // Indices of the groups in the order of choice, whether dense features are equal within each shared row; the row of each
 // sample, the samples sorted by row, and the offsets of each row.
-using SharedRows = std::tuple<std::vector<i64>, bool, Made<i64>, Made<i32>, Made<i32>>;
+using SharedRows = std::tuple<std::vector<i64>, bool, Array<i64>, Array<i32>, Array<i32>>;
 
 template <class Equal>
 SharedRows search_groups(const std::vector<Group>& groups, i64 num_features, i64 num_samples, Equal is_equal) {
@@ -321,7 +321,7 @@ SharedRows search_groups(const std::vector<Group>& groups, i64 num_features, i64
   std::vector<i64> remaining(groups.size()), members;
   std::iota(remaining.begin(), remaining.end(), 0);
   bool shares_dense = false;
-  Made<i64> row_of(num_samples);
+  Array<i64> row_of(num_samples);
   while (!remaining.empty()) {
     i64 best = -1;
     for (i64 g : remaining) {
@@ -341,7 +341,7 @@ SharedRows search_groups(const std::vector<Group>& groups, i64 num_features, i64
     shared_features += groups[best].num_features;
     remaining.erase(std::find(remaining.begin(), remaining.end(), best));
   }
-  Made<i32> order(num_samples), offsets(rows.offsets.size());
+  Array<i32> order(num_samples), offsets(rows.offsets.size());
   std::copy(rows.order.begin(), rows.order.end(), order.data());
   std::copy(rows.offsets.begin(), rows.offsets.end(), offsets.data());
   return {std::move(members), shares_dense, std::move(row_of), std::move(order), std::move(offsets)};
@@ -368,11 +368,11 @@ SharedRows shared_rows(const std::vector<std::tuple<Flat<const i64>, Flat<const 
 }
 
 // Returns the stable order of some rows, and the offsets of each row in it; none if a row is out of range.
-std::optional<std::tuple<Made<i32>, Made<i32>>> invert(Flat<const i64> rows, i64 num_rows) {
+std::optional<std::tuple<Array<i32>, Array<i32>>> invert(Flat<const i64> rows, i64 num_rows) {
   require(num_rows >= 0 && std::max(rows.size, num_rows) < std::numeric_limits<i32>::max(), "rows must be fewer than 2**31");
   for (i64 row : rows)
     if (row < 0 || row >= num_rows) return std::nullopt;
-  Made<i32> order(rows.size), offsets(num_rows + 1);
+  Array<i32> order(rows.size), offsets(num_rows + 1);
   count_rows(rows.data, rows.size, num_rows, offsets.data());
   std::vector<i32> next(offsets.data(), offsets.data() + num_rows);
   for (i64 i = 0; i < rows.size; i++) order[next[rows[i]]++] = static_cast<i32>(i);
@@ -380,9 +380,9 @@ std::optional<std::tuple<Made<i32>, Made<i32>>> invert(Flat<const i64> rows, i64
 }
 
 // Returns the ascending distinct values and the position of each value in them.
-std::tuple<Made<i64>, Made<i32>> distinct_positions(Flat<const i64> values) {
-  Made<i64> distinct(values.size);
-  Made<i32> positions(values.size);
+std::tuple<Array<i64>, Array<i32>> distinct_positions(Flat<const i64> values) {
+  Array<i64> distinct(values.size);
+  Array<i32> positions(values.size);
   distinct.shrink(distinct_values.find(values.data, values.size, distinct.data(), positions.data()));
   return {std::move(distinct), std::move(positions)};
 }
@@ -412,9 +412,9 @@ auto table_lookups(Flat<const i64> values, Flat<const i64> offsets, std::optiona
   }
   const nb::dlpack::dtype dtype = weights ? weights->dtype : nb::dtype<float>();
   const i64 width = weights ? weights->width() : 0, num_weights = weights ? total : 0;
-  Made<i64> sizes(2 * num_tables), rows(total);
-  Made<i32> positions(total), bag_offsets(total_bags + num_tables), readers(total), reader_offsets(total + num_tables);
-  MadeNumbers own_weights(num_weights, dtype), reader_weights(num_weights, dtype);
+  Array<i64> sizes(2 * num_tables), rows(total);
+  Array<i32> positions(total), bag_offsets(total_bags + num_tables), readers(total), reader_offsets(total + num_tables);
+  NumberArray own_weights(num_weights, dtype), reader_weights(num_weights, dtype);
   i64* row = rows.data();
   i32 *position = positions.data(), *bag_offset = bag_offsets.data(), *reader = readers.data(), *reader_offset = reader_offsets.data();
   uint8_t *own_weight = own_weights.bytes(), *reader_weight = reader_weights.bytes();
