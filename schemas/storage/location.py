@@ -474,7 +474,7 @@ class Location:
                 self.local.parent.rmdir()
 
     def remove_all(self, is_ours: Callable[[str], bool] | None = None) -> int:
-        """Delete every file below this directory, or those of ours; return their bytes.
+        """Delete every file below this directory, or those that Presage writes; return their bytes.
 
         Args:
             is_ours: whether the program wrote the file of a relative path; others stay, with their

@@ -150,7 +150,7 @@ def test_member_that_differs_from_the_writer_is_restarted(waiting: Member) -> No
     before = waiting.frontier.state
     waiting.frontier.on_commit(waiting.frontier.visible, 12, waiting.stop_reading, waiting.extend)
     waiting.frontier.check(FIRST, waiting.frontier.state)
-    with pytest.raises(BehindError, match=re.escape(f"for {before}")):
+    with pytest.raises(BehindError, match=re.escape(f"instead of {before}")):
         waiting.frontier.check(waiting.frontier.visible, before)
 
 
