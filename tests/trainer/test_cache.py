@@ -197,7 +197,7 @@ def test_cache_with_the_plan_of_other_rows_names_table_and_step() -> None:
 def test_cache_that_is_too_small_names_the_size_that_works() -> None:
     steps = [np.array([1, 2]), np.array([1, 2, 3])]
     cache = cache_over(steps, steps, 2)
-    with pytest.raises(PlanError, match=r"got cache_rows=2 and 3 at step 0; use at least 3") as e:
+    with pytest.raises(PlanError, match=r"cache_rows=2 and 3 at step 0; use at least 3") as e:
         run_source(cache, steps)
     assert e.value.required_rows == 3
     cache.close()
