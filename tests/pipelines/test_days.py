@@ -269,7 +269,7 @@ def test_reindex_of_selected_days_builds_their_parts_alone(
     assert len(index.parts) == 2
     before = bytes_of(dataset / index.id)
     assert main(words) == 1
-    assert "got parts of 2 of 3 segments in" in capsys.readouterr().err
+    assert "closest: parts of 2 of 3 segments in" in capsys.readouterr().err
     assert main([*words, "--reindex"]) == 0
     assert bytes_of(dataset / index.id).items() > before.items()
     assert read_dataset(dataset).lineage == read_dataset(days).lineage

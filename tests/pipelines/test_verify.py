@@ -274,7 +274,7 @@ def test_oracle_without_an_index_for_the_batch_names_the_command_that_builds_it(
 ) -> None:
     copy = copy_of(dataset, tmp_path / "dataset")
     error = error_of(main, ["oracle", str(copy), "--batch-samples", "64"]).strip()
-    assert "batch_samples=64, epochs=1, shuffle=none, seed=0, got batch_samples=32 in" in error
+    assert "batch_samples=64, epochs=1, shuffle=none, seed=0, closest: batch_samples=32 in" in error
     command = error.partition("run python -m pipelines ")[2].split()
     assert main(command) == 0
     assert main(["oracle", str(copy), "--batch-samples", "64"]) == 0

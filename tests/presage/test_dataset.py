@@ -3,7 +3,6 @@
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from datetime import UTC, date, datetime
 from pathlib import Path
 
@@ -48,7 +47,7 @@ def _days(folder: Path) -> None:
         write_log(folder / day, num_rows=200, seed=seed)
         job_of_day = newer if day == DAYS[-1] else job
         new = request if day == DAYS[0] else addition
-        build(replace(new(job_of_day, folder / day, dataset), day=day))
+        build(new(job_of_day, folder / day, dataset, day=day))
     (folder / "ids").write_text("3\n17\n31\n")
     target = Location.parse(dataset)
     erase(target, folder / "ids", "user", datetime.now(UTC))

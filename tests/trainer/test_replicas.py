@@ -315,7 +315,7 @@ def test_stopped_process_does_not_answer_pings() -> None:
         try:
             with (
                 PeerClient(address, Access(token="t", timeout_sec=1.0)) as peer,
-                pytest.raises(PeerError, match="lives of grpc"),
+                pytest.raises(PeerError, match="no ping of grpc"),
             ):
                 peer.ping()
         finally:

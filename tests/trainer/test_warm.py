@@ -169,7 +169,7 @@ def test_expiry_asks_for_days(tmp_path: Path) -> None:
     with pytest.raises(SchemaError, match="segment has no day, which --expire-days needs"):
         run_job(job, dataset, tmp_path / "new", start_from=tmp_path / "old", expire_days=2)
     assert not (tmp_path / "new" / "run.json").exists()
-    with pytest.raises(ValueError, match=re.escape("use --start-from")):
+    with pytest.raises(ValueError, match=re.escape("--expire-days 2 needs --start-from")):
         run_job(job, dataset, tmp_path / "new", expire_days=2)
 
 
