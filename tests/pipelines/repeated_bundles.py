@@ -13,9 +13,9 @@ from typing import Any
 
 from apache_beam.runners.worker.sdk_worker import SdkHarness
 
-from pipelines.beam import io, jobs, runner, stage_transforms
+from pipelines.beam import build_parts, io, jobs, runner, stage_transforms
 
-DO_FNS = ((stage_transforms, "_BuildPart"), (jobs, "_NumberTable"), (runner, "_Save"))
+DO_FNS = ((build_parts, "_BuildPart"), (jobs, "_NumberTable"), (runner, "_Save"))
 FUNCTIONS = (
     (stage_transforms, "write_side"),
     (stage_transforms, "write_shard"),
