@@ -218,7 +218,8 @@ def test_microbatches_of_a_replica_have_the_sums_of_the_processors(
             found = device_tree.total()
             count = len(opened.batches)
             assert count > 1
-            assert mode.calls["read"] == mode.calls["upload"] == 0
+            assert mode.calls["read"] == 0
+            assert train_step == 0 or mode.calls["upload"] == 0  # the first step copies constants
             assert mode.calls["download"] == count  # one for each microbatch
             assert len(uploads) >= count + 2  # besides parameters and rows
             assert found.weight == total.weight
