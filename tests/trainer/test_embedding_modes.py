@@ -104,7 +104,7 @@ def test_cache_that_is_too_small_is_refused_before_the_first_step(
     policy: str, dataset: Path, tmp_path: Path
 ) -> None:
     job = write_job(tmp_path / "job", policy=policy, rows="20")
-    with pytest.raises(PlanError, match=r"cache of table 'items' is too small .* cache_rows=20; ") as error:
+    with pytest.raises(PlanError, match=r"'items' is too small .* cache_rows=20; ") as error:
         run_job(job, dataset, tmp_path / "run", embedding="cached")
     assert losses_of(tmp_path / "run").tolist() == []
     assert error.value.required_rows is not None
