@@ -105,11 +105,15 @@ def load_features(path: Path | Location) -> FeatureSet:
     Raises:
         SchemaError: the file is missing or invalid, or a role is unknown.
     """
+    return parse_features(read_schema_text(path), str(path))
+
+
+def read_schema_text(path: Path | Location) -> str:
+    """Read the text of `schema.pbtxt`; raises as `load_features`."""
     try:
-        text = path.read_bytes().decode()
+        return path.read_bytes().decode()
     except (OSError, UnicodeDecodeError) as error:
         raise _not_a_schema(error, str(path)) from error
-    return parse_features(text, str(path))
 
 
 def parse_features(text: str, name: str) -> FeatureSet:

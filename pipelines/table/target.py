@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 
-from schemas.config.job import Job, load_job
-from schemas.features import FeatureSet, load_features
-from schemas.paths import schema_path
+from schemas.config.job import Job, parse_job
+from schemas.config.parse import read_job_text
+from schemas.features import FeatureSet, parse_features, read_schema_text
+from schemas.paths import path_or_url, schema_path
 from schemas.storage.location import Location
 
 
@@ -69,9 +70,12 @@ def load_job_files(
     Raises:
         SchemaError: the job file or the schema is invalid.
     """
-    job = load_job(path)
+    text = read_job_text(path_or_url(path))
+    job = parse_job(text, str(path))
     if day is not None:
         split = job.data.split.for_day(date.fromisoformat(day))
         job = replace(job, data=replace(job.data, split=split))
-    schema = schema_path(path, job.data.schema, allow_outside=allow_outside)
-    return JobFiles(path, job, load_features(schema), path.read_bytes(), schema.read_bytes())
+    schema_file = schema_path(path, job.data.schema, allow_outside=allow_outside)
+    schema = read_schema_text(schema_file)
+    features = parse_features(schema, str(schema_file))
+    return JobFiles(path, job, features, text.encode(), schema.encode())

@@ -30,8 +30,13 @@ def read_yaml(path: Path | Location, kind: type[T]) -> T:
         SchemaError: the file cannot be read, or a key or value does not match its declaration.
         StorageError: the store of its URL failed.
     """
+    return parse_yaml(read_job_text(path), str(path), kind)
+
+
+def read_job_text(path: Path | Location) -> str:
+    """Read a job file, or a part of one; raises as `read_yaml`."""
     try:
-        text = path.read_bytes().decode()
+        return path.read_bytes().decode()
     except FileNotFoundError as error:
         raise SchemaError(f"there is no job file {path}; check the path") from error
     except IsADirectoryError as error:
@@ -40,7 +45,6 @@ def read_yaml(path: Path | Location, kind: type[T]) -> T:
         raise SchemaError(
             f"job file cannot be read: {error}; check the path", file=str(path)
         ) from error
-    return parse_yaml(text, str(path), kind)
 
 
 def parse_yaml(text: str, name: str, kind: type[T]) -> T:
