@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import apache_beam as beam
 import pyarrow as pa
@@ -65,8 +64,3 @@ class Counted(beam.DoFn):
         """Count rows that are yielded."""
         self.counters["out-rows"].inc(table.num_rows)
         self.counters["out-bytes"].inc(table.nbytes)
-
-
-def identity(pair: tuple[int, Any]) -> tuple[int, Any]:
-    """Return a pair, as a step that names its type."""
-    return pair

@@ -15,7 +15,7 @@ import pyarrow as pa
 from apache_beam import pvalue
 from apache_beam.utils.shared import Shared
 
-from pipelines.beam.counted import EVENTS, Counted, identity, tagged
+from pipelines.beam.counted import EVENTS, Counted, tagged
 from pipelines.build_context import BuildContext
 from pipelines.samples.tuples import Tuples
 from pipelines.shuffle import SourceRows, elements_of, encode_by_target, from_ipc, to_ipc
@@ -375,7 +375,7 @@ class MakeSamples(beam.PTransform):
             stage = self._typed(beam.ParDo(_SqlPerKey(context, "SqlPerKey"), *small))
             outputs = (
                 spread_rows[SAMPLES]
-                | "by range" >> beam.Map(identity).with_output_types(_KEYED)
+                | "by range" >> beam.Map(_identity).with_output_types(_KEYED)
                 | "group by key" >> beam.GroupByKey()
                 | "sql per key" >> stage.with_outputs(*tags, main=SAMPLES)
             )
@@ -437,3 +437,7 @@ class EachReject(beam.PTransform):
     def expand(self, input_or_inputs: beam.PCollection) -> Any:
         """Flatten the tables."""
         return input_or_inputs | beam.FlatMap(rejects_from_table).with_output_types(Reject)
+
+
+def _identity(pair: tuple[int, Any]) -> tuple[int, Any]:
+    return pair
