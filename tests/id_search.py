@@ -38,7 +38,9 @@ def holds(path: Path, value: int | str) -> bool:
     if path.suffix == ".parquet":
         return any(_matches(stored, value) for stored in parquet_values(path))
     if path.suffix == ".npy":
-        return bool(np.any(np.load(path, allow_pickle=False) == value))
+        array = np.load(path, allow_pickle=False)
+        parts = [array[name] for name in array.dtype.names] if array.dtype.names else [array]
+        return any(bool(np.any(part == value)) for part in parts)
     return False
 
 

@@ -67,7 +67,7 @@ class LocalStore:
             return found
         table = self.shard.tables[LAYOUT.table]
         assert owned[slot_of_row(table.rows)].all(), "it has no rows of others"
-        rows, block = table.written(table.rows)
-        assert (block == block[:, :1]).all()
-        found[rows] = block[:, 0]
+        rows, records = table.written(table.rows)
+        assert (records.block == records.block[:, :1]).all()
+        found[rows] = records.block[:, 0]
         return found

@@ -123,16 +123,14 @@ def rows_in(checkpoint: Path) -> dict[str, np.ndarray]:
     """Return every array of a checkpoint's rows, all parts of a table together."""
     arrays: dict[str, np.ndarray] = {}
     for table, parts in read_checkpoint_manifest(checkpoint).parts.items():
-        records: dict[int, list[np.ndarray]] = {}
+        newest: dict[int, np.void] = {}
         for part in reversed(parts):
-            files = [np.load(checkpoint.parent / part / f"{name}.npy") for name in ROW_FILES]
-            records |= {
-                row: record for row, *record in zip(files[0].tolist(), *files[1:], strict=True)
-            }
-        rows = sorted(records)
+            rows, records = (np.load(checkpoint.parent / part / f"{n}.npy") for n in ROW_FILES)
+            newest |= dict(zip(rows.tolist(), records, strict=True))
+        rows = sorted(newest)
         arrays[f"{table}/rows.npy"] = np.array(rows, np.int64)
-        for column, name in enumerate(ROW_FILES[1:]):
-            arrays[f"{table}/{name}.npy"] = np.array([records[row][column] for row in rows])
+        for name in ("values", "state"):
+            arrays[f"{table}/{name}.npy"] = np.array([newest[row][name] for row in rows])
     return arrays
 
 

@@ -24,7 +24,15 @@ from trainer.elastic.membership import Membership, ReplicaOptions
 from trainer.stores.remote.client import RemoteStore, open_remote_store
 from trainer.stores.remote.connection import Access
 from trainer.stores.remote.ownership import Ranges, ShardControl, SlotMap, mask_of, slot_map_of
-from trainer.stores.store import Records, Store, TableLayout, WriteBack
+from trainer.stores.store import (
+    Records,
+    RowsAndRecords,
+    Store,
+    TableLayout,
+    WriteBack,
+    concat_records,
+    empty_records,
+)
 
 TOKEN = "a-token-of-tests"
 ACCESS = Access(token=TOKEN, timeout_sec=120.0)
@@ -220,19 +228,18 @@ def member_of(
 def record_of(value: float, count: int) -> Records:
     """Return records of `LAYOUT` of which every number is the same."""
     state = np.full((count, 1), value, np.float32)
-    return Records(np.repeat(state, 4, axis=1), state)
+    return as_records(np.repeat(state, 4, axis=1), state)
 
 
-def whole(table: HasContents) -> tuple[NDArray[np.int64], Records]:
+def as_records(values: np.ndarray, state: np.ndarray) -> Records:
+    """Return records of (n, dim) values and (n, state_width) state."""
+    return Records(np.concatenate([values, state], axis=1), values.shape[1])
+
+
+def whole(table: HasContents) -> RowsAndRecords:
     """Return all rows of a table at once."""
-    layout = table.layout
-    none = (np.empty((0, width), layout.dtype) for width in (layout.dim, layout.state_width))
-    parts = [(np.empty(0, np.int64), Records(*none)), *table.contents()]
-    records = Records(
-        np.concatenate([some.values for _, some in parts]),
-        np.concatenate([some.state for _, some in parts]),
-    )
-    return np.concatenate([rows for rows, _ in parts]), records
+    parts = [(np.empty(0, np.int64), empty_records(table.layout, 0)), *table.contents()]
+    return np.concatenate([rows for rows, _ in parts]), concat_records([r for _, r in parts])
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from schemas.errors import PlanError, SchemaError
 from schemas.oracle.cache_plan import Plan, required_rows
 from schemas.oracle.next_uses import next_use
 from tests.schemas.parts import numbered
-from tests.trainer.stores import whole
+from tests.trainer.stores import as_records, whole
 from trainer.embedding.cache import DirectSource, PlannedCache, RowSource, TablePlan
 from trainer.embedding.unplanned import LruCache
 from trainer.stores.local import memory_store
@@ -61,7 +61,7 @@ def run_source(
         gathered = source.gather(step, {"items": rows})["items"]
         records = gathered.copy()
         handed.append(records.values.tobytes() + records.state.tobytes())
-        gathered.put(Records(records.values * 1.25 + step, records.state + rows[:, None] + 1))
+        gathered.put(as_records(records.values * 1.25 + step, records.state + rows[:, None] + 1))
         read(step)
         source.release(step, {"items": rows})
         read(step + 1)
@@ -224,7 +224,7 @@ def test_rows_leave_after_a_step_that_looks_nothing_up() -> None:
             found, wanted = (gathered[table].copy() for gathered in both)
             assert found.values.tobytes() == wanted.values.tobytes()
             for gathered in both:
-                gathered[table].put(Records(wanted.values * 1.25 + step, wanted.state + 1))
+                gathered[table].put(as_records(wanted.values * 1.25 + step, wanted.state + 1))
         cache.release(step, given)
         direct.release(step, given)
     cache.flush()

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from schemas.errors import SchemaError
-from tests.trainer.stores import largest_file
+from tests.trainer.stores import as_records, largest_file
 from trainer.checkpoint import files as manifests
 from trainer.checkpoint.agent import MAX_PARTS, write_snapshot
 from trainer.checkpoint.files import (
@@ -21,7 +21,7 @@ from trainer.checkpoint.files import (
     read_checkpoint_manifest,
     verify_files,
 )
-from trainer.checkpoint.format import RowPart, merge_newest
+from trainer.checkpoint.format import RowPart
 from trainer.checkpoint.load import CheckpointTable
 from trainer.checkpoint.snapshot import (
     COMMITTED,
@@ -35,9 +35,9 @@ from trainer.checkpoint.snapshot import (
     max_changed_rows,
     memory_path,
 )
-from trainer.embedding.changes import Changed, Changes, EvictedDirtyRows, UsedPositions
+from trainer.embedding.changes import Changes, EvictedDirtyRows, UsedPositions
 from trainer.stores.local import MappedArena
-from trainer.stores.store import GatheredRows, Records, TableLayout
+from trainer.stores.store import GatheredRows, Records, RowsInPlace, TableLayout, merge_newest
 
 LAYOUT = TableLayout(table="items", dim=3, state_width=1, dtype="float32", seed=3)
 OTHER = TableLayout(table="users", dim=3, state_width=1, dtype="float32", seed=3)
@@ -46,7 +46,7 @@ PLACES = st.lists(st.integers(0, 40), max_size=12, unique=True)
 
 def records_of(values: np.ndarray) -> Records:
     state = np.asarray(values, np.float32)[:, None]
-    return Records(np.repeat(state, 3, axis=1), state)
+    return as_records(np.repeat(state, 3, axis=1), state)
 
 
 @pytest.mark.slow
@@ -159,22 +159,22 @@ def test_a_row_that_left_and_came_back_is_given_once_as_it_is_now(tmp_path: Path
     arena = records_of(np.zeros(4, np.float32))
     rows = np.array([10, 11, 12, 13])
 
-    def held(table: str, places: np.ndarray) -> tuple[np.ndarray, Records]:
-        return rows[places], arena
+    def held(table: str, places: np.ndarray) -> RowsInPlace:
+        return rows[places], GatheredRows(arena, places)
 
     changes.record_use("items", np.array([0, 1]), 5)
     arena.state[:2] = [[1], [2]]
-    changes.record_eviction(
-        "items", np.array([0, 1, 3]), rows[[0, 1, 3]], arena
-    )  # 13 was never used
+    places = np.array([0, 1, 3], np.int32)
+    # 13 was never used
+    changes.record_eviction("items", places, rows[places], GatheredRows(arena, places))
     rows[2] = 11  # comes back into another place
     changes.record_use("items", np.array([2]), 6)
     arena.state[2] = 7
-    (back, left) = changes.since(5, held)["items"]
-    assert (back.rows.tolist(), back.gathered.copy().state.tolist()) == ([11], [[7]])
-    assert (left.rows.tolist(), left.gathered.copy().state.tolist()) == ([10], [[1]])
+    (back, view), (left, left_view) = changes.since(5, held)["items"]
+    assert (back.tolist(), view.copy().state.tolist()) == ([11], [[7]])
+    assert (left.tolist(), left_view.copy().state.tolist()) == ([10], [[1]])
     changes.drop_before(6)
-    assert [part.rows.tolist() for part in changes.since(0, held)["items"]] == [[11]]
+    assert [found.tolist() for found, _ in changes.since(0, held)["items"]] == [[11]]
 
 
 @pytest.mark.slow
@@ -207,13 +207,13 @@ def snapshot_of(
     memory: SnapshotMemory, step: int, since: int | None, rows: dict[str, dict[int, float]]
 ) -> Snapshot:
     layouts = {"items": LAYOUT, "users": OTHER}
-    changed: dict[str, list[Changed]] = {}
+    changed: dict[str, list[RowsInPlace]] = {}
     for table, values in rows.items():
         numbers = np.array([*values.values()], np.float32)
         found = np.array([*values], np.int64)
         half = len(found) // 2
         parts = [slice(0, half), slice(half, None)]
-        changed[table] = [Changed(found[p], GatheredRows(records_of(numbers[p]))) for p in parts]
+        changed[table] = [(found[p], GatheredRows(records_of(numbers[p]))) for p in parts]
     about = SnapshotHeader(train_step=step, since=since, fingerprint={"a": 1}, layouts=layouts)
     size = commit_snapshot(memory, about, {"w": np.arange(step)}, {}, changed)
     assert memory.state == COMMITTED
@@ -280,7 +280,7 @@ def test_newest_takes_rows_of_the_first_stream_that_has_them() -> None:
         wanted = dict(zip(rows.tolist(), values.tolist(), strict=True)) | wanted
         cuts = np.sort(rng.integers(0, len(rows), 5))
         pieces = zip(np.split(rows, cuts), np.split(values[:, None], cuts), strict=True)
-        streams.append(iter([(r, Records(v, v)) for r, v in pieces]))
+        streams.append(iter([(r, as_records(v, v)) for r, v in pieces]))
     found = [(r, rec) for r, rec in merge_newest(streams)]
     rows = np.concatenate([r for r, _ in found]).tolist()
     assert rows == sorted(wanted)

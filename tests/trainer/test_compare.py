@@ -61,10 +61,11 @@ def newest(run: Path) -> Path:
 
 
 def state(run: Path) -> None:
-    path = newest(run) / "items" / "state.npy"
-    array = np.load(path)
+    path = newest(run) / "items" / "records.npy"
+    records = np.load(path)
+    array = records["state"]
     array[7, 1] = -array[7, 1] if array[7, 1] else -0.0  # zeros of two signs differ, too
-    np.save(path, array)
+    np.save(path, records)
 
 
 def dense(run: Path) -> None:

@@ -329,7 +329,7 @@ def test_all_tables_at_once_equal_one_after_the_other(
 ) -> None:
     batch = draw_batch(6, seed, grouped=grouped, weighted=weighted)
     rows = draw_rows(batch, seed)
-    arenas = {table: ArenaRows(values, values[:, :0]) for table, values in rows.items()}
+    arenas = {table: ArenaRows(values, values.shape[1]) for table, values in rows.items()}
     one = MicrobatchLookups(batch, arenas, None, mean=mean)
     with DeviceMode():
         moved = move_batch(batch, ModelConfig(), DEVICE)
@@ -356,7 +356,7 @@ def test_all_tables_at_once_equal_one_after_the_other(
 def test_unique_tuples_have_the_vectors_of_one_table_after_the_other(seed: int) -> None:
     batch = draw_batch(6, seed, grouped=True, weighted=False)
     rows = draw_rows(batch, seed)
-    arenas = {table: ArenaRows(values, values[:, :0]) for table, values in rows.items()}
+    arenas = {table: ArenaRows(values, values.shape[1]) for table, values in rows.items()}
     one = MicrobatchLookups(batch, arenas, None, mean=True)
     with DeviceMode():
         moved = move_batch(batch, ModelConfig(), DEVICE)

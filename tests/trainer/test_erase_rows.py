@@ -113,7 +113,7 @@ def test_row_of_a_large_number_is_in_no_byte_of_what_is_written(
     rows[-1] = big
     np.save(checkpoints / part / "rows.npy", rows)
     assert files_with_id(run, big)
-    new, count = erasure.rewrite_part(checkpoints, part, table, np.array([big]))
+    new, count = erasure.rewrite_part(checkpoints, part, np.array([big]))
     assert count == 1
     assert files_with_id(checkpoints / new, big) == []
 
@@ -135,7 +135,7 @@ def test_damaged_part_is_not_given_a_new_checksum(trained: Path, tmp_path: Path)
     run, (table, _) = copied(trained, tmp_path), table_and_ids(trained)
     newest = complete_checkpoints(run / CHECKPOINTS)[-1]
     part = read_checkpoint_manifest(newest).parts[table][-1]
-    path = run / CHECKPOINTS / part / "values.npy"
+    path = run / CHECKPOINTS / part / "records.npy"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)

@@ -21,6 +21,7 @@ from tests.trainer.stores import (
     ACCESS,
     LAYOUT,
     TOKEN,
+    as_records,
     group_over,
     log_bytes,
     running,
@@ -45,7 +46,7 @@ def random_rows(rng: np.random.Generator) -> np.ndarray:
 
 
 def one_record(layout: TableLayout, value: float, count: int = 1) -> Records:
-    return Records(
+    return as_records(
         np.full((count, layout.dim), value, layout.dtype),
         np.full((count, layout.state_width), value, layout.dtype),
     )
@@ -77,7 +78,7 @@ def test_store_processes_hold_what_a_store_in_memory_does(
             found = stores["items"].all_tables.fetch(step, rows)
             for name, records in found.items():
                 assert_same(records, wanted[name].fetch(rows[name]))
-                updated = Records(records.values * 1.5 + step, records.state + 1)
+                updated = as_records(records.values * 1.5 + step, records.state + 1)
                 wanted[name].write(rows[name], updated)
                 stores[name].write(rows[name], updated, step)
         for name, store in stores.items():

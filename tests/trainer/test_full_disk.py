@@ -14,7 +14,7 @@ from schemas.errors import SchemaError
 from tests.trainer.make_dataset import write_job
 from tests.trainer.replica_runs import run_replicas
 from tests.trainer.runs import assert_equal, checkpoint_at, losses_of, run_job
-from tests.trainer.stores import largest_file
+from tests.trainer.stores import as_records, largest_file
 from trainer.elastic.launcher import start_replica
 from trainer.stores.local import MappedTable, mmap_store
 from trainer.stores.store import Records, TableLayout
@@ -24,7 +24,7 @@ LAYOUT = TableLayout(table="items", dim=4, state_width=1, dtype="float32", seed=
 
 def records_of(rows: np.ndarray) -> Records:
     state = rows[:, None].astype(np.float32)
-    return Records(np.repeat(state, 4, axis=1), state)
+    return as_records(np.repeat(state, 4, axis=1), state)
 
 
 def test_mapped_files_on_a_full_disk_lose_nothing_and_take_the_rows_when_there_is_room(
@@ -38,7 +38,7 @@ def test_mapped_files_on_a_full_disk_lose_nothing_and_take_the_rows_when_there_i
     store.write(first, records_of(first))
     message = (
         "no room on disk for the rows of a table: File too large in "
-        f"{tmp_path / 'items'}; free 49152 bytes and continue with --resume"
+        f"{tmp_path / 'items'}; free 61440 bytes and continue with --resume"
     )
     with largest_file(20_000), pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
         store.write(more, records_of(more))
@@ -53,8 +53,8 @@ def test_mapped_files_on_a_full_disk_lose_nothing_and_take_the_rows_when_there_i
 def test_mapped_files_take_their_room_from_the_disk_before_they_are_written(tmp_path: Path) -> None:
     store, rows = MappedTable(LAYOUT, tmp_path), np.arange(10)
     store.write(rows, records_of(rows))
-    found = os.fstat(store._files._files["values"].fileno())  # pyright: ignore
-    assert found.st_size == 1024 * 16
+    found = os.fstat(store._file._file.fileno())  # pyright: ignore
+    assert found.st_size == 1024 * 20
     assert found.st_blocks * 512 >= found.st_size  # no hole, that a full disk could not fill
 
 

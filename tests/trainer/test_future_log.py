@@ -15,14 +15,14 @@ from schemas.config.train import CacheConfig
 from schemas.errors import PlanError, SchemaError
 from schemas.oracle.cache_plan import NEVER_AGAIN, required_rows
 from schemas.rows import initial_rows
-from tests.trainer.stores import TableOf, largest_file, whole
+from tests.trainer.stores import TableOf, as_records, largest_file, whole
 from tests.trainer.test_cache import LAYOUT, index_of, plan_of, run_source
 from trainer.checkpoint.format import NpyFile
 from trainer.embedding.cache import DirectSource, PlannedCache, RowsOfTables
 from trainer.stores.bucket_files import BucketFiles, Entries, SortedRuns
 from trainer.stores.future_log import FutureLog
 from trainer.stores.local import memory_store, mmap_store
-from trainer.stores.store import GatheredRows, Records, Store, TableLayout, WriteBack
+from trainer.stores.store import GatheredRows, Store, TableLayout, WriteBack
 
 
 def log_in(folder: Path, bucket_steps: int, buffer_bytes: int, fan_out: int = 64) -> FutureLog:
@@ -165,7 +165,7 @@ def test_log_makes_first_values_and_keeps_nothing_for_rows_that_are_read_only(
 
 
 def back_of(rows: list[int], next_use: list[int]) -> dict[str, WriteBack]:
-    records = Records(np.ones((len(rows), 2)), np.ones((len(rows), 1)))
+    records = as_records(np.ones((len(rows), 2)), np.ones((len(rows), 1)))
     return {"items": WriteBack(np.array(rows), records, np.array(next_use))}
 
 
@@ -214,7 +214,7 @@ def test_writes_stay_long_and_few_buckets_are_open_whatever_the_number_of_steps(
             stored.setdefault(at, []).append(row)
         state = rows[:, None].astype(float)
         log.write(
-            step, {"items": WriteBack(rows, Records(np.repeat(state, 2, 1), state), next_use)}
+            step, {"items": WriteBack(rows, as_records(np.repeat(state, 2, 1), state), next_use)}
         )
     assert len(log._buffers) < 4 * 2 * 64  # pyright: ignore[reportPrivateUsage]
     assert len(list(tmp_path.iterdir())) < 4 * 2 * 64
@@ -244,7 +244,7 @@ def test_rows_of_far_steps_come_back_at_their_step(
         for row, at in zip(rows.tolist(), next_use.tolist(), strict=True):
             stored.setdefault(at, []).append(row)
         state = rows[:, None].astype(float)
-        records = Records(np.repeat(state, 2, axis=1), state)
+        records = as_records(np.repeat(state, 2, axis=1), state)
         log.write(step, {"items": WriteBack(rows, records, next_use)})
         if step % 20 == 0:
             held = sorted(row for each in stored.values() for row in each)
@@ -280,7 +280,9 @@ def test_sorted_runs_give_each_table_ascending(
 ) -> None:
     folder = tmp_path_factory.mktemp("runs")
     runs = SortedRuns(
-        BucketFiles(folder, 3, "float64", chunk_bytes=chunk_bytes), 3, run_bytes=run_bytes
+        BucketFiles(folder, replace(LAYOUT, dim=2, dtype="float64"), chunk_bytes=chunk_bytes),
+        3,
+        run_bytes=run_bytes,
     )
     seen: set[tuple[int, int]] = set()
     for part in parts:
@@ -292,7 +294,7 @@ def test_sorted_runs_give_each_table_ascending(
         assert all(len(rows) for rows, _ in found)
         rows = [row for rows, _ in found for row in rows.tolist()]
         assert rows == sorted(row for t, row in seen if t == table)
-        blocks = [line for _, block in found for line in block.tolist()]
+        blocks = [line for _, records in found for line in records.block.tolist()]
         assert blocks == [[table, float(row), 7.5] for row in rows]
     runs.remove()
     assert list(folder.iterdir()) == []
@@ -311,7 +313,7 @@ def test_store_gives_more_than_one_run_in_parts_and_leaves_no_file(
         store = FutureLog({"items": WIDE}, tmp_path, buffer_bytes=5 << 20)
     for start in range(0, len(rows), 20_000):
         part = slice(start, start + 20_000)
-        records = Records(values[part], values[part, :1])
+        records = as_records(values[part], values[part, :1])
         next_use = rng.integers(0, 100, 20_000)
         store.write(0, {"items": WriteBack(rows[part], records, next_use)})
     before = {path.name for path in tmp_path.rglob("*")}

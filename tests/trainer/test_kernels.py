@@ -57,7 +57,11 @@ def run_step(
 ) -> torch.Tensor:
     """Pool, go back and update whole tables in place; return pooled vectors as in `FEATURES`."""
     rows = {
-        t: ArenaRows(values, state, torch.from_numpy(batch.lookups[t].rows).int())
+        t: ArenaRows(
+            torch.cat([values, state], 1),
+            values.shape[1],
+            torch.from_numpy(batch.lookups[t].rows).int(),
+        )
         for t, (values, state) in tables.items()
     }
     pooling = Pooling(batch, rows, mean=mean)
@@ -68,8 +72,7 @@ def run_step(
     compiled.update(
         [
             TableRows(
-                values=rows[t].values,
-                state=rows[t].state,
+                block=rows[t].block,
                 positions=rows[t].positions,
                 readers=batch.lookups[t].readers,
                 reader_offsets=batch.lookups[t].reader_offsets,
@@ -80,6 +83,8 @@ def run_step(
         pooling.gradients,
         rule,
     )
+    for t, (values, state) in tables.items():
+        values[:], state[:] = rows[t].values, rows[t].block[:, values.shape[1] :]
     return pooled.detach()
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from schemas.errors import SchemaError
 from schemas.oracle.cache_plan import NEVER_AGAIN
+from tests.trainer.stores import as_records
 from trainer.checkpoint import read_rows
 from trainer.checkpoint.files import (
     FileChecksum,
@@ -45,7 +46,7 @@ def drawn(rng: np.random.Generator, num_rows: int) -> RowsAndRecords:
     few, many = rng.integers(0, 60, num_rows // 2), rng.integers(0, IDS, num_rows - num_rows // 2)
     rows = np.unique(np.concatenate([few, many]))
     values, state = (rng.random((len(rows), width), np.float32) for width in (3, 1))
-    return rows, Records(values, state)
+    return rows, as_records(values, state)
 
 
 def save(run: Path, seed: int) -> Saved:
@@ -145,7 +146,7 @@ def test_files_of_many_blocks_are_loaded_and_verified(
         rows = np.arange(num_rows) * 7
         block = np.random.default_rng(0).random((num_rows, 4), np.float32)
         with NewCheckpoint(folder / "checkpoints", 1) as checkpoint:
-            chunk = rows, Records(block[:, :3], block[:, 3:])
+            chunk = rows, Records(block, 3)
             checkpoint.write_rows("items", LAYOUTS["items"], [chunk])
             checkpoint.finish({}, {"items": (f"{folder_name(1)}/items",)}, {}, keep=1)
         saved, store = Saved(checkpoint.folder, {}), memory_store(LAYOUTS)
@@ -185,7 +186,7 @@ def test_each_damage_is_found_by_loading(kind: str, tmp_path: Path) -> None:
 def test_store_is_loaded_again_after_a_load_that_failed(tmp_path: Path) -> None:
     saved, store = save(tmp_path, 3), memory_store(LAYOUTS)
     part = read_checkpoint_manifest(saved.folder).parts["items"][-1]
-    path = saved.folder.parent / part / "values.npy"
+    path = saved.folder.parent / part / "records.npy"
     data = path.read_bytes()
     path.write_bytes(data[:-4] + bytes(4))
     with pytest.raises(SchemaError):

@@ -41,6 +41,7 @@ from trainer.stores.remote.wal import (
     read_records,
 )
 from trainer.stores.remote.wire import ARRIVING, WRITE, Request
+from trainer.stores.store import Records
 
 ALL, LOW, HIGH = ((0, 4096),), ((0, 2048),), ((2048, 4096),)
 TABLES = {name: replace(LAYOUT, table=name) for name in ("items", "users")}
@@ -67,15 +68,15 @@ def request_of(shard: Shard, train_step: int = -1) -> Request:
 
 def write(shard: Shard, step: int, rows: np.ndarray, table: str = "items") -> None:
     block = np.repeat(rows[:, None] + np.float32(step) / 64, 5, axis=1).astype(np.float32)
-    shard.write(request_of(shard, step), {table: rows}, block)
+    shard.write(request_of(shard, step), {table: rows}, Records(block, 4))
 
 
 def state_of(shard: Shard) -> dict[str, object]:
     """Return all that a shard must have again after a restart."""
     found: dict[str, object] = {"control": asdict(shard.control)}
     for name, table in shard.tables.items():
-        rows, block = table.written(np.sort(table.rows))
-        found[name] = rows.tolist(), block.tolist()
+        rows, records = table.written(np.sort(table.rows))
+        found[name] = rows.tolist(), records.block.tolist()
     return found
 
 
@@ -112,7 +113,7 @@ def test_shard_serves_while_its_log_is_rewritten(
             holds.set()
         notified.result()
     steps = np.where(rows < 500, 2, 1)
-    assert (fetched[0][:, 0] == rows + np.float32(steps) / 64).all()
+    assert (fetched[0].block[:, 0] == rows + np.float32(steps) / 64).all()
     wait_for(lambda: [path.name[-6:-4] for path in log_files(tmp_path / "store")] == ["02", "02"])
     assert state_after_kill(shard, tmp_path / "copy") == state_of(shard)
     shard.close()
@@ -158,7 +159,7 @@ class Drawn:
         step = control.newest_step + self.data.draw(st.integers(0, 2))
         block = np.full((len(rows), 5), next(self.names), np.float32)
         request = replace(request_of(self.shard, step), op=op)
-        self.shard.write(request, {table: rows}, block)
+        self.shard.write(request, {table: rows}, Records(block, 4))
 
     def move(self, *, give: bool) -> None:
         """Give a part of the slots away, or get them anew."""

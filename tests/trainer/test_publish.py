@@ -24,8 +24,10 @@ from trainer.checkpoint.files import (
     read_checkpoint_manifest,
     write_checkpoint_manifest,
 )
+from trainer.checkpoint.format import RowPart, read_parts, write_part
 from trainer.serve.export import export_run
 from trainer.serve.publish import Published, apply_changes, publish
+from trainer.stores.store import concat_records
 
 STEPS = (4, 8, 12, 16, 20)
 TABLES = ("users", "items", "pages")
@@ -94,20 +96,21 @@ def drop_rows(run: Path, train_step: int, table: str) -> list[int]:
     """Write a table of a checkpoint anew, every third row left out; return these."""
     checkpoint = checkpoint_at(run, train_step)
     manifest = read_checkpoint_manifest(checkpoint)
-    held = rows_in(checkpoint)
     part = f"{folder_name(train_step)}/{table}-less"
-    (checkpoint.parent / part).mkdir()
-    keep = np.arange(len(held[f"{table}/rows.npy"])) % 3 > 0
+    folders = [checkpoint.parent / each for each in manifest.parts[table]]
+    held = [*read_parts(folders)]
+    rows = np.concatenate([each for each, _ in held])
+    keep = np.arange(len(rows)) % 3 > 0
+    records = concat_records([each for _, each in held]).take(keep)
+    write_part(checkpoint.parent / part, RowPart(folders[0]).dtype, [(rows[keep], records)])
     files = dict(manifest.files)
-    for name in ("rows", "values", "state"):
-        path = checkpoint.parent / part / f"{name}.npy"
-        np.save(path, held[f"{table}/{name}.npy"][keep])
-        files[f"{part}/{name}.npy"] = checksum_of(path)
+    for path in (checkpoint.parent / part).iterdir():
+        files[f"{part}/{path.name}"] = checksum_of(path)
     fields = {n: getattr(manifest, n) for n in manifest.__dataclass_fields__}
     parts = {**manifest.parts, table: (part,)}
     changed = type(manifest)(**{**fields, "parts": parts, "files": files})
     write_checkpoint_manifest(checkpoint, changed)
-    return held[f"{table}/rows.npy"][~keep].tolist()
+    return rows[~keep].tolist()
 
 
 @pytest.mark.slow

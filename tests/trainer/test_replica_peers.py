@@ -36,7 +36,7 @@ from trainer.growing.follow import DatasetExtent
 from trainer.stores.local import memory_store
 from trainer.stores.remote.connection import Access
 from trainer.stores.remote.wire import Certificate
-from trainer.stores.store import Records, TableLayout
+from trainer.stores.store import RowsInPlace, TableLayout
 
 ACCESS = Access(token="secret", timeout_sec=20.0)
 EXTENT = DatasetExtent(num_segments=2, sealed=False)
@@ -121,8 +121,9 @@ from trainer.stores.remote.connection import Access
 
 layout = TableLayout(table="items", dim={DIM}, state_width=1, dtype="float32", seed=0)
 store, rows = memory_store({{"items": layout}}), np.random.default_rng(0).permutation({NUM_ROWS})
-state = rows[:, None].astype(np.float32)
-store.tables["items"].write(rows, Records(np.repeat(state, {DIM}, axis=1), state))
+block = np.repeat(rows[:, None].astype(np.float32), {DIM} + 1, axis=1)
+store.tables["items"].write(rows, Records(block, {DIM}))
+del block
 memory_rows = MemoryRows(store, Embedding((), TrainConfig(), DirectSource(store)), Path())
 server, provided = PeerServer("127.0.0.1", Access(token="secret"), None), []
 print(server.address, flush=True)
@@ -149,7 +150,8 @@ def test_state_is_copied_once_where_it_is_sent_and_is_once_where_it_comes() -> N
             peak = tracemalloc.get_traced_memory()[1]
             tracemalloc.stop()
         peak_of_server = int(server.communicate()[0])
-    back = rows_from_arrays("rows", found, ["items"])["items"]
+    layout = TableLayout(table="items", dim=DIM, state_width=1, dtype="float32", seed=0)
+    back = rows_from_arrays("rows", found, {"items": layout})["items"]
     rows, records = back.rows, back.records
     assert sorted(rows.tolist()) == list(range(NUM_ROWS))
     assert (records.values == rows[:, None]).all()
@@ -169,10 +171,12 @@ def test_rows_are_copied_in_rounds_while_steps_change_them_and_add_more(
     def train(train_step: int, rows: NDArray[np.int64]) -> None:
         gathered = source.gather(train_step, {"items": rows})["items"]
         records = gathered.copy()
-        gathered.put(Records(records.values + 1, np.full_like(records.state, train_step)))
+        records.values[:] += 1
+        records.state[:] = train_step
+        gathered.put(records)
         source.release(train_step, {"items": rows})
 
-    def read_late(table: str, positions: NDArray[np.int32]) -> tuple[NDArray[np.int64], Records]:
+    def read_late(table: str, positions: NDArray[np.int32]) -> RowsInPlace:
         assert trained.wait(60)
         return read(table, positions)
 

@@ -36,7 +36,7 @@ from trainer.stores.remote.client import RemoteStore
 from trainer.stores.remote.connection import StoreConnection
 from trainer.stores.remote.server import StoreOptions, StoreServer
 from trainer.stores.remote.shard import Shard
-from trainer.stores.remote.wire import Request, record_bytes, rows_batch
+from trainer.stores.remote.wire import Request, rows_batch
 from trainer.stores.store import BehindError, SlotMapChangedError
 
 NUM_ROWS = 200
@@ -173,15 +173,15 @@ def test_store_serves_no_caller(caller: str, tmp_path: Path) -> None:
     shard.load()
     shard.open(control_of(one_store_map(ALL, 1)))
     request = Request(op="write", session="process", epoch=1, acknowledged=0, train_step=1)
-    assert shard.write(request, {"items": rows}, np.ones((9, 5), np.float32)) == 1
+    assert shard.write(request, {"items": rows}, record_of(1, 9)) == 1
     for call in (
         lambda request: shard.fetch(request, {"items": rows}),
-        lambda request: shard.write(request, {"items": rows}, np.zeros((9, 5), np.float32)),
+        lambda request: shard.write(request, {"items": rows}, record_of(0, 9)),
         lambda request: shard.contents(request, "items", 9),
     ):
         with pytest.raises(error, match=f"^{message}"):
             call(replace(request, **changes))
-    assert (shard.fetch(replace(request, acknowledged=1), {"items": rows})[0] == 1).all()
+    assert (shard.fetch(replace(request, acknowledged=1), {"items": rows})[0].block == 1).all()
     shard.close()
 
 
@@ -214,7 +214,7 @@ def test_server_holds_no_more_messages_than_its_budget_while_many_call(
     server = StoreServer(shard, options)
     try:
         store = group_over(f"grpc://127.0.0.1:{server.port}")["items"]
-        rows = np.arange(4096 // record_bytes(LAYOUT))
+        rows = np.arange(4096 // LAYOUT.row_bytes)
         with ThreadPoolExecutor(12) as pool:
             steps = range(48)
             list(pool.map(lambda s: store.write(rows + s, record_of(s, len(rows)), 1), steps))

@@ -104,22 +104,24 @@ def test_rows_of_slots_that_move_are_read_and_written_by_the_coordinator_alone(
     shard, rows = Shard(tmp_path / "store", sync=False), np.arange(50)
     shard.load()
     shard.open(control_of(one_store_map(((0, 4096),))))
-    request, block = Request(op=WRITE, session="process"), np.zeros((50, 5), np.float32)
-    shard.write(request, {"items": rows}, block)
+    request, records = Request(op=WRITE, session="process"), record_of(0.0, 50)
+    shard.write(request, {"items": rows}, records)
     contents = replace(request, op=CONTENTS)
     assert len(shard.contents(contents, "items", 100)[0]) == 50
     with pytest.raises(SlotMapChangedError, match="in slots of other stores"):
-        shard.write(replace(request, op=ARRIVING), {"items": rows}, block)
+        shard.write(replace(request, op=ARRIVING), {"items": rows}, records)
     shard.apply_map(one_store_map(((0, 4096),), 1, moving=HALF), "here")
     request, contents = replace(request, epoch=1), replace(contents, epoch=1)
     with pytest.raises(SlotMapChangedError, match=r"^slots are moving between stores$"):
         shard.contents(contents, "items", 100)
     with pytest.raises(SlotMapChangedError, match="in slots of other stores"):
-        shard.write(request, {"items": rows}, block)
+        shard.write(request, {"items": rows}, records)
     leaving, _, _ = shard.contents(replace(contents, op=LEAVING), "items", 100)
     assert leaving.tolist() == rows[slot_of_row(rows) < 2048].tolist()
     staying = rows[slot_of_row(rows) >= 2048]
-    shard.write(replace(request, train_step=4), {"items": staying}, block[: len(staying)])
+    shard.write(
+        replace(request, train_step=4), {"items": staying}, records.take(slice(0, len(staying)))
+    )
     shard.apply_map(one_store_map(((2048, 4096),), 2), "here")
     assert sorted(shard.tables["items"].rows.tolist()) == staying.tolist()
     with pytest.raises(SchemaError, match=r"^slots are assigned whose rows were never received$"):

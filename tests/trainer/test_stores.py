@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from schemas.rows import initial_bound, initial_rows
-from tests.trainer.stores import LAYOUT, record_of, whole
+from tests.trainer.stores import LAYOUT, as_records, record_of, whole
 from trainer.embedding.cache import CacheSlots
 from trainer.stores import store as api
 from trainer.stores.local import DENSE_MAP_ROWS, ArrayTable, RowMap, memory_store, mmap_store
@@ -77,7 +77,7 @@ def test_store_is_a_dict_of_rows_that_begin_with_their_first_values(
 @pytest.mark.parametrize("kind", ["memory", "mmap"])
 def test_store_hands_out_copies(kind: str, tmp_path: Path) -> None:
     store, rows = table_of(kind, tmp_path), np.array([5, 9])
-    store.write(rows, Records(np.ones((2, 4), np.float32), np.zeros((2, 1), np.float32)))
+    store.write(rows, as_records(np.ones((2, 4), np.float32), np.zeros((2, 1), np.float32)))
     store.fetch(rows).values[:] = 7
     assert store.fetch(rows).values.tolist() == [[1.0] * 4] * 2
 

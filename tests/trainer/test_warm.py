@@ -227,7 +227,7 @@ def test_other_runs_are_refused(small: tuple[Path, Path, Path], tmp_path: Path) 
 def test_damaged_checkpoint_begins_nothing(small: tuple[Path, Path, Path], tmp_path: Path) -> None:
     job, dataset, folder = small
     old = Path(shutil.copytree(folder / DATES[0], tmp_path / "old"))
-    path = require_checkpoint(old) / "items" / "values.npy"
+    path = require_checkpoint(old) / "items" / "records.npy"
     path.write_bytes(path.read_bytes()[:-1] + b"\x01")
     with pytest.raises(SchemaError, match="file must have sha256"):
         run_job(job, dataset, tmp_path / "new", start_from=old)

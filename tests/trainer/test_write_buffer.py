@@ -147,15 +147,14 @@ def first_record(row: int) -> list[float]:
 def test_last_record_holds(writes: list[list[int]]) -> None:
     table, records = ShardTable(LAYOUT), {int(row): first_record(int(row)) for row in SOME_ROWS}
     for number, rows in enumerate(writes):
-        block = np.full((len(rows), 5), number, np.float32)
         for _ in range(2):  # every call may be repeated
-            table.write_block(np.array(rows), block)
+            table.write(np.array(rows), record_of(number, len(rows)))
         records |= {row: [float(number)] * 5 for row in rows}
-        assert table.fetch_block(SOME_ROWS).tolist() == [records[int(row)] for row in SOME_ROWS]
+        assert table.fetch(SOME_ROWS).block.tolist() == [records[int(row)] for row in SOME_ROWS]
     written = sorted({row for rows in writes for row in rows})
-    rows, block = table.ascending(-1, 10)
+    rows, found = table.ascending(-1, 10)
     assert rows.tolist() == written
-    assert block.tolist() == [records[row] for row in written]
+    assert found.block.tolist() == [records[row] for row in written]
     fewer = table.without(np.arange(4096) == slot_of_row(SOME_ROWS[:1])[0])
     assert fewer.rows.tolist() == [r for r in table.rows.tolist() if r != SOME_ROWS[0]]
 
@@ -168,16 +167,16 @@ def test_rows_of_a_step_are_neither_read_nor_written_once_a_later_one_has_writte
     shard.open(control_of(one_store_map(((0, 4096),))))
     request, rows = Request(op="write", session="process"), {"items": SOME_ROWS}
     for step in range(4):
-        block = np.full((6, 5), step, np.float32)
-        shard.write(replace(request, train_step=step), rows, block)
-        shard.write(replace(request, train_step=step), rows, block)  # the call is repeated
-        assert (shard.fetch(replace(request, op="fetch", as_of=step), rows)[0] == step).all()
+        for _ in range(2):  # the call is repeated
+            shard.write(replace(request, train_step=step), rows, record_of(step, 6))
+        fetched, _ = shard.fetch(replace(request, op="fetch", as_of=step), rows)
+        assert (fetched.block == step).all()
     with pytest.raises(BehindError, match=f"^{re.escape(LATER)}$"):
         shard.fetch(replace(request, op="fetch", as_of=2), rows)
     message = "rows of step 2 come after those of step 3, which another process has written; "
     with pytest.raises(BehindError, match=f"^{re.escape(message)}"):
-        shard.write(replace(request, train_step=2), rows, np.zeros((6, 5), np.float32))
-    assert (shard.fetch(replace(request, op="fetch"), rows)[0] == 3).all()
+        shard.write(replace(request, train_step=2), rows, record_of(0, 6))
+    assert (shard.fetch(replace(request, op="fetch"), rows)[0].block == 3).all()
     shard.close()
 
 

@@ -28,7 +28,7 @@ from trainer.checkpoint.files import (
     missing_base,
     read_checkpoint_manifest,
 )
-from trainer.checkpoint.format import ROW_FILES, RowPart, RowsAndRecords, merge_newest, select
+from trainer.checkpoint.format import ROW_FILES, RowPart
 from trainer.checkpoint.snapshot import (
     COMMITTED,
     DENSE,
@@ -39,7 +39,7 @@ from trainer.checkpoint.snapshot import (
     SnapshotMemory,
 )
 from trainer.runtime import is_readable
-from trainer.stores.store import chunks_of
+from trainer.stores.store import RowsAndRecords, chunks_of, merge_newest, select
 
 # ---- Write a snapshot as a checkpoint ----
 #
@@ -130,7 +130,7 @@ def _has_all(
 
 
 def _chunks(unsorted: RowsAndRecords, order: NDArray[np.int64]) -> Iterator[RowsAndRecords]:
-    for chunk in chunks_of(len(order), unsorted[1]):
+    for chunk in chunks_of(len(order), unsorted[1].block):
         yield select(unsorted, order[chunk])
 
 

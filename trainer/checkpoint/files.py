@@ -28,8 +28,8 @@ from schemas.run.records import CHECKPOINTS, LEDGER, METRICS
 from schemas.storage.local_files import sync_directory
 from schemas.storage.location import Location
 from schemas.storage.locks import lock_file
-from trainer.checkpoint.format import ROW_FILES, RowsAndRecords, to_buffers, write_part
-from trainer.stores.store import TableLayout
+from trainer.checkpoint.format import ROW_FILES, record_type, to_buffers, write_part
+from trainer.stores.store import RowsAndRecords, TableLayout
 
 DENSE_FILE, PLAN_FILE = "dense.safetensors", "plan.safetensors"
 """Files of a checkpoint: the dense state, and the state of the cache plan if there is one."""
@@ -243,7 +243,7 @@ class NewCheckpoint:
 
     def write_rows(self, table: str, layout: TableLayout, chunks: Iterable[RowsAndRecords]) -> None:
         """Write ascending rows as a part of their table."""
-        write_part(self._partial / table, layout, chunks)
+        write_part(self._partial / table, record_type(layout), chunks)
 
     def finish(
         self,

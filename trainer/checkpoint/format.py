@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import mmap
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike
 
 from schemas.arrays import Array
 from schemas.errors import SchemaError
-from trainer.stores.store import Records, TableLayout, chunks_of
+from trainer.stores.store import Records, RowsAndRecords, TableLayout, chunks_of, merge_newest
 
 # ---- Named arrays as bytes, in the format of safetensors files, with checksums ----
 #
@@ -217,36 +217,40 @@ class NpyFile:
 
 
 # ---- Rows of a table, in one or several parts ----
+#
+# `rows.npy` has the ids, ascending, and `records.npy` a record of `values` and `state` for each.
 
-ROW_FILES = "rows", "values", "state"
-"""Arrays of a part, one entry per row, rows ascending."""
-RowsAndRecords = tuple[NDArray[np.int64], Records]
-"""Ascending rows and their records."""
+ROW_FILES = "rows", "records"
 
 
-def select(chunk: RowsAndRecords, chosen: slice | NDArray[Any]) -> RowsAndRecords:
-    """Return some rows of a chunk and their records."""
-    rows, records = chunk
-    return rows[chosen], records.take(chosen)
+def record_type(layout: TableLayout) -> np.dtype[Any]:
+    """Return the type of the entries of `records.npy`."""
+    fields = ("values", layout.dim), ("state", layout.state_width)
+    return np.dtype([(name, layout.dtype, (width,)) for name, width in fields])
 
 
 class RowPart:
     """Rows of a table that one checkpoint wrote: a folder, memory-mapped after verification."""
 
     def __init__(self, folder: Path, *, random: bool = False) -> None:
-        self.rows, values, state = (
+        self.rows, records = (
             np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in ROW_FILES
         )
-        for array in (values, state):
-            if random and isinstance(array, np.memmap):  # an empty array is not mapped
-                array._mmap.madvise(mmap.MADV_RANDOM)  # type: ignore[attr-defined] # no other way
-        self.records = Records(values, state)
+        if random and isinstance(records, np.memmap):  # an empty array is not mapped
+            records._mmap.madvise(mmap.MADV_RANDOM)  # type: ignore[attr-defined] # no other way
+        self.dtype = records.dtype
+        """The `record_type` of its table."""
+        number = self.dtype["values"].base
+        block = records.view(number).reshape(len(records), self.dtype.itemsize // number.itemsize)
+        self.records = Records(block, self.dtype["values"].shape[0])
 
     def chunks(self) -> Iterator[RowsAndRecords]:
         """Yield copies of all rows, ascending, in chunks."""
-        for part in chunks_of(len(self.rows), self.records):
-            values, state = self.records.values[part], self.records.state[part]
-            yield np.array(self.rows[part]), Records(np.array(values), np.array(state))
+        for part in chunks_of(len(self.rows), self.records.block):
+            yield (
+                np.array(self.rows[part]),
+                Records(np.array(self.records.block[part]), self.records.dim),
+            )
 
 
 def read_parts(folders: Iterable[Path]) -> Iterator[RowsAndRecords]:
@@ -254,58 +258,16 @@ def read_parts(folders: Iterable[Path]) -> Iterator[RowsAndRecords]:
     return merge_newest([RowPart(folder).chunks() for folder in folders])
 
 
-def merge_newest(streams: Sequence[Iterator[RowsAndRecords]]) -> Iterator[RowsAndRecords]:
-    """Merge ascending streams of rows; a row in several is taken from the first of them.
-
-    One chunk of each stream is in memory.
-
-    Example:
-        >>> def chunk(*pairs):
-        ...     rows, values = (np.array(each) for each in zip(*pairs))
-        ...     return rows, Records(values[:, None], values[:, None])
-        >>> new = iter([chunk((1, 10), (4, 40))])
-        >>> old = iter([chunk((1, -1), (2, 20)), chunk((4, -4), (9, 90))])
-        >>> [(r.tolist(), v.values[:, 0].tolist()) for r, v in merge_newest([new, old])]
-        [([1, 2], [10, 20]), ([4], [40]), ([9], [90])]
-    """
-    if len(streams) == 1:
-        yield from streams[0]
-        return
-    heads = [(chunk, stream) for stream in streams if (chunk := _next(stream)) is not None]
-    while heads:
-        last_row = min(int(rows[-1]) for (rows, _), _ in heads)
-        taken: list[RowsAndRecords] = []
-        remaining: list[tuple[RowsAndRecords, Iterator[RowsAndRecords]]] = []
-        for chunk, stream in heads:
-            count = int(np.searchsorted(chunk[0], last_row, side="right"))
-            taken.append(select(chunk, slice(0, count)))
-            rest = select(chunk, slice(count, None)) if count < len(chunk[0]) else _next(stream)
-            if rest is not None:
-                remaining.append((rest, stream))
-        heads = remaining
-        # `np.unique` returns the first index of equal rows, which is in the first stream
-        rows, first = np.unique(np.concatenate([r for r, _ in taken]), return_index=True)
-        values, state = [r.values for _, r in taken], [r.state for _, r in taken]
-        yield rows, Records(np.concatenate(values)[first], np.concatenate(state)[first])
-
-
-def _next(stream: Iterator[RowsAndRecords]) -> RowsAndRecords | None:
-    """Return the next chunk that is not empty, None at the end."""
-    return next((chunk for chunk in stream if len(chunk[0])), None)
-
-
-def write_part(folder: Path, layout: TableLayout, chunks: Iterable[RowsAndRecords]) -> int:
-    """Write ascending rows as a new part; return the number of rows."""
+def write_part(folder: Path, dtype: np.dtype[Any], chunks: Iterable[RowsAndRecords]) -> int:
+    """Write ascending rows, whose records are of a `record_type`; return their number."""
     folder.mkdir(parents=True)
     count = 0
     with (
         NpyFile(folder / "rows.npy", (), np.int64) as rows_file,
-        NpyFile(folder / "values.npy", (layout.dim,), layout.dtype) as values_file,
-        NpyFile(folder / "state.npy", (layout.state_width,), layout.dtype) as state_file,
+        NpyFile(folder / "records.npy", (), dtype) as records_file,
     ):
         for rows, records in chunks:
             rows_file.append(rows)
-            values_file.append(records.values)
-            state_file.append(records.state)
+            records_file.append(np.ascontiguousarray(records.block).view(dtype)[:, 0])
             count += len(rows)
     return count

@@ -22,18 +22,20 @@ from trainer.checkpoint.files import (
     verify_files,
 )
 from trainer.checkpoint.fingerprint import check_model, check_position
-from trainer.checkpoint.format import RowPart, RowsAndRecords, from_bytes, merge_newest, read_parts
+from trainer.checkpoint.format import RowPart, from_bytes, read_parts
 from trainer.checkpoint.read_rows import fill_store, verified_chunks
 from trainer.components import Components
 from trainer.embedding.cache import CachedRows, cached_of
 from trainer.stores.local import LocalStore
 from trainer.stores.store import (
     Records,
+    RowsAndRecords,
     Store,
     TableLayout,
     WriteBack,
     empty_records,
     initial_records,
+    merge_newest,
 )
 
 # ---- The rows of a checkpoint ----

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -16,9 +14,9 @@ import numpy as np
 from schemas.arrays import Array
 from schemas.errors import SchemaError
 from trainer.checkpoint.files import CheckpointManifest, check_file, check_hash, check_size
-from trainer.checkpoint.format import ROW_FILES, RowsAndRecords
+from trainer.checkpoint.format import ROW_FILES, record_type
 from trainer.stores.local import ArrayTable, LocalStore
-from trainer.stores.store import Records, TableLayout, chunks_of, empty_records
+from trainer.stores.store import RowsAndRecords, TableLayout, chunks_of, empty_records
 
 _BLOCK_BYTES = 4 << 20
 """Bytes that are read, then hashed."""
@@ -30,12 +28,7 @@ class VerifiedFile:
     """An `.npy` file that is read from start to end; the end of the context verifies its hash."""
 
     def __init__(
-        self,
-        checkpoint: Path,
-        manifest: CheckpointManifest,
-        name: str,
-        row_shape: tuple[int, ...],
-        dtype: str,
+        self, checkpoint: Path, manifest: CheckpointManifest, name: str, dtype: np.dtype[Any]
     ) -> None:
         """Read the header.
 
@@ -43,8 +36,7 @@ class VerifiedFile:
             checkpoint: folder of the checkpoint.
             manifest: of the checkpoint.
             name: of the file, below `checkpoints/`.
-            row_shape: shape of the array without its first axis.
-            dtype: of its numbers.
+            dtype: of the entries of its array, which has one axis.
 
         Raises:
             SchemaError: the file is missing, or has other bytes than the manifest says.
@@ -52,19 +44,19 @@ class VerifiedFile:
         self._checkpoint, self._name, self._expected = checkpoint, name, manifest.files[name]
         self._path = checkpoint.parent / name
         check_size(checkpoint, name, self._expected)
-        self.shape: tuple[int, ...] = ()
-        """Shape of the array."""
-        self.dtype: np.dtype[Any] = np.dtype(np.uint8)
-        """Type of its numbers."""
+        self._found = "no array"
         with self._path.open("rb") as file:
             try:
                 np.lib.format.read_magic(file)
-                self.shape, _, self.dtype = np.lib.format.read_array_header_1_0(file)
+                shape, _, found = np.lib.format.read_array_header_1_0(file)
             except Exception as error:  # numpy parses the header as Python
                 raise self._damaged() from error
             self._offset = file.tell()
-        num_bytes = self._offset + self.dtype.itemsize * math.prod(self.shape)
-        if (self.shape[1:], self.dtype, num_bytes) != (row_shape, dtype, self._expected.num_bytes):
+        self._found = f"{found} {shape}"
+        self.num_rows = (self._expected.num_bytes - self._offset) // dtype.itemsize
+        """Entries of the array."""
+        num_bytes = self._offset + dtype.itemsize * self.num_rows
+        if (shape, found, num_bytes) != ((self.num_rows,), dtype, self._expected.num_bytes):
             raise self._damaged()
         self._digest = hashlib.sha256()
         self._file: FileIO | None = None
@@ -99,7 +91,7 @@ class VerifiedFile:
         except SchemaError as error:
             return error
         return SchemaError(
-            f"array must be of the job's table, got {self.dtype} {self.shape}; use the checkpoint "
+            f"array must be of the job's table, got {self._found}; use the checkpoint "
             "with the job that it was trained with",
             file=str(self._path),
         )
@@ -107,14 +99,13 @@ class VerifiedFile:
 
 def _part_files(
     checkpoint: Path, manifest: CheckpointManifest, part: str, layout: TableLayout
-) -> list[VerifiedFile]:
-    """Return the files of a part of a table: rows, values and state."""
-    shapes = ((), (layout.dim,), (layout.state_width,))
-    dtypes = ("int64", layout.dtype, layout.dtype)
-    return [
-        VerifiedFile(checkpoint, manifest, f"{part}/{name}.npy", shape, dtype)
-        for name, shape, dtype in zip(ROW_FILES, shapes, dtypes, strict=True)
-    ]
+) -> tuple[VerifiedFile, VerifiedFile]:
+    """Return the files of a part of a table: rows and records."""
+    rows, records = (f"{part}/{name}.npy" for name in ROW_FILES)
+    return (
+        VerifiedFile(checkpoint, manifest, rows, np.dtype(np.int64)),
+        VerifiedFile(checkpoint, manifest, records, record_type(layout)),
+    )
 
 
 def verified_chunks(
@@ -125,17 +116,14 @@ def verified_chunks(
     Raises:
         SchemaError: a file is missing or has changed; after the last chunk at the latest.
     """
-    files = _part_files(checkpoint, manifest, part, layout)
-    with ExitStack() as stack:
-        for file in files:
-            stack.enter_context(file)
-        for chunk in chunks_of(files[0].shape[0], empty_records(layout, 0)):
+    rows_file, records_file = _part_files(checkpoint, manifest, part, layout)
+    with rows_file, records_file:
+        for chunk in chunks_of(rows_file.num_rows, empty_records(layout, 0).block):
             count = chunk.stop - chunk.start
-            arrays = [np.empty((count, *file.shape[1:]), file.dtype) for file in files]
-            for file, array in zip(files, arrays, strict=True):
-                file.read_into(array)
-            rows, values, state = arrays
-            yield rows, Records(values, state)
+            rows, records = np.empty(count, np.int64), empty_records(layout, count)
+            rows_file.read_into(rows)
+            records_file.read_into(records.block)
+            yield rows, records
 
 
 def fill_store(checkpoint: Path, manifest: CheckpointManifest, store: LocalStore) -> None:
@@ -149,17 +137,16 @@ def fill_store(checkpoint: Path, manifest: CheckpointManifest, store: LocalStore
         for table, layout in store.layouts.items():
             parts = manifest.parts.get(table)
             if parts:
-                rows, *files = _part_files(checkpoint, manifest, parts[-1], layout)
-                records = store.tables[table].reserve(rows.shape[0])
+                rows, records = _part_files(checkpoint, manifest, parts[-1], layout)
+                block = store.tables[table].reserve(rows.num_rows).block
                 tasks.append(pool.submit(_add_rows, store.tables[table], rows))
-                for file, array in zip(files, (records.values, records.state), strict=True):
-                    tasks.append(pool.submit(_read_whole, file, array))
+                tasks.append(pool.submit(_read_whole, records, block))
         for task in tasks:
             task.result()
 
 
 def _add_rows(table: ArrayTable, file: VerifiedFile) -> None:
-    rows = np.empty(file.shape[0], file.dtype)
+    rows = np.empty(file.num_rows, np.int64)
     _read_whole(file, rows)
     table.add_rows(rows)
 

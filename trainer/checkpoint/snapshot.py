@@ -24,9 +24,7 @@ from schemas.machine import free_bytes
 from schemas.oracle.cache_plan import reuse_distance
 from schemas.storage.locks import lock_file
 from trainer.checkpoint.format import ROW_FILES, ArraySpec
-from trainer.embedding.changes import Changed
-from trainer.stores.remote.wire import record_bytes
-from trainer.stores.store import Records, TableLayout
+from trainer.stores.store import Records, RowsAndRecords, RowsInPlace, TableLayout
 
 # ---- Memory that outlives the process that filled it: a file in /dev/shm or on a disk ----
 #
@@ -215,13 +213,13 @@ def copy_bytes(
     total = _OVERHEAD_BYTES
     if not shared.is_indexed:  # as a run without a plan may be: all rows may change in an interval
         return total + sum(
-            _num_rows(dataset, table) * record_bytes(layout) for table, layout in layouts.items()
+            _num_rows(dataset, table) * layout.row_bytes for table, layout in layouts.items()
         )
     for table, layout in layouts.items():
         next_uses = shared.of(table)
         changed = max_changed_rows(next_uses.last_uses(every_steps), steps, every_steps)
         num_rows = _num_rows(dataset, table)
-        total += min(changed, num_rows) * record_bytes(layout)
+        total += min(changed, num_rows) * layout.row_bytes
         if cache is not None:
             cached = cache.rows
             if cached is None or cache.policy == "ttl":  # else rows stay until it is full
@@ -285,7 +283,7 @@ def commit_snapshot(
     header: SnapshotHeader,
     dense: Mapping[str, Array],
     plan: Mapping[str, Array],
-    changed: Mapping[str, Sequence[Changed]],
+    changed: Mapping[str, Sequence[RowsInPlace]],
 ) -> int:
     """Copy a state into memory and commit it; return its bytes.
 
@@ -296,7 +294,7 @@ def commit_snapshot(
     whole |= {f"{PLAN}{name}": array for name, array in plan.items()}
     specs = {name: ArraySpec.of(array) for name, array in whole.items()}
     for table, parts in changed.items():
-        specs |= _row_specs(table, header.layouts[table], sum(len(part.rows) for part in parts))
+        specs |= _row_specs(table, header.layouts[table], sum(len(rows) for rows, _ in parts))
     head, offsets, end = _encode_header(header, specs)
     memory.reserve(end)
     memory.state = FILLING
@@ -306,14 +304,12 @@ def commit_snapshot(
     for name, array in whole.items():
         views[name][...] = array
     for table, parts in changed.items():
-        rows, values, state = (views[f"{ROWS}{table}/{name}"] for name in ROW_FILES)
+        rows, block = (views[f"{ROWS}{table}/{name}"] for name in ROW_FILES)
         start = 0
-        for part in parts:
-            stop = start + len(part.rows)
-            rows[start:stop] = part.rows
-            records, positions = part.gathered.records, part.gathered.positions
-            _gather(records.values, positions, values[start:stop])
-            _gather(records.state, positions, state[start:stop])
+        for changed_rows, gathered in parts:
+            stop = start + len(changed_rows)
+            rows[start:stop] = changed_rows
+            _gather(gathered.records.block, gathered.positions, block[start:stop])
             start = stop
     memory.state = COMMITTED
     return end
@@ -345,18 +341,17 @@ class Snapshot:
             if name.startswith(prefix)
         }
 
-    def rows(self, table: str) -> tuple[NDArray[np.int64], Records]:
+    def rows(self, table: str) -> RowsAndRecords:
         """Return the rows of a table, unordered, and their records."""
         arrays = self.arrays(f"{ROWS}{table}/")
-        return arrays["rows"], Records(arrays["values"], arrays["state"])
+        return arrays["rows"], Records(arrays["records"], self.header.layouts[table].dim)
 
 
 def _row_specs(table: str, layout: TableLayout, count: int) -> dict[str, ArraySpec]:
     dtype = np.dtype(layout.dtype)
     return {
         f"{ROWS}{table}/rows": ArraySpec(np.dtype(np.int64), (count,)),
-        f"{ROWS}{table}/values": ArraySpec(dtype, (count, layout.dim)),
-        f"{ROWS}{table}/state": ArraySpec(dtype, (count, layout.state_width)),
+        f"{ROWS}{table}/records": ArraySpec(dtype, (count, layout.width)),
     }
 
 

@@ -34,7 +34,7 @@ from trainer.stores.remote.wire import (
     read_certificate,
     scheme_of,
 )
-from trainer.stores.store import BehindError, Records, Store, WriteBack
+from trainer.stores.store import BehindError, Records, Store, TableLayout, WriteBack
 
 STATE, SUMS, PING = "state", "sums", "ping"
 _CHUNK_BYTES = 4 << 20
@@ -318,17 +318,16 @@ def rows_to_arrays(prefix: str, rows: Mapping[str, WriteBack]) -> dict[str, Arra
     arrays: dict[str, Array] = {}
     for table, each in rows.items():
         arrays[f"{prefix}/{table}/rows"] = each.rows
-        arrays[f"{prefix}/{table}/values"] = each.records.values
-        arrays[f"{prefix}/{table}/state"] = each.records.state
+        arrays[f"{prefix}/{table}/records"] = each.records.block
     return arrays
 
 
 def rows_from_arrays(
-    prefix: str, arrays: Mapping[str, Array], tables: Iterable[str]
+    prefix: str, arrays: Mapping[str, Array], layouts: Mapping[str, TableLayout]
 ) -> dict[str, WriteBack]:
     """Return the rows of tables from what `rows_to_arrays` returned."""
     rows: dict[str, WriteBack] = {}
-    for table in tables:
-        ids, values, state = (arrays[f"{prefix}/{table}/{n}"] for n in ("rows", "values", "state"))
-        rows[table] = WriteBack(ids, Records(values, state))
+    for table, layout in layouts.items():
+        ids, block = (arrays[f"{prefix}/{table}/{name}"] for name in ("rows", "records"))
+        rows[table] = WriteBack(ids, Records(block, layout.dim))
     return rows

@@ -34,6 +34,7 @@ from trainer.stores.remote.processes import TOKEN
 from trainer.stores.store import (
     BehindError,
     Records,
+    RowsAndRecords,
     RowsLostError,
     TableLayout,
     WriteBack,
@@ -149,7 +150,7 @@ class WriteBuffer:
         """Inform the stores that a checkpoint before `train_step` is complete."""
         self._store.notify_checkpoint(train_step)
 
-    def contents(self, table: str) -> Iterator[tuple[NDArray[np.int64], Records]]:
+    def contents(self, table: str) -> Iterator[RowsAndRecords]:
         """Yield all rows of a table in the stores, ascending, and their records."""
         return self._store.contents(table)
 
@@ -267,8 +268,8 @@ class SharedRows(RunRows):
             rows: dict[str, WriteBack] = {}
             for table, each in cached.items():
                 slots = each.keyframe.slots[each.is_cached].astype(np.int32)
-                _, records = self.source.rows_at(table, slots)
-                rows[table] = WriteBack(each.rows[each.is_cached], records.take(slots))
+                _, gathered = self.source.rows_at(table, slots)
+                rows[table] = WriteBack(each.rows[each.is_cached], gathered.copy())
             arrays |= rows_to_arrays(_CACHE, rows)
             self.source.finish_writes()
         return arrays | rows_to_arrays(ROWS, self._write_buffer.evicted())
@@ -284,7 +285,9 @@ class SharedRows(RunRows):
         }
         cached = cached_of(plans, layouts) if plans else dict[str, CachedRows]()
         self._open(train_step, span, {table: each.keyframe for table, each in cached.items()})
-        for table, rows in rows_from_arrays(_CACHE, arrays, cached).items():
+        for table, rows in rows_from_arrays(
+            _CACHE, arrays, {table: layouts[table] for table in cached}
+        ).items():
             assert isinstance(self.source, PlannedCache), "only a cache has plans"
             self.source.restore(table, cached[table], rows.records)
 

@@ -51,7 +51,7 @@ class RowsCopy:
         self._source.used = None
         self._pool.shutdown()
         return {
-            table: WriteBack(self._store.tables[table].rows[: len(copy.values)], copy)
+            table: WriteBack(rows := self._store.tables[table].rows, copy.take(slice(0, len(rows))))
             for table, copy in self._copies.items()
         }
 
@@ -68,12 +68,11 @@ class RowsCopy:
         """Copy rows; one that a step changes meanwhile is copied again."""
         for table, each in positions.items():
             size = int(each.max(initial=-1)) + 1
-            if size > len(self._copies[table].values):
-                self._copies[table] = self._copies[table].enlarged(size)
+            self._copies[table] = self._copies[table].grown(size)
             for start in range(0, len(each), _CHUNK_ROWS):
                 chunk = each[start : start + _CHUNK_ROWS]
-                _, records = self._store.rows_at(table, chunk)
-                self._copies[table].put(chunk, records.take(chunk))
+                _, gathered = self._store.rows_at(table, chunk)
+                self._copies[table].put(chunk, gathered.copy())
 
 
 def _count(positions: Positions) -> int:

@@ -23,11 +23,12 @@ from numpy.typing import NDArray
 from schemas.arrays import Array, find_sorted
 from schemas.errors import SchemaError
 from schemas.oracle.cache_plan import UNUSED, Keyframe, PlanStep
-from trainer.embedding.changes import Changes, RowsAndArrays, UsedPositions
+from trainer.embedding.changes import Changes, UsedPositions
 from trainer.stores.local import LocalStore
 from trainer.stores.store import (
     GatheredRows,
     Records,
+    RowsInPlace,
     Store,
     StoreThread,
     TableLayout,
@@ -62,8 +63,8 @@ class RowSource(ABC):
         """Keep the current values of the rows that were gathered last."""
 
     @abstractmethod
-    def rows_at(self, table: str, positions: NDArray[np.int32]) -> RowsAndArrays:
-        """Return the rows at some positions of a table, and the arrays of all its rows."""
+    def rows_at(self, table: str, positions: NDArray[np.int32]) -> RowsInPlace:
+        """Return the rows at some positions of a table."""
 
     def flush(self) -> None:  # noqa: B027 - nothing to do by default
         """Write every released row to its store."""
@@ -117,8 +118,8 @@ class DirectSource(RowSource):
             else:
                 self._changes.record_use(table, gathered.positions, train_step)
 
-    def rows_at(self, table: str, positions: NDArray[np.int32]) -> RowsAndArrays:
-        """Return the rows at some positions of a table, and the arrays of all its rows."""
+    def rows_at(self, table: str, positions: NDArray[np.int32]) -> RowsInPlace:
+        """Return the rows at some positions of a table."""
         assert isinstance(self._store, LocalStore), "only such a store has positions"
         return self._store.rows_at(table, positions)
 
@@ -481,10 +482,10 @@ class PlannedCache(RowSource):
         self._thread.write(self._written, rows)
         self._thread.finish_writes()
 
-    def rows_at(self, table: str, positions: NDArray[np.int32]) -> RowsAndArrays:
-        """Return the rows in some slots of a table, and the arrays of all slots."""
+    def rows_at(self, table: str, positions: NDArray[np.int32]) -> RowsInPlace:
+        """Return the rows in some slots of a table."""
         slots = self._slots[table]
-        return slots.rows[positions], slots.records
+        return slots.rows[positions], GatheredRows(slots.records, positions)
 
     def close(self) -> None:
         """Stop the background thread; rows that were not flushed are lost."""
@@ -494,7 +495,8 @@ class PlannedCache(RowSource):
         for table, reads in self._current.items():
             slots, evicted = self._slots[table], reads.plan_step.evict_slots
             changes.record_use(table, reads.slots, train_step)
-            changes.record_eviction(table, evicted, slots.rows[evicted], slots.records)
+            gathered = GatheredRows(slots.records, evicted.astype(np.int32))
+            changes.record_eviction(table, evicted, slots.rows[evicted], gathered)
 
     def _submit_reads(self, until: int) -> None:
         while self._next < until:

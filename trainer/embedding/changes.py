@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -11,15 +10,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schemas.arrays import Array
-from trainer.stores.local import Arena, ArrayTable, MappedArena, in_memory
-from trainer.stores.store import GatheredRows, Records, TableLayout, chunks_of, enlarge
+from trainer.stores.local import Arena, ArrayTable, MappedArena
+from trainer.stores.store import (
+    GatheredRows,
+    Records,
+    RowsInPlace,
+    TableLayout,
+    chunks_of,
+    enlarge,
+    grown,
+)
 
 _CLEAN = -1
 MEMORY_BYTES = 16 << 20
 """Bytes of copies of evicted rows in memory; more are in mapped files."""
-RowsAndArrays = tuple[NDArray[np.int64], Records]
-"""Row ids at some positions, and the arrays of all positions."""
-RowsAt = Callable[[str, NDArray[np.int32]], RowsAndArrays]
+RowsAt = Callable[[str, NDArray[np.int32]], RowsInPlace]
 """(table, positions) to the rows at these positions of a row source."""
 
 
@@ -97,9 +102,7 @@ class EvictedDirtyRows:
     A checkpoint consists of these and of the cached rows, so it reads no store.
     """
 
-    def __init__(
-        self, layout: TableLayout, new_arena: Callable[[], Arena] = lambda: in_memory
-    ) -> None:
+    def __init__(self, layout: TableLayout, new_arena: Callable[[], Arena] = lambda: grown) -> None:
         self._layout = layout
         self._new_arena = new_arena
         self._clear()
@@ -114,9 +117,7 @@ class EvictedDirtyRows:
     @property
     def num_bytes(self) -> int:
         """Bytes of the copies."""
-        layout = self._layout
-        width = layout.dim + layout.state_width
-        return len(self) * (8 + 4 + width * np.dtype(layout.dtype).itemsize)
+        return len(self) * (4 + self._layout.row_bytes)
 
     def put(self, rows: NDArray[np.int64], records: Records, last_use: Array) -> None:
         """Copy evicted rows; a row that was evicted before is overwritten.
@@ -137,9 +138,7 @@ class EvictedDirtyRows:
         has_copy = positions >= 0
         return has_copy, self._view(positions[has_copy])[1]
 
-    def since(
-        self, train_step: int, without: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int64], GatheredRows]:
+    def since(self, train_step: int, without: NDArray[np.int64]) -> RowsInPlace:
         """Return the rows whose last use was at a step or later, and a view of their copies.
 
         Args:
@@ -159,26 +158,11 @@ class EvictedDirtyRows:
         rows, view = self.since(train_step, np.empty(0, np.int64))
         last_use = self._last_use[view.positions]
         self._clear()
-        for chunk in chunks_of(len(rows), view.records):
+        for chunk in chunks_of(len(rows), view.records.block):
             self.put(rows[chunk], view.take(chunk), last_use[chunk])
 
-    def _view(self, positions: NDArray[np.integer]) -> tuple[NDArray[np.int64], GatheredRows]:
-        at = positions.astype(np.int32)
-        rows, records = self._table.rows_at(at)
-        return rows, GatheredRows(records, at)
-
-
-@dataclass(frozen=True, slots=True)
-class Changed:
-    """Rows of one table that changed.
-
-    Attributes:
-        rows: (n,) distinct.
-        gathered: view of the rows, valid until the next step is gathered.
-    """
-
-    rows: NDArray[np.int64]
-    gathered: GatheredRows
+    def _view(self, positions: NDArray[np.integer]) -> RowsInPlace:
+        return self._table.rows_at(positions.astype(np.int32))
 
 
 class Changes:
@@ -199,7 +183,7 @@ class Changes:
         self._used[table].use(positions, train_step)
 
     def record_eviction(
-        self, table: str, positions: Array, rows: NDArray[np.int64], records: Records
+        self, table: str, positions: Array, rows: NDArray[np.int64], gathered: GatheredRows
     ) -> None:
         """Copy those of the evicted rows that changed.
 
@@ -207,13 +191,12 @@ class Changes:
             table: of the rows.
             positions: which are free from now on.
             rows: at these positions.
-            records: arrays of all positions.
+            gathered: a view of the rows.
         """
         last_use = self._used[table].free(positions)
         changed = last_use >= 0
         if changed.any():
-            copies = records.take(positions[changed])
-            self._evicted[table].put(rows[changed], copies, last_use[changed])
+            self._evicted[table].put(rows[changed], gathered.take(changed), last_use[changed])
 
     def record_copies(
         self, table: str, rows: NDArray[np.int64], records: Records, train_step: int
@@ -221,7 +204,7 @@ class Changes:
         """Copy rows of a step that the source does not keep."""
         self._evicted[table].put(rows, records, np.full(len(rows), train_step, np.int32))
 
-    def since(self, train_step: int, rows_at: RowsAt) -> dict[str, list[Changed]]:
+    def since(self, train_step: int, rows_at: RowsAt) -> dict[str, list[RowsInPlace]]:
         """Return by table the rows that were used at a step or later, each once."""
         return {table: self._since(table, train_step, rows_at) for table in self._used}
 
@@ -230,14 +213,14 @@ class Changes:
         for each in (*self._used.values(), *self._evicted.values()):
             each.drop_before(train_step)
 
-    def _since(self, table: str, train_step: int, rows_at: RowsAt) -> list[Changed]:
+    def _since(self, table: str, train_step: int, rows_at: RowsAt) -> list[RowsInPlace]:
         positions = self._used[table].since(train_step)
-        changed: list[Changed] = []
+        changed: list[RowsInPlace] = []
         rows = np.empty(0, np.int64)
         if len(positions):
-            rows, records = rows_at(table, positions)
-            changed.append(Changed(rows, GatheredRows(records, positions)))
+            rows, gathered = rows_at(table, positions)
+            changed.append((rows, gathered))
         evicted_rows, view = self._evicted[table].since(train_step, rows)
         if len(evicted_rows):
-            changed.append(Changed(evicted_rows, view))
+            changed.append((evicted_rows, view))
         return changed

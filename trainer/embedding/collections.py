@@ -92,7 +92,7 @@ class Collection(nn.Module):
             if rows.source_step is None:
                 for table in rows.layouts:
                     table_rows, records = rows.contents(table)
-                    parts = {"rows": table_rows, "values": records.values, "state": records.state}
+                    parts = {"rows": table_rows, "records": records.block}
                     arrays |= {f"{table}/{name}": array for name, array in parts.items()}
         header = {**self._fingerprint(), "num_updates": self._num_updates(), "step": steps[0]}
         return pack(header, arrays)
@@ -124,9 +124,9 @@ class Collection(nn.Module):
             of_tables = {
                 table: (
                     arrays[f"{table}/rows"],
-                    Records(*(arrays[f"{table}/{name}"] for name in ("values", "state"))),
+                    Records(arrays[f"{table}/records"], layout.dim),
                 )
-                for table in rows.layouts
+                for table, layout in rows.layouts.items()
                 if header["step"] is None
             }
             rows.replace_rows(of_tables, header["num_updates"][next(iter(rows.layouts))])
@@ -366,7 +366,7 @@ class EmbeddingCollection(Collection, EmbeddingCollectionInterface):
 def rows_of(collection: Collection, table: str, rows: torch.Tensor) -> torch.Tensor:
     """Return copies of some rows, (n, dim)."""
     records = _rows_with(collection, table).read({table: rows.numpy()})
-    return torch.from_numpy(records[table].values)
+    return torch.from_numpy(records[table].values.copy())
 
 
 def set_rows(

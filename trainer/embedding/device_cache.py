@@ -15,12 +15,20 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from schemas.arrays import Array
 from schemas.errors import SchemaError
 from trainer.data.transfer import to_device
 from trainer.embedding.cache import CacheSlots, PlannedCache, RowsOfTables, TablePlan
-from trainer.embedding.changes import RowsAndArrays
-from trainer.stores.store import Records, Store, TableLayout, WriteBack, doubled, empty_records
+from trainer.stores.store import (
+    GatheredRows,
+    Records,
+    RowsInPlace,
+    Store,
+    TableLayout,
+    WriteBack,
+    concat_records,
+    doubled,
+    empty_records,
+)
 
 
 class DeviceBlock:
@@ -37,7 +45,7 @@ class DeviceBlock:
         Raises:
             SchemaError: the device has too little memory.
         """
-        self._dim, self._width = layout.dim, layout.dim + layout.state_width
+        self._dim, self._width = layout.dim, layout.width
         self._dtype: torch.dtype = getattr(torch, layout.dtype)
         self._device = device
         self._num_used = 0
@@ -61,8 +69,7 @@ class DeviceBlock:
     def take(self, positions: NDArray[np.int64]) -> Records:
         """Return copies in host memory; waits for the device."""
         at = to_device(torch.from_numpy(positions), self._device)
-        array = self.records.index_select(0, at).cpu().numpy()
-        return Records(array[:, : self._dim], array[:, self._dim :])
+        return Records(self.records.index_select(0, at).cpu().numpy(), self._dim)
 
     def put(self, positions: NDArray[np.int64], records: Records) -> None:
         """Overwrite records."""
@@ -72,8 +79,7 @@ class DeviceBlock:
         self, put: NDArray[np.int64], records: Records, taken: NDArray[np.int64]
     ) -> torch.Tensor:
         """Overwrite some records and return the positions of others on the device, in one copy."""
-        rows = np.concatenate([records.values, records.state], axis=1)
-        arrays = {"rows": rows, "put": put, "taken": taken}
+        arrays = {"rows": records.block, "put": put, "taken": taken}
         moved = to_device({name: torch.from_numpy(a) for name, a in arrays.items()}, self._device)
         self.records.index_copy_(0, moved["put"], moved["rows"])
         return moved["taken"]
@@ -151,7 +157,7 @@ class DeviceCache(PlannedCache):
             fetched.append((self._positions(table, slots), reads.fetched))
         self._numbers = self._block.exchange(
             np.concatenate([positions for positions, _ in fetched]),
-            _concat_records([records for _, records in fetched]),
+            concat_records([records for _, records in fetched]),
             np.concatenate([self._positions(t, self._current[t].slots) for t in rows]),
         )
         return self._block.records.index_select(0, self._numbers)
@@ -165,18 +171,15 @@ class DeviceCache(PlannedCache):
                 plan_step, slots = self._current[table].plan_step, self._slots[table]
                 gone = plan_step.evict_slots
                 self._changes.record_use(table, self._current[table].slots, train_step)
-                host = empty_records(self._store.layouts[table], int(gone.max(initial=-1)) + 1)
-                host.put(gone, records)
-                self._changes.record_eviction(table, gone, slots.rows[gone], host)
+                self._changes.record_eviction(table, gone, slots.rows[gone], GatheredRows(records))
         self._write_evicted(
             train_step, {t: self._free(t, records) for t, records in evicted.items()}
         )
 
-    def rows_at(self, table: str, positions: NDArray[np.int32]) -> RowsAndArrays:
-        """Return the rows in some slots of a table, and arrays of slots with these filled."""
-        records = empty_records(self._store.layouts[table], int(positions.max(initial=-1)) + 1)
-        records.put(positions, self._slots[table].records.take(positions))
-        return self._slots[table].rows[positions], records
+    def rows_at(self, table: str, positions: NDArray[np.int32]) -> RowsInPlace:
+        """Return the rows in some slots of a table, copies in host memory."""
+        slots = self._slots[table]
+        return slots.rows[positions], GatheredRows(slots.records.take(positions))
 
     def _take_evicted(self) -> dict[str, Records]:
         """Return copies of the rows to be evicted, of all tables in one copy."""
@@ -206,10 +209,3 @@ def _slots_in(block: DeviceBlock, max_rows: int | None, layout: TableLayout) -> 
     num_rows = min(doubled(1), max_rows or doubled(1))
     limit = np.iinfo(np.int64).max if max_rows is None else max_rows
     return CacheSlots(BlockRecords(block, block.hand_out(num_rows), limit), num_rows)
-
-
-def _concat_records(parts: list[Records]) -> Records:
-    def concat(arrays: list[Array]) -> Array:
-        return np.concatenate(arrays)
-
-    return Records(concat([p.values for p in parts]), concat([p.state for p in parts]))

@@ -54,17 +54,9 @@ class HostRows:
 
 def upload_rows(gathered: Sequence[GatheredRows], device: torch.device) -> torch.Tensor:
     """Return a copy of the rows of all tables on a device, (num_rows, dim + state_width)."""
-    first = gathered[0].records
-    dim, width = first.values.shape[1], first.values.shape[1] + first.state.shape[1]
-    counts = [_num_rows(each) for each in gathered]
-    dtype = torch.from_numpy(first.values).dtype
-    block = host_block((sum(counts), width), dtype, device)
-    array, start = block.numpy(), 0
-    for count, each in zip(counts, gathered, strict=True):
-        records = each.take(slice(None))
-        array[start : start + count, :dim] = records.values
-        array[start : start + count, dim:] = records.state
-        start += count
+    first = torch.from_numpy(gathered[0].records.block)
+    block = host_block((sum(map(len, gathered)), first.shape[1]), first.dtype, device)
+    np.concatenate([each.take(slice(None)).block for each in gathered], out=block.numpy())
     return upload(block, device)
 
 
@@ -78,15 +70,7 @@ def split_records(block: torch.Tensor, num_rows: Mapping[str, int], dim: int) ->
     """
     array = block.cpu().numpy()
     parts = np.split(array, np.cumsum(list(num_rows.values()))[:-1])
-    return {
-        table: Records(part[:, :dim], part[:, dim:])
-        for table, part in zip(num_rows, parts, strict=True)
-    }
-
-
-def _num_rows(gathered: GatheredRows) -> int:
-    positions = gathered.positions
-    return len(gathered.records.values) if positions is None else len(positions)
+    return {table: Records(part, dim) for table, part in zip(num_rows, parts, strict=True)}
 
 
 class DeviceEmbedding(Embedding):

@@ -39,7 +39,14 @@ from trainer.embedding.module import MicrobatchLookups, arena_rows
 from trainer.embedding.pooling import call_with_gradients
 from trainer.embedding.ranks import RowGradients, average_over_ranks, sum_gradients, world_size
 from trainer.stores.local import memory_store
-from trainer.stores.store import GatheredRows, Records, TableLayout, WriteBack, empty_records
+from trainer.stores.store import (
+    GatheredRows,
+    Records,
+    RowsAndRecords,
+    TableLayout,
+    WriteBack,
+    empty_records,
+)
 
 _GRADIENT = 2.0**-100
 """Gradient of the anchor: its square is 0, so it does not count in norms of gradients."""
@@ -196,8 +203,8 @@ class FusedRows:
             apply(gathered if version[0] == self._num_selects else self._select(rows), rule)
             self._num_updates += 1
             return True
-        sums = {t: g.values.new_empty(len(g), g.values.shape[1]) for t, g in gathered.items()}
-        apply({t: ArenaRows(each, each[:, :0]) for t, each in sums.items()}, RowRule(name="sum"))
+        sums = {t: g.block.new_empty(len(g), g.dim) for t, g in gathered.items()}
+        apply({t: ArenaRows(each, each.shape[1]) for t, each in sums.items()}, RowRule(name="sum"))
         gradients = {table: RowGradients(rows[table], sums[table]) for table in rows}
         if self._group is not None:
             gradients = average_over_ranks(gradients, self._group)
@@ -248,7 +255,7 @@ class FusedRows:
         selected = self._select({table: each.rows for table, each in gradients.items()})
         tables = [without_readers(selected[table], each.sums) for table, each in gradients.items()]
         rule = rule_at(self.optimizer, self._num_updates)
-        compiled.update(tables, no_gradients(tables[0].values), rule)
+        compiled.update(tables, no_gradients(next(iter(gradients.values())).sums), rule)
         self._num_updates += 1
 
     def _check_step(self, version: int) -> None:
@@ -281,11 +288,13 @@ class FusedRows:
 
     def set_rows(self, table: str, rows: NDArray[np.int64], values: Array) -> None:
         """Set the values of rows and clear their optimizer state."""
-        state = np.zeros((len(rows), self.layouts[table].state_width), values.dtype)
-        self._write(table, rows, Records(values, state))
+        layout = self.layouts[table]
+        records = empty_records(layout, len(rows))
+        records.values[:], records.state[:] = values, 0
+        self._write(table, rows, records)
         self._num_selects += 1
 
-    def contents(self, table: str) -> tuple[NDArray[np.int64], Records]:
+    def contents(self, table: str) -> RowsAndRecords:
         """Return copies of all rows of a table ever updated, ascending; none of a source."""
         count = len(self._memory.tables[table])
         rows, records = np.empty(count, np.int64), empty_records(self.layouts[table], count)
@@ -312,9 +321,7 @@ class FusedRows:
         """Steps that the source has begun; None without a source."""
         return None if self._source is None else self._source.train_step
 
-    def replace_rows(
-        self, rows: Mapping[str, tuple[NDArray[np.int64], Records]], num_updates: int
-    ) -> None:
+    def replace_rows(self, rows: Mapping[str, RowsAndRecords], num_updates: int) -> None:
         """Replace all rows; those of a source that are not given keep their values."""
         self._memory = memory_store(self.layouts)
         for table, (table_rows, records) in rows.items():
@@ -382,9 +389,7 @@ class SequenceStep:
                 positions = lookup.positions.numpy().astype("int64")
                 inverse = inverse_of(positions, len(lookup.rows))
                 own, readers = rows[table], inverse.order + first
-                tables.append(
-                    TableRows(own.values, own.state, own.positions, readers, inverse.offsets)
-                )
+                tables.append(TableRows(own.block, own.positions, readers, inverse.offsets))
                 first += len(positions)
             compiled.update(tables, vector_gradients, rule)
 

@@ -274,8 +274,7 @@ class MicrobatchLookups(Pooling):
             own, offsets = rows[table], lookup.reader_offsets
             tables.append(
                 TableRows(
-                    values=own.values,
-                    state=own.state,
+                    block=own.block,
                     positions=own.positions,
                     readers=lookup.readers,
                     reader_offsets=torch.zeros_like(offsets) if pooled is None else offsets,
@@ -284,17 +283,17 @@ class MicrobatchLookups(Pooling):
                 )
             )
         if tables:
-            none = no_gradients(tables[0].values)
-            compiled.update(tables, pooled or none, rule)
+            first = next(iter(self.rows.values())).values
+            compiled.update(tables, pooled or no_gradients(first), rule)
 
     def row_gradients(self) -> RowSums:
         """Return the gradients of the microbatch's rows."""
         tables = self._tables_with_gradients()
         counts = [len(self.rows[table]) for table in tables]
-        like = next(iter(self.rows.values())).values
-        sums = like.new_empty(sum(counts), like.shape[1])
+        first = next(iter(self.rows.values()))
+        sums = first.block.new_empty(sum(counts), first.dim)
         parts = zip(tables, sums.split(counts), strict=True)
-        self.update({t: ArenaRows(part, part[:, :0]) for t, part in parts}, RowRule(name="sum"))
+        self.update({t: ArenaRows(part, first.dim) for t, part in parts}, RowRule(name="sum"))
         empty = torch.empty(0, dtype=torch.int32)
         return RowSums(torch.cat([empty, *self._row_numbers(tables)]), sums)
 
@@ -335,8 +334,8 @@ def _select_rows(
         return dict(step_rows)
     return {
         table: ArenaRows(
-            rows.values,
-            rows.state,
+            rows.block,
+            rows.dim,
             positions[table] if rows.positions is None else rows.positions[positions[table]],
         )
         for table, rows in step_rows.items()
@@ -347,4 +346,4 @@ def arena_rows(gathered: GatheredRows) -> ArenaRows:
     """Return gathered rows as tensors over the same memory."""
     positions = None if gathered.positions is None else torch.from_numpy(gathered.positions)
     records = gathered.records
-    return ArenaRows(torch.from_numpy(records.values), torch.from_numpy(records.state), positions)
+    return ArenaRows(torch.from_numpy(records.block), records.dim, positions)

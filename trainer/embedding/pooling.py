@@ -173,8 +173,8 @@ class Pooling:
         return {None: None, **self.batch.groups}
 
     def _reset_scales(self) -> None:
-        values = next(iter(self.rows.values())).values
-        self._scales = values.new_ones(self._layout.num_vectors) if self._mean else None
+        block = next(iter(self.rows.values())).block
+        self._scales = block.new_ones(self._layout.num_vectors) if self._mean else None
 
     def _pool(
         self, features: Sequence[str], count: int, inverse_of: Mapping[str | None, Inverse | None]
@@ -186,8 +186,8 @@ class Pooling:
             count: samples, shared rows or tuples of the output.
             inverse_of: by dedup group, from these to bags; None: the identity.
         """
-        values = next(iter(self.rows.values())).values
-        out = values.new_empty(count, len(features), values.shape[1])
+        first = next(iter(self.rows.values()))
+        out = first.block.new_empty(count, len(features), first.dim)
         tables = {f: (t, x) for t, x in self.batch.lookups.items() for f in x.features}
         bags: list[FeatureBags] = []
         for column, feature in enumerate(features):
@@ -198,7 +198,7 @@ class Pooling:
             rows = self.rows[table]
             bags.append(
                 FeatureBags(
-                    values=rows.values,
+                    block=rows.block,
                     row_positions=rows.positions,
                     positions=lookup.positions,
                     offsets=lookup.bag_offsets[bag_slice.start : bag_slice.stop + 1],

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from schemas.errors import PlanError, SchemaError
 from trainer.embedding.cache import DirectSource, RowsOfTables, RowSource
-from trainer.embedding.changes import RowsAndArrays
 from trainer.stores.local import RowMap
 from trainer.stores.store import (
     GatheredRows,
+    RowsInPlace,
     Store,
     StoreThread,
     TableLayout,
@@ -136,7 +136,8 @@ class LruCache(RowSource):
         for table, (slots, free) in places.items():
             cache = self._tables[table]
             if self._changes is not None:
-                self._changes.record_eviction(table, free, cache.rows_in(free), cache.records)
+                gone = GatheredRows(cache.records, free.astype(np.int32))
+                self._changes.record_eviction(table, free, cache.rows_in(free), gone)
             cache.assign(train_step, free, missing[table])
             cache.records.put(free, fetched[table])
             slots[slots == _NONE] = free
@@ -160,10 +161,10 @@ class LruCache(RowSource):
         self._thread.write(self._written, cached)
         self._thread.finish_writes()
 
-    def rows_at(self, table: str, positions: NDArray[np.int32]) -> RowsAndArrays:
-        """Return the rows in some slots of a table, and the arrays of all slots."""
+    def rows_at(self, table: str, positions: NDArray[np.int32]) -> RowsInPlace:
+        """Return the rows in some slots of a table."""
         cache = self._tables[table]
-        return cache.rows_in(positions), cache.records
+        return cache.rows_in(positions), GatheredRows(cache.records, positions)
 
     def close(self) -> None:
         """Stop the background thread; rows that were not flushed are lost."""

@@ -16,8 +16,9 @@ from schemas.arrays import Array
 from schemas.errors import SchemaError
 from schemas.run.records import METRICS, read_metrics
 from trainer.checkpoint.files import CheckpointManifest, read_checkpoint_manifest
-from trainer.checkpoint.format import RowsAndRecords, read_parts, select
+from trainer.checkpoint.format import read_parts
 from trainer.checkpoint.load import read_dense, require_checkpoint
+from trainer.stores.store import RowsAndRecords, select
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

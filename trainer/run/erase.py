@@ -41,13 +41,13 @@ from trainer.checkpoint.files import (
     remove_stale,
     write_checkpoint_manifest,
 )
-from trainer.checkpoint.format import RowPart, RowsAndRecords, from_bytes, select, write_part
+from trainer.checkpoint.format import RowPart, from_bytes, write_part
 from trainer.checkpoint.manager import claim_leftovers
 from trainer.run.folder import read_identity, run_lock
 from trainer.run.upload import RunUploader, work_folder
 from trainer.stores.bucket_files import clear_directory
 from trainer.stores.factory import STORE
-from trainer.stores.store import TableLayout
+from trainer.stores.store import RowsAndRecords, select
 
 Rows = NDArray[np.int64]
 
@@ -195,7 +195,7 @@ def _erase_from_checkpoints(checkpoints: Path, rows: Rows, table: str) -> dict[s
             if part not in parts:
                 for name in (f for f in manifest.files if f.rpartition("/")[0] == part):
                     check_file(folder, name, manifest.files[name])
-                parts[part] = rewrite_part(checkpoints, part, table, rows)
+                parts[part] = rewrite_part(checkpoints, part, rows)
             count += parts[part][1]
         renamed = {old: new for old, (new, _) in parts.items()}
         new_manifest = _with_parts(checkpoints, manifest, table, renamed)
@@ -208,7 +208,7 @@ def _erase_from_checkpoints(checkpoints: Path, rows: Rows, table: str) -> dict[s
     return num_erased
 
 
-def rewrite_part(checkpoints: Path, part: str, table: str, rows: Rows) -> tuple[str, int]:
+def rewrite_part(checkpoints: Path, part: str, rows: Rows) -> tuple[str, int]:
     """Write a new part without some rows.
 
     Returns:
@@ -218,16 +218,8 @@ def rewrite_part(checkpoints: Path, part: str, table: str, rows: Rows) -> tuple[
     count = int(np.isin(rows, old_part.rows).sum())
     if not count:
         return part, 0
-    values, state = old_part.records.values, old_part.records.state
-    layout = TableLayout(
-        table=table,
-        dim=values.shape[1],
-        state_width=state.shape[1],
-        dtype=str(values.dtype),
-        seed=0,  # of initial values, which are not needed
-    )
     new = f"{part.partition('.')[0]}.{secrets.token_hex(4)}"
-    write_part(checkpoints / new, layout, _other_rows(old_part, rows))
+    write_part(checkpoints / new, old_part.dtype, _other_rows(old_part, rows))
     for path in sorted((checkpoints / new).iterdir()):
         with path.open("rb") as file:
             os.fsync(file.fileno())

@@ -38,12 +38,11 @@ from trainer.checkpoint.files import (
     remove_checkpoint,
 )
 from trainer.checkpoint.fingerprint import check_model, fingerprint_of, parse_fingerprint
-from trainer.checkpoint.format import RowsAndRecords
 from trainer.checkpoint.load import read_dense, require_checkpoint, table_rows, verify_checkpoint
 from trainer.components import build_components, layouts_of
 from trainer.data.decode import spec_of
 from trainer.run.folder import RunIdentity, RunOrigin, check_schema, read_identity
-from trainer.stores.store import TableLayout
+from trainer.stores.store import RowsAndRecords, TableLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -41,7 +41,7 @@ from schemas.run.model_file import (
 from schemas.run.records import RUN_FILE
 from schemas.run.run_manifest import local_run
 from schemas.storage.location import Location, local_copy, new_folder
-from trainer.checkpoint.format import RowPart, RowsAndRecords, merge_newest
+from trainer.checkpoint.format import RowPart
 from trainer.serve.export import (
     ExportedCheckpoint,
     export_run,
@@ -51,7 +51,7 @@ from trainer.serve.export import (
     texts_of,
     write_rows,
 )
-from trainer.stores.store import Records, chunks_of
+from trainer.stores.store import Records, RowsAndRecords, chunks_of, merge_newest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,9 +208,9 @@ def _changes(
 
 def _rows_only(part: RowPart) -> Iterator[RowsAndRecords]:
     """Yield the rows of a part, ascending, in chunks, with records of no width."""
-    values, state = part.records.values[:, :0], part.records.state[:, :0]
-    for chunk in chunks_of(len(part.rows), part.records):
-        yield np.array(part.rows[chunk]), Records(values[chunk], state[chunk])
+    block = part.records.block
+    for chunk in chunks_of(len(part.rows), block):
+        yield np.array(part.rows[chunk]), Records(block[chunk, :0], 0)
 
 
 def _merge_rows(
@@ -221,7 +221,7 @@ def _merge_rows(
 
     def old() -> Iterator[RowsAndRecords]:
         rows, values = stored
-        for part in chunks_of(len(rows), _records(values)):
+        for part in chunks_of(len(rows), values):
             keep = np.isin(rows[part], dropped, invert=True, assume_unique=True)
             yield rows[part][keep], _records(values[part][keep])
 
@@ -234,7 +234,7 @@ def _merge_rows(
 
 
 def _records(values: NDArray[np.floating]) -> Records:
-    return Records(values, values[:, :0])
+    return Records(values, values.shape[1])
 
 
 COMMANDS: dict[str, Callable[[argparse.Namespace], Any]] = {

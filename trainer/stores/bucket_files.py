@@ -10,7 +10,7 @@ import errno
 import mmap
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -22,6 +22,13 @@ from numpy.typing import NDArray
 from schemas.arrays import Array
 from schemas.errors import SchemaError
 from schemas.storage.location import Location
+from trainer.stores.store import (
+    Records,
+    RowsAndRecords,
+    TableLayout,
+    empty_records,
+    merge_newest,
+)
 
 CHUNK_BYTES = 8 << 20
 """Maximum bytes of one read or write."""
@@ -63,14 +70,10 @@ class Entries:
         return Entries(*(column[chosen] for column in self.columns))
 
 
-def concatenate_entries(parts: Iterable[Entries], width: int, dtype: str | np.dtype) -> Entries:
+def concatenate_entries(parts: Iterable[Entries], layout: TableLayout) -> Entries:
     """Concatenate entries, of which there may be none."""
-    empty = Entries(
-        np.empty(0, np.int32),
-        np.empty(0, np.int64),
-        np.empty(0, np.int64),
-        np.empty((0, width), dtype),
-    )
+    no_ids, none = np.empty(0, np.int64), empty_records(layout, 0)
+    empty = Entries(np.empty(0, np.int32), no_ids, no_ids, none.block)
     columns = zip(*(part.columns for part in (empty, *parts)), strict=True)
     return Entries(*map(np.concatenate, columns))
 
@@ -88,12 +91,11 @@ class BucketFiles:
     """Named files of entries, appended to in chunks and removed as a whole."""
 
     def __init__(
-        self, directory: Path, width: int, dtype: str, *, chunk_bytes: int = CHUNK_BYTES
+        self, directory: Path, layout: TableLayout, *, chunk_bytes: int = CHUNK_BYTES
     ) -> None:
-        self.width = width
-        self.dtype = np.dtype(dtype)
+        self.layout = layout
         self._directory = directory
-        self._entry_bytes = 20 + width * self.dtype.itemsize
+        self._entry_bytes = 12 + layout.row_bytes
         self.chunk_entries = max(1, chunk_bytes // self._entry_bytes)
         """Maximum entries of one read or write."""
         self._chunks: dict[str, list[_Chunk]] = {}
@@ -186,7 +188,8 @@ class BucketFiles:
             return array
 
         rows, next_use = column(np.int64, 1), column(np.int64, 1)
-        block = column(self.dtype, self.width).reshape(count, self.width)
+        width = self.layout.width
+        block = column(np.dtype(self.layout.dtype), width).reshape(count, width)
         return Entries(column(np.int32, 1), rows, next_use, block)
 
 
@@ -235,37 +238,6 @@ RUN_BYTES = 32 << 20
 """Bytes of rows that are sorted in memory at once."""
 MERGE_CHUNK_BYTES = 256 << 10
 """Bytes of each run in memory while runs are merged."""
-SortedChunk = tuple[NDArray[np.int64], Array]
-"""(rows, (len(rows), width) records)."""
-
-
-def merge_sorted(streams: Sequence[Iterator[SortedChunk]]) -> Iterator[SortedChunk]:
-    """Merge ascending streams of distinct rows with one chunk of each in memory.
-
-    Args:
-        streams: of non-empty chunks; no row is in two of them.
-
-    Example:
-        >>> one = iter([(np.array([1, 4]), np.array([[10], [40]]))])
-        >>> other = iter([(np.array([2]), np.array([[20]])), (np.array([9]), np.array([[90]]))])
-        >>> [rows.tolist() for rows, _ in merge_sorted([one, other])]
-        [[1, 2], [4], [9]]
-    """
-    heads = [(chunk, stream) for stream in streams if (chunk := next(stream, None)) is not None]
-    while heads:
-        bound = min(int(rows[-1]) for (rows, _), _ in heads)
-        ready: list[SortedChunk] = []
-        remaining: list[tuple[SortedChunk, Iterator[SortedChunk]]] = []
-        for (rows, block), stream in heads:
-            cut = int(np.searchsorted(rows, bound, side="right"))
-            ready.append((rows[:cut], block[:cut]))
-            rest = (rows[cut:], block[cut:]) if cut < len(rows) else next(stream, None)
-            if rest is not None:
-                remaining.append((rest, stream))
-        heads = remaining
-        merged_rows = np.concatenate([rows for rows, _ in ready])
-        order = np.argsort(merged_rows)
-        yield merged_rows[order], np.concatenate([block for _, block in ready])[order]
 
 
 class SortedRuns:
@@ -288,7 +260,7 @@ class SortedRuns:
             if self._unsorted_bytes >= self._run_bytes:
                 self._write_run()
 
-    def table(self, number: int) -> Iterator[SortedChunk]:
+    def table(self, number: int) -> Iterator[RowsAndRecords]:
         """Yield the rows of a table, ascending, and their records; call after the last `add`."""
         if not self._in_memory:
             entries, orders = self._sort_by_table()
@@ -296,8 +268,8 @@ class SortedRuns:
         rest = self._in_memory[number]
         streams = [self._read_run(run, number) for run in range(len(self._first_chunks))]
         if len(rest):
-            streams.append(iter([(rest.rows, rest.block)]))
-        return merge_sorted(streams)
+            streams.append(iter([(rest.rows, self._records(rest))]))
+        return merge_newest(streams)
 
     def remove(self) -> None:
         """Drop all rows and delete the files."""
@@ -308,7 +280,7 @@ class SortedRuns:
 
     def _sort_by_table(self) -> tuple[Entries, list[NDArray[np.int64]]]:
         """Return the unsorted entries, and the positions of each table's rows, ascending."""
-        entries = concatenate_entries(self._unsorted, self._files.width, self._files.dtype)
+        entries = concatenate_entries(self._unsorted, self._files.layout)
         self._unsorted, self._unsorted_bytes = [], 0
         order = np.lexsort((entries.rows, entries.tables))
         cuts = np.searchsorted(entries.tables[order], np.arange(self._num_tables + 1)).tolist()
@@ -324,10 +296,13 @@ class SortedRuns:
             first_chunks.append(self._files.num_chunks(name))
         self._first_chunks.append(first_chunks)
 
-    def _read_run(self, run: int, number: int) -> Iterator[SortedChunk]:
+    def _read_run(self, run: int, number: int) -> Iterator[RowsAndRecords]:
         first, end = self._first_chunks[run][number : number + 2]
         for entries in self._files.read(_run_name(run), first, end):
-            yield entries.rows, entries.block
+            yield entries.rows, self._records(entries)
+
+    def _records(self, entries: Entries) -> Records:
+        return Records(entries.block, self._files.layout.dim)
 
 
 def _run_name(run: int) -> str:

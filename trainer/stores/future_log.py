@@ -29,7 +29,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.arrays import Array, find_sorted
+from schemas.arrays import find_sorted
 from schemas.dataset.accesses import RowNumbering, next_steps
 from schemas.dataset.opened import Dataset
 from schemas.dataset.order import Order
@@ -43,7 +43,15 @@ from trainer.stores.bucket_files import (
     clear_directory,
     concatenate_entries,
 )
-from trainer.stores.store import Records, TableLayout, WriteBack, initial_records, merge_records
+from trainer.stores.store import (
+    Records,
+    RowsAndRecords,
+    TableLayout,
+    WriteBack,
+    empty_records,
+    initial_records,
+    merge_records,
+)
 
 BUCKET_STEPS = 4
 """Steps per file; the rows that they fetch are in memory at once."""
@@ -84,9 +92,8 @@ class FutureLog:
         first = next(iter(layouts.values()))
         self.layouts = layouts
         self._index = {table: index for index, table in enumerate(layouts)}
-        self._dim, self._dtype = first.dim, first.dtype
-        self._width = first.dim + first.state_width
-        self._files = BucketFiles(directory, self._width, first.dtype)
+        self._layout = first
+        self._files = BucketFiles(directory, first)
         self._bucket_steps, self._fan_out = bucket_steps, fan_out
         self._buffer_bytes = buffer_bytes
         self._buffers: dict[int, list[Entries]] = defaultdict(list)
@@ -96,9 +103,7 @@ class FutureLog:
         self._fetched: dict[int, Entries] = {}  # by step, fetched but not trained yet
         self._read_until = 0  # earlier narrow buckets are in memory or consumed
         self._final = _FINAL_FILES[0]  # rows without a known next use
-        self._run_files = BucketFiles(
-            directory, self._width, first.dtype, chunk_bytes=MERGE_CHUNK_BYTES
-        )
+        self._run_files = BucketFiles(directory, first, chunk_bytes=MERGE_CHUNK_BYTES)
         self._runs: SortedRuns | None = None  # contents at the last checkpoint
 
     def fetch(self, train_step: int, rows: Mapping[str, NDArray[np.int64]]) -> dict[str, Records]:
@@ -114,7 +119,7 @@ class FutureLog:
             PlanError: a row that was stored for this step is not in `rows`.
         """
         self._read_buckets(train_step)
-        due = concatenate_entries(self._due.pop(train_step, []), self._width, self._dtype)
+        due = concatenate_entries(self._due.pop(train_step, []), self._layout)
         due = due.take(np.lexsort((due.rows, due.tables)))
         self._fetched[train_step] = due
         results = {table: self._records(table, due, wanted) for table, wanted in rows.items()}
@@ -169,7 +174,7 @@ class FutureLog:
             steps[of_table] = next_uses(table, entries.rows[of_table])
         return steps
 
-    def contents(self, table: str) -> Iterator[tuple[NDArray[np.int64], Records]]:
+    def contents(self, table: str) -> Iterator[RowsAndRecords]:
         """Yield all rows of a table and their records; call after writing the cached rows.
 
         The first call reads the files once for all tables and sorts them on disk.
@@ -177,8 +182,7 @@ class FutureLog:
         if self._runs is None:
             self._runs = SortedRuns(self._run_files, len(self.layouts))
             self._runs.add(self._all_entries())
-        for rows, block in self._runs.table(self._index[table]):
-            yield rows, self._split(block)
+        yield from self._runs.table(self._index[table])
 
     def notify_checkpoint(self, train_step: int) -> None:
         """Do nothing: the checkpoint has a copy of all rows."""
@@ -191,14 +195,11 @@ class FutureLog:
         start, end = np.searchsorted(due.tables, [index, index + 1])
         stored = due.rows[start:end]
         if np.array_equal(stored, wanted):
-            return self._split(due.block[start:end]), len(wanted)
+            return Records(due.block[start:end], self._layout.dim), len(wanted)
         hit, at = find_sorted(stored, wanted)
-        hits = self._split(due.block[start + at[hit]])
+        hits = Records(due.block[start + at[hit]], self._layout.dim)
         records = merge_records(hit, hits, initial_records(self.layouts[table], wanted[~hit]))
-        return records, len(hits.values)
-
-    def _split(self, block: Array) -> Records:
-        return Records(block[:, : self._dim], block[:, self._dim :])
+        return records, len(hits)
 
     def _entries(self, leaving: Mapping[str, WriteBack]) -> Entries:
         counts = [len(back.rows) for back in leaving.values()]
@@ -208,18 +209,13 @@ class FutureLog:
             np.full(count, NEVER_AGAIN) if back.next_use is None else back.next_use
             for count, back in zip(counts, leaving.values(), strict=True)
         ]
-        block = np.empty((sum(counts), self._width), self._dtype)
-        end = 0
-        for count, back in zip(counts, leaving.values(), strict=True):
-            start, end = end, end + count
-            block[start:end, : self._dim] = back.records.values
-            block[start:end, self._dim :] = back.records.state
+        blocks = [back.records.block for back in leaving.values()]
         empty = [np.empty(0, np.int64)]
         return Entries(
             np.repeat(tables, counts),
             np.concatenate(empty + rows),
             np.concatenate(empty + next_use),
-            block,
+            np.concatenate([empty_records(self._layout, 0).block, *blocks]),
         )
 
     def _put(self, entries: Entries) -> None:

@@ -26,6 +26,8 @@ from trainer.stores.bucket_files import (
 from trainer.stores.store import (
     GatheredRows,
     Records,
+    RowsAndRecords,
+    RowsInPlace,
     TableLayout,
     WriteBack,
     chunks_of,
@@ -39,8 +41,8 @@ from trainer.stores.store import (
 
 _MAX_ROWS = 2**31 - 1
 """Rows of a table in one process: positions have 31 bits."""
-Arena = Callable[[str, Array, int], Array]
-"""(name, array, num_rows) to one of at least `num_rows` that begins with the rows of `array`."""
+Arena = Callable[[Array, int], Array]
+"""(array, num_rows) to one of at least `num_rows` that begins with the rows of `array`."""
 
 
 class LocalStore:
@@ -67,13 +69,11 @@ class LocalStore:
         """Return a view of rows, valid until a row is added; new rows get their initial values."""
         return self.tables[table].gather(rows)
 
-    def rows_at(
-        self, table: str, positions: NDArray[np.int32]
-    ) -> tuple[NDArray[np.int64], Records]:
-        """Return the rows at some positions, which are stable, and the arrays of all rows."""
+    def rows_at(self, table: str, positions: NDArray[np.int32]) -> RowsInPlace:
+        """Return the rows at some positions, which are stable."""
         return self.tables[table].rows_at(positions)
 
-    def contents(self, table: str) -> Iterator[tuple[NDArray[np.int64], Records]]:
+    def contents(self, table: str) -> Iterator[RowsAndRecords]:
         """Yield all rows of a table ever written, ascending, and copies of their records."""
         return self.tables[table].contents()
 
@@ -99,15 +99,10 @@ def mmap_store(layouts: Mapping[str, TableLayout], directory: Path) -> LocalStor
     return LocalStore(tables)
 
 
-def in_memory(name: str, array: Array, num_rows: int) -> Array:
-    """Return a larger array in memory, see `Arena`."""
-    return grown(array, num_rows)
-
-
 class ArrayTable:
-    """Rows of one table in order of first write, in growing arrays."""
+    """Rows of one table in order of first write, in a growing array."""
 
-    def __init__(self, layout: TableLayout, arena: Arena = in_memory) -> None:
+    def __init__(self, layout: TableLayout, arena: Arena = grown) -> None:
         self.layout = layout
         self._arena = arena
         self._map = RowMap()
@@ -118,13 +113,9 @@ class ArrayTable:
         positions = self._map.find(rows)
         is_written = positions >= 0
         written = self._records.take(positions[is_written])
-        if len(written.values) == len(rows):
+        if len(written) == len(rows):
             return written
-        return merge_records(is_written, written, self.initial(rows[~is_written]))
-
-    def initial(self, rows: NDArray[np.int64]) -> Records:
-        """Return the records of rows that were never written."""
-        return initial_records(self.layout, rows)
+        return merge_records(is_written, written, initial_records(self.layout, rows[~is_written]))
 
     @property
     def rows(self) -> NDArray[np.int64]:
@@ -158,7 +149,7 @@ class ArrayTable:
         """Return a view of rows, valid until a row is added; new rows get their initial values."""
         positions, added = self._find_or_add(rows)
         if len(added):
-            self._records.put(positions[added], self.initial(rows[added]))
+            self._records.put(positions[added], initial_records(self.layout, rows[added]))
         if len(self._map) > _MAX_ROWS:
             raise ValueError(
                 f"table {self.layout.table!r} has {len(self._map)} rows, more than {_MAX_ROWS} "
@@ -166,14 +157,14 @@ class ArrayTable:
             )
         return GatheredRows(self._records, positions.astype(np.int32))
 
-    def rows_at(self, positions: NDArray[np.integer]) -> tuple[NDArray[np.int64], Records]:
-        """Return the rows at some positions, which are stable, and the arrays of all rows."""
-        return self.rows[positions], self._records
+    def rows_at(self, positions: NDArray[np.int32]) -> RowsInPlace:
+        """Return the rows at some positions, which are stable."""
+        return self.rows[positions], GatheredRows(self._records, positions)
 
-    def contents(self) -> Iterator[tuple[NDArray[np.int64], Records]]:
+    def contents(self) -> Iterator[RowsAndRecords]:
         """Yield all rows ever written, ascending, and copies of their records, in chunks."""
         order = np.argsort(self._map.rows)
-        for chunk in chunks_of(len(order), self._records):
+        for chunk in chunks_of(len(order), self._records.block):
             yield self._map.rows[order[chunk]], self._records.take(order[chunk])
 
     def _find_or_add(
@@ -189,52 +180,45 @@ class ArrayTable:
         return positions, added
 
     def _reserve(self, num_rows: int) -> None:
-        named = (("values", self._records.values), ("state", self._records.state))
-        values, state = (
-            array if len(array) >= num_rows else self._arena(name, array, num_rows)
-            for name, array in named
-        )
-        self._records = Records(values, state)
+        if num_rows > len(self._records):
+            block = self._arena(self._records.block, num_rows)
+            self._records = Records(block, self.layout.dim)
 
 
 class MappedTable(ArrayTable):
-    """Rows in memory-mapped files, which the operating system writes back at any time.
+    """Rows in a memory-mapped file, which the operating system writes back at any time.
 
-    The files are scratch space: a run that dies restarts from its checkpoint. `contents` sorts the
+    The file is scratch space: a run that dies restarts from its checkpoint. `contents` sorts the
     rows on disk, not in memory.
     """
 
     def __init__(self, layout: TableLayout, directory: Path) -> None:
-        self._files = MappedArena(directory)
+        self._file = MappedArena(directory)
         self._directory = directory
-        super().__init__(layout, self._files)
+        super().__init__(layout, self._file)
 
-    def contents(self) -> Iterator[tuple[NDArray[np.int64], Records]]:
+    def contents(self) -> Iterator[RowsAndRecords]:
         """Yield all rows ever written, ascending, and copies of their records, in chunks."""
         layout = self.layout
-        width = layout.dim + layout.state_width
-        files = BucketFiles(self._directory, width, layout.dtype, chunk_bytes=MERGE_CHUNK_BYTES)
+        files = BucketFiles(self._directory, layout, chunk_bytes=MERGE_CHUNK_BYTES)
         runs = SortedRuns(files, 1)
         try:
             runs.add(self._entries())
-            for rows, block in runs.table(0):
-                yield rows, Records(block[:, : layout.dim], block[:, layout.dim :])
+            yield from runs.table(0)
         finally:
             runs.remove()
 
     def _entries(self) -> Iterator[Entries]:
         """Yield all rows in order of first write."""
         all_rows = self.rows
-        for chunk in chunks_of(len(all_rows), self._records):
+        for chunk in chunks_of(len(all_rows), self._records.block):
             rows = all_rows[chunk]
-            values = self._files.read("values", self._records.values, chunk)
-            state = self._files.read("state", self._records.state, chunk)
-            block = np.concatenate([values, state], axis=1)
+            block = self._file.read(self._records.block, chunk)
             yield Entries(np.zeros(len(rows), np.int32), rows, np.zeros(len(rows), np.int64), block)
 
 
 class MappedArena:
-    """Arrays in unnamed files that are mapped into memory: the system writes them back at any time.
+    """An array in an unnamed file that is mapped into memory: the system writes it back any time.
 
     So memory is bounded, at the price of reads and writes of a disk.
     """
@@ -243,13 +227,13 @@ class MappedArena:
         """Create no file yet.
 
         Args:
-            directory: of the files, which end with the arrays.
-            memory_bytes: bytes up to which an array is in memory.
+            directory: of the file, which ends with the array.
+            memory_bytes: bytes up to which the array is in memory.
         """
         self._directory, self._memory_bytes = directory, memory_bytes
-        self._files: dict[str, IO[bytes]] = {}
+        self._file: IO[bytes] | None = None
 
-    def __call__(self, name: str, array: Array, num_rows: int) -> Array:
+    def __call__(self, array: Array, num_rows: int) -> Array:
         """Return a larger array, see `Arena`.
 
         Raises:
@@ -258,30 +242,30 @@ class MappedArena:
         num_bytes = doubled(num_rows) * array.shape[1] * array.itemsize
         if num_bytes <= self._memory_bytes:
             return grown(array, num_rows)
-        is_mapped = name in self._files
-        if not is_mapped:
-            self._files[name] = tempfile.TemporaryFile(dir=self._directory)  # noqa: SIM115 - `__del__`
-        _extend_file(self._files[name], self._directory, num_bytes)
-        mapped = mmap.mmap(self._files[name].fileno(), num_bytes)
+        is_mapped = self._file is not None
+        file = self._file or tempfile.TemporaryFile(dir=self._directory)  # noqa: SIM115 - `__del__`
+        self._file = file
+        _extend_file(file, self._directory, num_bytes)
+        mapped = mmap.mmap(file.fileno(), num_bytes)
         mapped.madvise(mmap.MADV_RANDOM)  # no read-ahead: neighbouring rows are unrelated
         larger: Array = np.frombuffer(mapped, array.dtype).reshape(-1, array.shape[1])
         if not is_mapped:
             larger[: len(array)] = array
         return larger
 
-    def read(self, name: str, array: Array, rows: slice) -> Array:
-        """Read some rows of an array from its file, with read-ahead."""
-        if name not in self._files:
+    def read(self, array: Array, rows: slice) -> Array:
+        """Read some rows of the array from its file, with read-ahead."""
+        if self._file is None:
             return array[rows]
-        file, width = self._files[name], array.shape[1]
-        file.seek(rows.start * width * array.itemsize)
+        width = array.shape[1]
+        self._file.seek(rows.start * width * array.itemsize)
         count = (rows.stop - rows.start) * width
-        return np.fromfile(file, array.dtype, count).reshape(-1, width)
+        return np.fromfile(self._file, array.dtype, count).reshape(-1, width)
 
     def __del__(self) -> None:
-        """Close the files; arrays that are still in use keep their pages."""
-        for file in self._files.values():
-            file.close()
+        """Close the file; an array that is still in use keeps its pages."""
+        if self._file is not None:
+            self._file.close()
 
 
 def _extend_file(file: IO[bytes], path: Path, num_bytes: int) -> None:

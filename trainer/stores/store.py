@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -57,47 +57,62 @@ class TableLayout:
     seed: int
     """Seed of the initial values."""
 
+    @property
+    def width(self) -> int:
+        """Numbers of a row with its state."""
+        return self.dim + self.state_width
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row with its id and state."""
+        return 8 + self.width * np.dtype(self.dtype).itemsize
+
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """Rows with their optimizer state.
+    """Rows of one table, each with its optimizer state beside its values.
 
     Attributes:
-        values: (n, dim).
-        state: (n, state_width).
+        block: (n, dim + state_width).
+        dim: width of the values.
     """
 
-    values: Array
-    state: Array
+    block: Array
+    dim: int
+
+    @property
+    def values(self) -> Array:
+        """(n, dim), a view."""
+        return self.block[:, : self.dim]
+
+    @property
+    def state(self) -> Array:
+        """(n, state_width), a view."""
+        return self.block[:, self.dim :]
+
+    def __len__(self) -> int:
+        return len(self.block)
 
     def take(self, chosen: slice | NDArray[Any]) -> Records:
         """Return some of the records: views of a slice, copies at positions or for a mask."""
-        return Records(self.values[chosen], self.state[chosen])
+        return Records(self.block[chosen], self.dim)
 
     def put(
         self, positions: NDArray[np.integer] | NDArray[np.bool_] | slice, records: Records
     ) -> None:
         """Overwrite the records at some positions."""
-        self.values[positions] = records.values
-        self.state[positions] = records.state
-
-    def enlarged(self, size: int) -> Records:
-        """Return `size` records that begin with these."""
-        return Records(enlarge(self.values, size), enlarge(self.state, size))
+        self.block[positions] = records.block
 
     def grown(self, num_rows: int) -> Records:
         """Return at least `num_rows` records that begin with these; see the function `grown`."""
-        values, state = (
-            array if len(array) >= num_rows else grown(array, num_rows)
-            for array in (self.values, self.state)
-        )
-        return Records(values, state)
+        if num_rows <= len(self):
+            return self
+        return Records(grown(self.block, num_rows), self.dim)
 
 
-def chunks_of(num_rows: int, records: Records) -> Iterator[slice]:
-    """Yield slices that cover rows in order, each of at most 4 MiB and 16,384 rows."""
-    width = records.values.shape[1] + records.state.shape[1]
-    size = max(1, min(_CHUNK_ROWS, _CHUNK_BYTES // max(1, width * records.values.itemsize)))
+def chunks_of(num_rows: int, block: Array) -> Iterator[slice]:
+    """Yield slices that cover rows in order, each of at most 4 MiB of `block` and 16,384 rows."""
+    size = max(1, min(_CHUNK_ROWS, _CHUNK_BYTES // max(1, block.shape[1] * block.itemsize)))
     for start in range(0, num_rows, size):
         yield slice(start, min(start + size, num_rows))
 
@@ -151,26 +166,81 @@ def _reserved(array: Array, num_rows: int, row_bytes: int) -> Array:
 
 def empty_records(layout: TableLayout, num_rows: int) -> Records:
     """Return uninitialized records."""
-    return Records(
-        np.empty((num_rows, layout.dim), layout.dtype),
-        np.empty((num_rows, layout.state_width), layout.dtype),
-    )
+    return Records(np.empty((num_rows, layout.width), layout.dtype), layout.dim)
 
 
 def initial_records(layout: TableLayout, rows: NDArray[np.int64]) -> Records:
     """Return the records of rows that were never written: initial values and zero state."""
-    values = initial_rows(
+    records = empty_records(layout, len(rows))
+    records.values[:] = initial_rows(
         rows, table=layout.table, seed=layout.seed, dim=layout.dim, dtype=layout.dtype
     )
-    return Records(values, np.zeros((len(rows), layout.state_width), layout.dtype))
+    records.state[:] = 0
+    return records
+
+
+def concat_records(parts: Sequence[Records]) -> Records:
+    """Concatenate the records of at least one part."""
+    if len(parts) == 1:
+        return parts[0]
+    return Records(np.concatenate([part.block for part in parts]), parts[0].dim)
 
 
 def merge_records(is_first: NDArray[np.bool_], first: Records, second: Records) -> Records:
     """Return the records of `first` in order where the mask is set, and of `second` elsewhere."""
-    merged = first.enlarged(len(is_first))
+    merged = Records(enlarge(first.block, len(is_first)), first.dim)
     merged.put(is_first, first)
     merged.put(~is_first, second)
     return merged
+
+
+RowsAndRecords = tuple[NDArray[np.int64], Records]
+"""Distinct rows and the record of each."""
+
+
+def select(chunk: RowsAndRecords, chosen: slice | NDArray[Any]) -> RowsAndRecords:
+    """Return some rows of a chunk and their records."""
+    rows, records = chunk
+    return rows[chosen], records.take(chosen)
+
+
+def merge_newest(streams: Sequence[Iterator[RowsAndRecords]]) -> Iterator[RowsAndRecords]:
+    """Merge ascending streams of rows; a row in several is taken from the first of them.
+
+    One chunk of each stream is in memory.
+
+    Example:
+        >>> def chunk(*pairs):
+        ...     rows, values = (np.array(each) for each in zip(*pairs))
+        ...     return rows, Records(values[:, None], 1)
+        >>> new = iter([chunk((1, 10), (4, 40))])
+        >>> old = iter([chunk((1, -1), (2, 20)), chunk((4, -4), (9, 90))])
+        >>> [(r.tolist(), v.values[:, 0].tolist()) for r, v in merge_newest([new, old])]
+        [([1, 2], [10, 20]), ([4], [40]), ([9], [90])]
+    """
+    if len(streams) == 1:
+        yield from streams[0]
+        return
+    heads = [(chunk, stream) for stream in streams if (chunk := _next(stream)) is not None]
+    while heads:
+        last_row = min(int(rows[-1]) for (rows, _), _ in heads)
+        taken: list[RowsAndRecords] = []
+        remaining: list[tuple[RowsAndRecords, Iterator[RowsAndRecords]]] = []
+        for chunk, stream in heads:
+            count = int(np.searchsorted(chunk[0], last_row, side="right"))
+            taken.append(select(chunk, slice(0, count)))
+            rest = select(chunk, slice(count, None)) if count < len(chunk[0]) else _next(stream)
+            if rest is not None:
+                remaining.append((rest, stream))
+        heads = remaining
+        # `np.unique` returns the first index of equal rows, which is in the first stream
+        rows, first = np.unique(np.concatenate([r for r, _ in taken]), return_index=True)
+        yield rows, concat_records([records for _, records in taken]).take(first)
+
+
+def _next(stream: Iterator[RowsAndRecords]) -> RowsAndRecords | None:
+    """Return the next chunk that is not empty, None at the end."""
+    return next((chunk for chunk in stream if len(chunk[0])), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +256,10 @@ class GatheredRows:
     records: Records
     positions: NDArray[np.int32] | None = None
 
-    def take(self, chosen: slice) -> Records:
+    def __len__(self) -> int:
+        return len(self.records if self.positions is None else self.positions)
+
+    def take(self, chosen: slice | NDArray[Any]) -> Records:
         """Return some of the rows, in order: views of `records` without positions."""
         at = chosen if self.positions is None else self.positions[chosen]
         return self.records.take(at)
@@ -195,11 +268,15 @@ class GatheredRows:
         """Return copies of the rows, in order."""
         if self.positions is not None:
             return self.records.take(self.positions)
-        return Records(self.records.values.copy(), self.records.state.copy())
+        return Records(self.records.block.copy(), self.records.dim)
 
     def put(self, records: Records) -> None:
         """Overwrite the rows."""
         self.records.put(slice(None) if self.positions is None else self.positions, records)
+
+
+RowsInPlace = tuple[NDArray[np.int64], GatheredRows]
+"""Distinct rows, and a view of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +314,7 @@ class RowReader(Protocol):
         """
         ...
 
-    def contents(self, table: str) -> Iterator[tuple[NDArray[np.int64], Records]]:
+    def contents(self, table: str) -> Iterator[RowsAndRecords]:
         """Yield all rows of a table ever written, ascending, and their records, in chunks."""
         ...
 

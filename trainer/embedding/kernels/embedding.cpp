@@ -16,8 +16,9 @@ namespace presage {
 // The bags of one feature.
 template <typename T>
 struct Feature {
-  const T* values;            // rows of its table, among others
-  const int32_t* rows;        // position of each distinct row in `values`, or null: in order
+  const T* block;             // rows of its table with their state, among others
+  int64_t width;              // of a row with its state
+  const int32_t* rows;        // position of each distinct row in `block`, or null: in order
   const int32_t* positions;   // the distinct row of each look-up
   const int32_t* offsets;     // (num_bags + 1,) offsets of each bag in `positions`
   const T* weights;           // of each look-up, or null
@@ -32,9 +33,9 @@ struct Feature {
 // The rows of one table that a step reads, and their readers.
 template <typename T>
 struct Table {
-  T* values;
-  T* state;
-  const int32_t* rows;            // position of each distinct row in `values`, or null: in order
+  T* block;                       // rows with their state, among others
+  int64_t width;                  // of a row with its state
+  const int32_t* rows;            // position of each distinct row in `block`, or null: in order
   const int32_t* readers;         // vectors that read each distinct row
   const int32_t* reader_offsets;  // (num_rows + 1,)
   const T* weights;               // of each reader, or null
@@ -59,7 +60,7 @@ void pool_bags(const Feature<T>& f, int64_t first, int64_t last, Dim dim, int64_
   const int64_t end = f.offsets[f.num_bags], distance = rows_ahead<T>(dim);
   const auto row = [&](int64_t k) {
     const int64_t position = f.positions[k];
-    return f.values + (f.rows ? int64_t(f.rows[position]) : position) * dim;
+    return f.block + (f.rows ? int64_t(f.rows[position]) : position) * f.width;
   };
   const auto ahead = [&](int64_t k) {
     if (k + distance < end) fetch(row(k + distance), dim);
@@ -226,7 +227,7 @@ struct HotRows {
 template <typename T, typename Dim>
 void update(const Table<T>* tables, int64_t num_tables, const Gradients<T>& gradients, Dim dim,
             const Rule& rule, int threads) {
-  const int64_t width = state_width(rule, dim), distance = rows_ahead<T>(dim);
+  const int64_t distance = rows_ahead<T>(dim);
   const HotRows<T> hot(tables, num_tables, gradients, threads);
   const auto count = [&](int64_t s) { return tables[s].num_rows; };
   const auto work = [&](int64_t s, int64_t u) {
@@ -235,13 +236,9 @@ void update(const Table<T>* tables, int64_t num_tables, const Gradients<T>& grad
   for_parts(num_tables, count, work, dim, threads, [&](int64_t s, int64_t first, int64_t last) {
     const Table<T>& t = tables[s];
     std::vector<T> sum(dim);
-    const auto position = [&](int64_t u) { return t.rows ? int64_t(t.rows[u]) : u; };
+    const auto row = [&](int64_t u) { return t.block + (t.rows ? int64_t(t.rows[u]) : u) * t.width; };
     for (int64_t u = first; u < last; u++) {
-      if (t.rows && u + distance < last) {
-        const int64_t next = position(u + distance);
-        fetch(t.values + next * dim, dim);
-        fetch(t.state + next * width, width);
-      }
+      if (t.rows && u + distance < last) fetch(row(u + distance), t.width);
       const int64_t low = t.reader_offsets[u], high = t.reader_offsets[u + 1];
       if (high - low > kChunk)
         hot.total(s, u, high - low, dim, sum.data());
@@ -249,7 +246,7 @@ void update(const Table<T>* tables, int64_t num_tables, const Gradients<T>& grad
         sum_readers(t, gradients, low, high, dim, sum.data());
       if (t.extra_gradient)
         for (int64_t d = 0; d < dim; d++) sum[d] += t.extra_gradient[u * dim + d];
-      apply(rule, t.values + position(u) * dim, t.state + position(u) * width, sum.data(), dim);
+      apply(rule, row(u), row(u) + dim, sum.data(), dim);
     }
   });
 }
@@ -307,9 +304,9 @@ void pool_features(const std::vector<FeatureArguments<T>>& arguments, Tensor<T, 
                    int threads) {
   const int64_t num_samples = out.shape[0], stride = out.shape[1], dim = out.shape[2];
   std::vector<Feature<T>> features;
-  for (const auto& [values, rows, positions, offsets, weights, order, samples, first_vector, vector_stride, column] : arguments) {
+  for (const auto& [block, rows, positions, offsets, weights, order, samples, first_vector, vector_stride, column] : arguments) {
     const int64_t num_bags = count_bags(offsets, positions.size());
-    require(values.shape[1] == dim, "rows must have the width of the output");
+    require(block.shape[1] >= dim, "rows must have the width of the output");
     require(0 <= column && column < stride, "columns must be of the output");
     require(order.has_value() == samples.has_value(), "samples must have both an order and offsets, or neither");
     if (order)
@@ -322,7 +319,7 @@ void pool_features(const std::vector<FeatureArguments<T>>& arguments, Tensor<T, 
       require(!num_bags || (0 <= first_vector && 0 < vector_stride && last < scales->size()), "scales must be of all vectors");
       scale = scales->data + first_vector;
     }
-    features.push_back({values.data, rows ? rows->data : nullptr, positions.data, offsets.data,
+    features.push_back({block.data, block.shape[1], rows ? rows->data : nullptr, positions.data, offsets.data,
                         data_of(weights, positions.size(), "weights must be of all look-ups"), order ? order->data : nullptr,
                         samples ? samples->data : nullptr, scale, vector_stride, num_bags, column});
   }
@@ -351,8 +348,8 @@ void sum_groups(const std::vector<GroupArguments>& arguments, Tensor<T, 3> gradi
 // In the order of `Table`, without the number of rows.
 template <typename T>
 using TableArguments =
-    std::tuple<Tensor<T, 2>, Tensor<T, 2>, std::optional<Tensor<int32_t, 1>>, Tensor<int32_t, 1>, Tensor<int32_t, 1>,
-               std::optional<Tensor<T, 1>>, std::optional<Tensor<T, 2>>>;
+    std::tuple<Tensor<T, 2>, std::optional<Tensor<int32_t, 1>>, Tensor<int32_t, 1>, Tensor<int32_t, 1>, std::optional<Tensor<T, 1>>,
+               std::optional<Tensor<T, 2>>>;
 // The gradients of the output, how many vectors of a sample it has, those of bags, and the scales of all.
 template <typename T>
 using GradientArguments = std::tuple<Tensor<T, 3>, int64_t, Tensor<T, 2>, std::optional<Tensor<T, 1>>>;
@@ -371,13 +368,13 @@ void update_tables(const std::vector<TableArguments<T>>& arguments, const Gradie
   const T* scale = data_of(scales, num_outputs + bags.size(), "scales must be of all vectors");
   const Gradients<T> gradients{outputs.data, bags.data, num_outputs, num_features, stride, scale, dim};
   std::vector<Table<T>> tables;
-  for (const auto& [values, states, rows, readers, offsets, weights, extra] : arguments) {
+  for (const auto& [block, rows, readers, offsets, weights, extra] : arguments) {
     const int64_t num_rows = count_bags(offsets, readers.size());
-    require(values.shape[1] == dim, "rows must have the width of the gradients");
-    require(!state || (states.shape[1] == state && states.size() == values.size()), "rows must have the state of the rule");
-    require(rows ? rows->size() == num_rows : num_rows <= values.size(), "positions must be of all rows");
+    require(block.shape[1] >= dim, "rows must have the width of the gradients");
+    require(!state || block.shape[1] == dim + state, "rows must have the state of the rule");
+    require(rows ? rows->size() == num_rows : num_rows <= block.size(), "positions must be of all rows");
     require(!extra || (extra->size() == num_rows && extra->shape[1] == dim), "extra gradients must be of all rows");
-    tables.push_back({values.data, states.data, rows ? rows->data : nullptr, readers.data, offsets.data,
+    tables.push_back({block.data, block.shape[1], rows ? rows->data : nullptr, readers.data, offsets.data,
                       data_of(weights, readers.size(), "weights must be of all readers"), extra ? extra->data : nullptr, num_rows});
   }
   with_width(dim, [&](auto width) {

@@ -10,7 +10,7 @@ from torch import Tensor
 def pool(
     features: Sequence[
         tuple[
-            Tensor,  # values of rows
+            Tensor,  # rows with their state
             Tensor | None,  # positions of rows
             Tensor,  # row of each look-up
             Tensor,  # offsets of bags
@@ -35,8 +35,7 @@ def segment_sum(
 def update(
     tables: Sequence[
         tuple[
-            Tensor,  # values of rows
-            Tensor,  # state of rows
+            Tensor,  # rows with their state
             Tensor | None,  # positions of rows
             Tensor,  # readers
             Tensor,  # offsets of readers

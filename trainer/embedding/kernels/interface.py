@@ -17,20 +17,25 @@ from schemas.config.train import SparseOptimizerConfig
 
 @dataclass(frozen=True, slots=True)
 class ArenaRows:
-    """The rows of one table that a step reads, within larger arrays.
+    """The rows of one table that a step reads, within a larger array.
 
     Attributes:
-        values: (n, dim), the rows among others.
-        state: (n, state_width).
-        positions: (num_rows,) int32, index of each row in `values`; None: all, in order.
+        block: (n, dim + state_width), the rows among others, each with its state.
+        dim: width of the values.
+        positions: (num_rows,) int32, index of each row in `block`; None: all, in order.
     """
 
-    values: torch.Tensor
-    state: torch.Tensor
+    block: torch.Tensor
+    dim: int
     positions: torch.Tensor | None = None
 
     def __len__(self) -> int:
-        return len(self.values) if self.positions is None else len(self.positions)
+        return len(self.block if self.positions is None else self.positions)
+
+    @property
+    def values(self) -> torch.Tensor:
+        """(n, dim), a view."""
+        return self.block[:, : self.dim]
 
 
 # The kernels take the following tuples as they are, with their fields in this order.
@@ -40,8 +45,8 @@ class FeatureBags(NamedTuple):
     """The bags of one feature.
 
     Attributes:
-        values: (n, dim), rows of its table among others.
-        row_positions: (num_rows,) int32, index of each row in `values`; None: all, in order.
+        block: (n, dim + state_width), rows of its table among others.
+        row_positions: (num_rows,) int32, index of each row in `block`; None: all, in order.
         positions: (num_values,) int32 into the rows, of all features of the table.
         offsets: (num_bags + 1,) int32, offsets of this feature's bags in `positions`.
         per_sample_weights: (num_values,) weight of each look-up, None for ones.
@@ -52,7 +57,7 @@ class FeatureBags(NamedTuple):
         column: of the feature in the output.
     """
 
-    values: torch.Tensor
+    block: torch.Tensor
     row_positions: torch.Tensor | None
     positions: torch.Tensor
     offsets: torch.Tensor
@@ -86,15 +91,14 @@ class TableRows(NamedTuple):
     """The rows of one table that a step reads, updated in place, and their readers.
 
     Attributes:
-        values, state, positions: as in `ArenaRows`.
+        block, positions: as in `ArenaRows`.
         readers: (num_values,) int32, indices of vectors, sorted by the row that they read.
         reader_offsets: (num_rows + 1,) int32, offsets of each row's readers.
         per_sample_weights: (num_values,) weight of each reader, None for ones.
         extra_gradient: (num_rows, dim), added to that of the readers; None for zeros.
     """
 
-    values: torch.Tensor
-    state: torch.Tensor
+    block: torch.Tensor
     positions: torch.Tensor | None
     readers: torch.Tensor
     reader_offsets: torch.Tensor
@@ -105,9 +109,7 @@ class TableRows(NamedTuple):
 def without_readers(rows: ArenaRows, gradient: torch.Tensor) -> TableRows:
     """Return rows whose gradient, (num_rows, dim), has been summed over their readers."""
     none, offsets = torch.empty(0, dtype=torch.int32), torch.zeros(len(rows) + 1, dtype=torch.int32)
-    return TableRows(
-        rows.values, rows.state, rows.positions, none, offsets, extra_gradient=gradient
-    )
+    return TableRows(rows.block, rows.positions, none, offsets, extra_gradient=gradient)
 
 
 class VectorGradients(NamedTuple):

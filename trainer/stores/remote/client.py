@@ -9,9 +9,8 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.arrays import Array, offsets_of
+from schemas.arrays import offsets_of
 from schemas.hashing import slot_of_row
-from trainer.stores.bucket_files import merge_sorted
 from trainer.stores.remote.connection import Access
 from trainer.stores.remote.coordinator import Coordinator
 from trainer.stores.remote.members import CallAttempts, StoreMembers
@@ -22,17 +21,19 @@ from trainer.stores.remote.wire import (
     FETCH,
     WRITE,
     Request,
-    block_of,
-    record_width,
     records_batch,
+    records_of,
     rows_batch,
 )
 from trainer.stores.store import (
     Records,
+    RowsAndRecords,
     SlotMapChangedError,
     StoreUnavailableError,
     TableLayout,
     WriteBack,
+    empty_records,
+    merge_newest,
 )
 
 _SendMessage = Callable[[SlotMap, str, NDArray[np.int64]], None]
@@ -66,17 +67,17 @@ class RemoteStore:
             BehindError: a store has rows of later steps.
         """
         offsets, flat = _flat(rows)
-        block = self._new_block(len(flat))
+        records = empty_records(self._layout, len(flat))
 
         def send(slot_map: SlotMap, address: str, chosen: NDArray[np.int64]) -> None:
             tables = _count_by_table(rows, offsets, chosen)
             request = Request(op=FETCH, tables=tables, as_of=as_of)
             answer = self.members.exchange(slot_map, address, request, rows_batch(flat[chosen]))
-            block[chosen] = block_of(answer, self._layout)
+            records.put(chosen, records_of(answer, self._layout))
 
         self._send_all(flat, send)
         return {
-            table: self._records(block[start:end])
+            table: records.take(slice(start, end))
             for table, start, end in zip(rows, offsets[:-1], offsets[1:], strict=True)
         }
 
@@ -84,20 +85,19 @@ class RemoteStore:
         """Write rows with the values that they have after a step; returns when acknowledged."""
         rows = {table: back.rows for table, back in leaving.items()}
         offsets, flat = _flat(rows)
-        block = self._new_block(len(flat))
+        records = empty_records(self._layout, len(flat))
         for back, start, end in zip(leaving.values(), offsets[:-1], offsets[1:], strict=True):
-            block[start:end, : self._layout.dim] = back.records.values
-            block[start:end, self._layout.dim :] = back.records.state
+            records.put(slice(start, end), back.records)
 
         def send(slot_map: SlotMap, address: str, chosen: NDArray[np.int64]) -> None:
             tables = _count_by_table(rows, offsets, chosen)
             request = Request(op=WRITE, tables=tables, train_step=train_step)
-            batch = records_batch(flat[chosen], block[chosen], self._layout)
+            batch = records_batch(flat[chosen], records.take(chosen), self._layout)
             self.members.exchange(slot_map, address, request, batch)
 
         self._send_all(flat, send)
 
-    def contents(self, table: str) -> Iterator[tuple[NDArray[np.int64], Records]]:
+    def contents(self, table: str) -> Iterator[RowsAndRecords]:
         """Yield all rows of a table ever written, ascending, and their records, in chunks."""
         after, attempts = -1, CallAttempts(self.members)
         while True:
@@ -107,8 +107,8 @@ class RemoteStore:
                 for address in slot_map.addresses
             ]
             try:
-                for rows, block in merge_sorted(streams):
-                    yield rows, self._records(block)
+                for rows, records in merge_newest(streams):
+                    yield rows, records
                     after = int(rows[-1])
             except (StoreUnavailableError, SlotMapChangedError) as error:
                 attempts.failed(slot_map, [error], after)
@@ -170,13 +170,6 @@ class RemoteStore:
                 errors.append(error)
                 return own[start:]
         return own[:0]
-
-    def _new_block(self, count: int) -> Array:
-        return np.empty((count, record_width(self._layout)), self._layout.dtype)
-
-    def _records(self, block: Array) -> Records:
-        dim = self._layout.dim
-        return Records(block[:, :dim].copy(), block[:, dim:].copy())
 
 
 def open_remote_store(

@@ -144,12 +144,12 @@ class Coordinator:
         members, num_rows = self._members, 0
         newest_step = self._call(source, DESCRIBE, {}).newest_step
         for table in members.layouts:
-            for rows, block in members.pages(during, source, LEAVING, table):
+            for rows, records in members.pages(during, source, LEAVING, table):
                 if self._ending.is_set():
                     raise SchemaError("run ends, no slot is moved", file=source)
                 tables = ((table, len(rows)),)
                 request = Request(op=ARRIVING, tables=tables, train_step=newest_step)
-                batch = records_batch(rows, block, members.layout)
+                batch = records_batch(rows, records, members.layout)
                 members.exchange(during, target, request, batch)
                 num_rows += len(rows)
         return num_rows

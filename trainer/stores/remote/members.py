@@ -13,7 +13,6 @@ import pyarrow as pa
 
 from schemas.errors import SchemaError
 from schemas.typed_values import from_json
-from trainer.stores.bucket_files import SortedChunk
 from trainer.stores.remote.connection import Access, StoreConnection, attempts, unreachable_error
 from trainer.stores.remote.ownership import (
     Descriptions,
@@ -32,11 +31,11 @@ from trainer.stores.remote.wire import (
     DESCRIBE,
     OPEN,
     Request,
-    block_of,
-    record_bytes,
+    records_of,
     rows_of,
 )
 from trainer.stores.store import (
+    RowsAndRecords,
     RowsLostError,
     SlotMapChangedError,
     StoreUnavailableError,
@@ -98,7 +97,7 @@ class StoreMembers:
     @property
     def rows_per_message(self) -> int:
         """Maximum number of rows with their records in one message."""
-        return max(1, self.message_bytes // record_bytes(self.layout))
+        return max(1, self.message_bytes // self.layout.row_bytes)
 
     def exchange(
         self, slot_map: SlotMap, address: str, request: Request, batch: pa.RecordBatch | None = None
@@ -115,7 +114,7 @@ class StoreMembers:
 
     def pages(
         self, slot_map: SlotMap, address: str, op: str, table: str, after: int = -1
-    ) -> Iterator[SortedChunk]:
+    ) -> Iterator[RowsAndRecords]:
         """Yield rows of a table in a store, ascending, one message at a time; prefetch the next.
 
         Raises:
@@ -129,7 +128,7 @@ class StoreMembers:
         page = self.pool.submit(fetch, after).result()
         while len(rows := rows_of(page)):
             following = self.pool.submit(fetch, int(rows[-1]))
-            yield rows, block_of(page, self.layout)
+            yield rows, records_of(page, self.layout)
             page = following.result()
 
     def open(self, owner: str) -> None:

@@ -46,12 +46,11 @@ from trainer.stores.remote.wire import (
     Certificate,
     Request,
     TokenCheck,
-    block_of,
     check_address,
     check_host,
     read_certificate,
-    record_bytes,
     records_batch,
+    records_of,
     records_schema,
     rows_of,
     rows_schema,
@@ -167,15 +166,15 @@ class StoreServer(fl.FlightServerBase):
         if request.op in (CONTENTS, LEAVING):
             name, count = request.tables[0] if request.tables else ("", 0)
             self._check_size(count, layout)
-            rows, block, sequence = self._shard.contents(request, name, count)
-            return records_batch(rows, block, layout), sequence
+            rows, records, sequence = self._shard.contents(request, name, count)
+            return records_batch(rows, records, layout), sequence
         tables = self._rows(request, layout, batch)
         if request.op == FETCH:
-            block, sequence = self._shard.fetch(request, tables)
-            return records_batch(rows_of(batch), block, layout), sequence
-        block = block_of(batch, layout)
-        empty = records_batch(rows_of(batch)[:0], block[:0], layout)
-        return empty, self._shard.write(request, tables, block)
+            records, sequence = self._shard.fetch(request, tables)
+            return records_batch(rows_of(batch), records, layout), sequence
+        records = records_of(batch, layout)
+        empty = records_batch(rows_of(batch)[:0], records.take(slice(0, 0)), layout)
+        return empty, self._shard.write(request, tables, records)
 
     def _rows(
         self, request: Request, layout: TableLayout, batch: pa.RecordBatch
@@ -199,10 +198,10 @@ class StoreServer(fl.FlightServerBase):
         return tables
 
     def _check_size(self, count: int, layout: TableLayout) -> None:
-        if count * record_bytes(layout) > self._message_bytes:
+        if count * layout.row_bytes > self._message_bytes:
             raise SchemaError(
                 f"message must have at most {self._message_bytes} bytes, got {count} rows "
-                f"of {record_bytes(layout)}; split it"
+                f"of {layout.row_bytes}; split it"
             )
 
 

@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.arrays import Array
 from schemas.errors import SchemaError
 from schemas.hashing import slot_of_row
 from trainer.stores.local import ArrayTable
@@ -30,14 +29,14 @@ from trainer.stores.remote.wire import (
     WRITE,
     Request,
     check_same_layouts,
-    record_width,
 )
 from trainer.stores.store import (
     BehindError,
     Records,
+    RowsAndRecords,
     SlotMapChangedError,
     TableLayout,
-    initial_records,
+    concat_records,
 )
 
 logger = logging.getLogger(__name__)
@@ -52,34 +51,20 @@ Tables = Mapping[str, NDArray[np.int64]]
 
 
 class ShardTable(ArrayTable):
-    """Rows of one table whose records are blocks: values and state side by side."""
+    """Rows of one table in some slots."""
 
     def __init__(self, layout: TableLayout) -> None:
-        super().__init__(replace(layout, dim=record_width(layout), state_width=0))
-        self._initial_layout = layout
+        super().__init__(layout)
         self._order = np.empty(0, np.int64)
 
-    def initial(self, rows: NDArray[np.int64]) -> Records:
-        """Return the records of rows that were never written."""
-        records = initial_records(self._initial_layout, rows)
-        return _blocks(np.concatenate([records.values, records.state], axis=1))
-
-    def fetch_block(self, rows: NDArray[np.int64]) -> Array:
-        """Return copies of the records of distinct rows, (n, record_width)."""
-        return self.fetch(rows).values
-
-    def write_block(self, rows: NDArray[np.int64], block: Array) -> None:
-        """Write the records of distinct rows, (n, record_width)."""
-        self.write(rows, _blocks(block))
-
-    def ascending(self, after: int, count: int) -> tuple[NDArray[np.int64], Array]:
+    def ascending(self, after: int, count: int) -> RowsAndRecords:
         """Return the next `count` rows greater than `after`, and copies of their records."""
         if len(self._order) != len(self):
             self._order = np.argsort(self.rows)
         start = int(np.searchsorted(self.rows, after, side="right", sorter=self._order))
         return self._at(self._order[start : start + count])
 
-    def written(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], Array]:
+    def written(self, rows: NDArray[np.int64]) -> RowsAndRecords:
         """Return those of the rows that were written, with copies of their records."""
         positions = self.find(rows)
         return self._at(positions[positions >= 0])
@@ -89,17 +74,13 @@ class ShardTable(ArrayTable):
         kept = np.flatnonzero(~slots[slot_of_row(self.rows)])
         if len(kept) == len(self):
             return self
-        table = ShardTable(self._initial_layout)
-        table.write_block(*self._at(kept))
+        table = ShardTable(self.layout)
+        table.write(*self._at(kept))
         return table
 
-    def _at(self, positions: NDArray[np.int64]) -> tuple[NDArray[np.int64], Array]:
-        rows, records = self.rows_at(positions)
-        return rows, records.values[positions]
-
-
-def _blocks(block: Array) -> Records:
-    return Records(block, block[:, :0])
+    def _at(self, positions: NDArray[np.int64]) -> RowsAndRecords:
+        rows, gathered = self.rows_at(positions.astype(np.int32))
+        return rows, gathered.copy()
 
 
 class Shard:
@@ -167,7 +148,7 @@ class Shard:
             self._apply(newer)
             self.lock.notify_all()
 
-    def fetch(self, request: Request, tables: Tables) -> tuple[Array, int]:
+    def fetch(self, request: Request, tables: Tables) -> tuple[Records, int]:
         """Return the concatenated records of rows, and the acknowledged messages.
 
         Raises:
@@ -183,11 +164,10 @@ class Shard:
                     f"rows as of step {request.as_of} were replaced by those of step {newest}; "
                     "go back to a checkpoint"
                 )
-            parts = [self.tables[table].fetch_block(rows) for table, rows in tables.items()]
-            block = parts[0] if len(parts) == 1 else np.concatenate(parts)
-            return block, self.control.sequence
+            parts = [self.tables[table].fetch(rows) for table, rows in tables.items()]
+            return concat_records(parts), self.control.sequence
 
-    def write(self, request: Request, tables: Tables, block: Array) -> int:
+    def write(self, request: Request, tables: Tables, records: Records) -> int:
         """Write records durably, and return the acknowledged messages.
 
         Raises:
@@ -203,7 +183,7 @@ class Shard:
                     f"rows of step {step} come after those of step {newest}, which another process "
                     "has written; end one of the two"
                 )
-            entry = RowsEntry(tables, step, block)
+            entry = RowsEntry(tables, step, records)
             self._log.append(entry)
             self._apply(entry)
             if self._log.num_bytes > self._compact_at:
@@ -212,7 +192,7 @@ class Shard:
 
     def contents(
         self, request: Request, table: str, count: int
-    ) -> tuple[NDArray[np.int64], Array, int]:
+    ) -> tuple[NDArray[np.int64], Records, int]:
         """Return rows of its slots after `request.after`, their records, and the sequence.
 
         At most `count` rows; none at the end of the table. Raises as `fetch`, also while slots
@@ -224,10 +204,10 @@ class Shard:
                 raise SlotMapChangedError("slots are moving between stores")
             wanted, after = self._slots_of_op(request.op), request.after
             while True:
-                rows, block = self.tables[table].ascending(after, count)
+                rows, records = self.tables[table].ascending(after, count)
                 is_wanted = wanted[slot_of_row(rows)]
                 if is_wanted.any() or len(rows) < count:
-                    return rows[is_wanted], block[is_wanted], self.control.sequence
+                    return rows[is_wanted], records.take(is_wanted), self.control.sequence
                 after = int(rows[-1])
 
     def _slots_of_op(self, op: str) -> NDArray[np.bool_]:
@@ -412,4 +392,4 @@ class Shard:
         end = 0
         for name, rows in entry.tables.items():
             start, end = end, end + len(rows)
-            self.tables[name].write_block(rows, entry.block[start:end])
+            self.tables[name].write(rows, entry.records.take(slice(start, end)))

@@ -29,8 +29,7 @@ from schemas.errors import SchemaError
 from schemas.storage.local_files import sync_directory
 from schemas.typed_values import from_json
 from trainer.stores.remote.ownership import ShardControl
-from trainer.stores.remote.wire import record_width
-from trainer.stores.store import TableLayout
+from trainer.stores.store import Records, TableLayout
 
 MAGIC = b"PRL1"
 _HEADER = struct.Struct("<4sI")
@@ -152,12 +151,12 @@ class RowsEntry:
     Attributes:
         tables: table to its rows.
         train_step: of the records.
-        block: (rows of all tables, record_width).
+        records: of the rows of all tables.
     """
 
     tables: Mapping[str, NDArray[np.int64]]
     train_step: int
-    block: Array
+    records: Records
 
 
 Entry = ShardControl | RowsEntry
@@ -170,7 +169,7 @@ def entry_to_buffers(entry: Entry) -> list[Buffer]:
     if isinstance(entry, RowsEntry):
         counts = [[table, len(rows)] for table, rows in entry.tables.items()]
         header = {"op": "rows", "tables": counts, "step": entry.train_step}
-        arrays = [np.concatenate([*entry.tables.values()]), entry.block]
+        arrays = [np.concatenate([*entry.tables.values()]), entry.records.block]
     else:
         header = {"op": "control", **asdict(entry)}
     text = json.dumps(header, sort_keys=True).encode()
@@ -205,7 +204,7 @@ def _rows_entry(
     header: Mapping[str, Any], payload: memoryview, start: int, layout: TableLayout
 ) -> RowsEntry:
     # copies: the file is unmapped after the replay
-    count, width = sum(n for _, n in header["tables"]), record_width(layout)
+    count, width = sum(n for _, n in header["tables"]), layout.width
     rows = np.frombuffer(payload, np.int64, count, start).copy()
     block = np.frombuffer(payload, layout.dtype, count * width, start + 8 * count).copy()
     tables: dict[str, NDArray[np.int64]] = {}
@@ -213,7 +212,7 @@ def _rows_entry(
     for table, n in header["tables"]:
         tables[table] = rows[end : end + n]
         end += n
-    return RowsEntry(tables, int(header["step"]), block.reshape(count, width))
+    return RowsEntry(tables, int(header["step"]), Records(block.reshape(count, width), layout.dim))
 
 
 _BASE, _LOG = "base-{:08}.bin", "log-{:08}.bin"

@@ -22,10 +22,9 @@ import pyarrow as pa
 import pyarrow.flight as fl
 from numpy.typing import NDArray
 
-from schemas.arrays import Array
 from schemas.errors import SchemaError
 from schemas.typed_values import from_json
-from trainer.stores.store import TableLayout
+from trainer.stores.store import Records, TableLayout
 
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 CONNECT_SEC = 5.0
@@ -144,16 +143,6 @@ class Request:
         return request
 
 
-def record_width(layout: TableLayout) -> int:
-    """Return the length of a record: values, then state."""
-    return layout.dim + layout.state_width
-
-
-def record_bytes(layout: TableLayout) -> int:
-    """Return the bytes of one row with its id in a message."""
-    return 8 + record_width(layout) * np.dtype(layout.dtype).itemsize
-
-
 def rows_schema() -> pa.Schema:
     """Return the schema of row ids."""
     return pa.schema([pa.field("row", pa.int64(), nullable=False)])
@@ -161,7 +150,7 @@ def rows_schema() -> pa.Schema:
 
 def records_schema(layout: TableLayout) -> pa.Schema:
     """Return the schema of rows with their records."""
-    record = pa.list_(pa.from_numpy_dtype(layout.dtype), record_width(layout))
+    record = pa.list_(pa.from_numpy_dtype(layout.dtype), layout.width)
     return rows_schema().append(pa.field("record", record, nullable=False))
 
 
@@ -170,11 +159,11 @@ def rows_batch(rows: NDArray[np.int64]) -> pa.RecordBatch:
     return pa.record_batch([pa.array(rows)], schema=rows_schema())
 
 
-def records_batch(rows: NDArray[np.int64], block: Array, layout: TableLayout) -> pa.RecordBatch:
+def records_batch(rows: NDArray[np.int64], records: Records, layout: TableLayout) -> pa.RecordBatch:
     """Return rows and their records as a batch; contiguous records are not copied."""
-    flat = pa.array(np.ascontiguousarray(block).reshape(-1))
-    records = pa.FixedSizeListArray.from_arrays(flat, record_width(layout))
-    return pa.record_batch([pa.array(rows), records], schema=records_schema(layout))
+    flat = pa.array(np.ascontiguousarray(records.block).reshape(-1))
+    lists = pa.FixedSizeListArray.from_arrays(flat, layout.width)
+    return pa.record_batch([pa.array(rows), lists], schema=records_schema(layout))
 
 
 def rows_of(batch: pa.RecordBatch) -> NDArray[np.int64]:
@@ -182,9 +171,10 @@ def rows_of(batch: pa.RecordBatch) -> NDArray[np.int64]:
     return batch.column("row").to_numpy()
 
 
-def block_of(batch: pa.RecordBatch, layout: TableLayout) -> Array:
-    """Return a view of the records of a batch, (n, record_width)."""
-    return batch.column("record").flatten().to_numpy().reshape(-1, record_width(layout))
+def records_of(batch: pa.RecordBatch, layout: TableLayout) -> Records:
+    """Return the records of a batch, a view."""
+    flat = batch.column("record").flatten().to_numpy()
+    return Records(flat.reshape(-1, layout.width), layout.dim)
 
 
 def check_same_layouts(
