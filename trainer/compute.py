@@ -1,127 +1,100 @@
-"""What a process computes of a step, from batches that a thread reads ahead."""
+"""Forward, backward and update of a step: by microbatches, or of all samples at once."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
-from typing import Generic, TypeVar
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
+import torch.nn.functional as F
 
-from trainer.data.collate import Batch, move_batch
-from trainer.data.decode import spec_of
-from trainer.data.microbatches import Microbatches
-from trainer.data.transfer import device_of
-from trainer.device_worker import DeviceMicrobatchWorker
-from trainer.run.run_context import RunContext
+from trainer.components import Components
+from trainer.data.collate import Batch
+from trainer.data.microbatches import Microbatches, single_microbatch
 from trainer.step import (
-    MicrobatchWorker,
     Node,
     PartialSums,
     PhaseTimer,
     Tree,
-    WholeBatchStep,
-    update_from_sums,
+    add_partial_sums,
+    flatten_gradients,
+    loss_of,
 )
-
-NO_MICROBATCHES = range(0)
-T = TypeVar("T")
-
-
-class ReadAhead(Generic[T]):
-    """Calls a function of a step and its microbatches ahead of time, in one thread."""
-
-    def __init__(self, function: Callable[[int, range], T]) -> None:
-        self._function = function
-        self._pool = ThreadPoolExecutor(
-            1, "reader", initializer=torch.set_num_threads, initargs=(1,)
-        )
-        self._pending: dict[tuple[int, range], Future[T]] = {}
-
-    def __enter__(self) -> ReadAhead[T]:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._pool.shutdown(cancel_futures=True)
-
-    def prefetch(self, step: int, microbatches: range) -> None:
-        """Start the call for a step unless it is pending; cancel other ranges of that step."""
-        for key in [key for key in self._pending if key[0] == step and key[1] != microbatches]:
-            self._pending.pop(key).cancel()
-        if (step, microbatches) not in self._pending:
-            self._pending[step, microbatches] = self._pool.submit(
-                self._function, step, microbatches
-            )
-
-    def take(self, step: int, microbatches: range) -> T:
-        """Return the result for a step, and cancel calls for earlier ones."""
-        self.prefetch(step, microbatches)
-        result = self._pending.pop((step, microbatches)).result()
-        for key in [key for key in self._pending if key[0] <= step]:
-            self._pending.pop(key).cancel()
-        return result
 
 
 class WholeBatchCompute:
-    """Computes all samples of a step at once, on any device; for a process that trains alone."""
+    """Computes all samples of a step at once, on any device; for a process that trains alone.
+
+    The gradient of a row is summed and applied in one pass. The result depends on which samples
+    are in a batch together.
+    """
 
     speed = None
 
-    def __init__(self, context: RunContext, timer: PhaseTimer) -> None:
+    def __init__(self, components: Components, timer: PhaseTimer) -> None:
         self.timer = timer
-        self._step = WholeBatchStep(context.components)
-        config = context.job.train
-        device = device_of(config.device)
-        self._reader = ReadAhead[Batch](
-            lambda step, _: move_batch(context.read_batch(step), config.model, device)
-        )
+        self._components = components
 
     def __enter__(self) -> WholeBatchCompute:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._reader.__exit__(*error)
+        pass
 
-    def prefetch(self, train_step: int, microbatches: range) -> None:
-        """Start to read the batch of a later step."""
-        self._reader.prefetch(train_step, microbatches)
-
-    def compute(self, train_step: int, microbatches: range) -> Tree[WholeBatchStep]:
-        """Open the rows of a step and compute it, as the only leaf of its tree."""
-        with self.timer("read"):
-            batch = self._reader.take(train_step, microbatches)
+    def compute(self, microbatches: Microbatches) -> Tree[torch.Tensor]:
+        """Open the rows of a batch, and return its loss, the only leaf; gradients are kept."""
+        [batch] = microbatches.batches
         with self.timer("fetch"):
-            self._step.fetch(batch)
-        self._step.forward_backward(batch, self.timer)
-        tree = Tree[WholeBatchStep](1, lambda left, _: left)
-        tree.add(Node(0, 0), self._step)
+            self._components.embedding.open(microbatches)
+        with self.timer("forward"):
+            loss = loss_of(self._components.model(batch), batch)
+        with self.timer("backward"):
+            self._components.optimizer.zero_grad()
+            loss.backward()
+        tree = Tree(1, torch.add)
+        tree.add(Node(0, 0), loss.detach())
         return tree
 
-    def update(self, total: WholeBatchStep) -> float:
+    def update(self, total: torch.Tensor) -> float:
         """Update model and rows; return the loss before that."""
         with self.timer("update"):
-            return total.update()
+            self._components.optimizer.step()
+            self._components.embedding.update_from_backward()
+            return total.item()
 
 
-class StepCompute:
-    """Computes microbatches, which are read ahead of time; a context for its threads."""
+def train_batch(components: Components, batch: Batch, timer: PhaseTimer) -> float:
+    """Train one batch as a whole and return its loss before the update."""
+    compute = WholeBatchCompute(components, timer)
+    return compute.update(compute.compute(single_microbatch(batch)).total())
 
-    def __init__(self, context: RunContext, timer: PhaseTimer) -> None:
+
+class MicrobatchCompute:
+    """Computes microbatches on a pool of threads; a context manager that owns the threads."""
+
+    speed: float | None = None
+    """Work per second; None before the first step."""
+
+    def __init__(self, components: Components, timer: PhaseTimer) -> None:
+        """Create a pool of as many threads as torch uses.
+
+        Args:
+            components: the model maps a batch to (B,) logits, without state that changes between
+                calls.
+            timer: of the phases of a step.
+        """
         self.timer = timer
-        self.speed: float | None = None  # work per second; None before the first step
-        self._context = context
+        self._components, self._model = components, components.model
+        self._parameters = [p for p in self._model.parameters() if p.requires_grad]
         self._open: Microbatches | None = None
-        self._stack = ExitStack()
+        self._pool = ThreadPoolExecutor(
+            torch.get_num_threads(), "microbatch", initializer=torch.set_num_threads, initargs=(1,)
+        )
 
-    def __enter__(self) -> StepCompute:
-        enter = self._stack.enter_context
-        self._work = enter(_open_worker(self._context))
-        self._reader = enter(ReadAhead(self._context.read))
+    def __enter__(self) -> MicrobatchCompute:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._stack.close()
+        self._pool.shutdown(cancel_futures=True)
 
     @property
     def opened(self) -> Microbatches:
@@ -129,41 +102,62 @@ class StepCompute:
         assert self._open is not None, "rows of the step are open"
         return self._open
 
-    def prefetch(self, train_step: int, microbatches: range) -> None:
-        """Start to read microbatches of a later step."""
-        self._reader.prefetch(train_step, microbatches)
+    def is_open(self, train_step: int) -> bool:
+        """Return whether rows of a step are open."""
+        return self._open is not None and self._open.step.train_step == train_step
 
-    def compute(self, train_step: int, microbatches: range) -> Tree[PartialSums]:
-        """Open the rows of a step, compute microbatches, and return their sums."""
-        clock = self._context.clock
-        opened = self._open_rows(train_step, microbatches)
-        start = clock()
+    def open(self, microbatches: Microbatches) -> None:
+        """Open the rows of a step, for its microbatches."""
+        embedding = self._components.embedding
+        with self.timer("fetch"):
+            if self.is_open(microbatches.step.train_step):  # computed again, or not caught up
+                embedding.add(microbatches)
+            else:
+                embedding.open(microbatches)
+        self._open = microbatches
+
+    def compute(self, microbatches: Microbatches) -> Tree[PartialSums]:
+        """Open the rows of microbatches, and return their sums."""
+        self.open(microbatches)
+        start = self.timer.clock()
         with self.timer("backward"):
-            tree = self._work.compute(opened)
-        if len(microbatches):
-            work = sum(self._context.work(train_step)[microbatches.start : microbatches.stop])
-            self.speed = smooth_speed(self.speed, work / (clock() - start))
+            tree = self.sums_of(microbatches)
+        if microbatches.batches:
+            seconds = self.timer.clock() - start
+            self.speed = smooth_speed(self.speed, microbatches.work / seconds)
         return tree
 
-    def open(self, train_step: int) -> None:
-        """Open the rows of a step that others have computed, unless they are open."""
-        if not self._is_open(train_step):
-            self._open_rows(train_step, NO_MICROBATCHES)
-
-    def warm_up(self, train_step: int) -> None:
+    def warm_up(self, microbatches: Microbatches) -> None:
         """Compute a step with initial rows and discard it, before others wait for this process.
 
         The first step is slow. Reading it also decodes the row groups of later steps.
         """
-        components, whole = self._context.components, self._context.num_microbatches(train_step)
-        opened = self._reader.take(train_step, range(whole))
-        components.embedding.open_initial(opened, components.store.layouts)
-        self._work.compute(opened)
+        components = self._components
+        components.embedding.open_initial(microbatches, components.store.layouts)
+        self.sums_of(microbatches)
+
+    def sums_of(self, microbatches: Microbatches) -> Tree[PartialSums]:
+        """Return the tree of the sums of microbatches, whose rows are open."""
+        sums = Tree(microbatches.num_microbatches, add_partial_sums)
+
+        def add(numbered: tuple[int, Batch]) -> None:
+            number, batch = numbered
+            sums.add(Node(0, number), self._compute_one(batch))
+
+        for _ in self._pool.map(add, enumerate(microbatches.batches, microbatches.first)):
+            pass  # raises exceptions of the threads
+        return sums
 
     def update(self, total: PartialSums) -> float:
         """Update model and rows by the sum over all microbatches; return the loss before that."""
+        components = self._components
         with self.timer("update"):
-            update_from_sums(total, self._work, self._context.components)
+            mean = total.dense / total.divisor
+            sizes = [p.numel() for p in self._parameters]
+            for parameter, gradient in zip(self._parameters, mean.split(sizes), strict=True):
+                parameter.grad = gradient.view_as(parameter)
+            components.optimizer.step()
+            components.embedding.update(total.rows.over(total.divisor))
         self.reset()
         return total.loss / total.divisor
 
@@ -171,43 +165,24 @@ class StepCompute:
         """Drop the current step."""
         self._open = None
 
-    def _open_rows(self, train_step: int, microbatches: range) -> Microbatches:
-        with self.timer("read"):
-            opened = self._reader.take(train_step, microbatches)
-        embedding = self._context.components.embedding
-        with self.timer("fetch"):
-            if self._is_open(train_step):  # computed again, or after failing to catch up
-                embedding.add(opened)
-            else:
-                embedding.open(opened)
-        self._open = opened
-        return opened
-
-    def _is_open(self, train_step: int) -> bool:
-        return self._open is not None and self._open.step.train_step == train_step
-
-
-def _open_worker(context: RunContext) -> MicrobatchWorker:
-    """Return what computes microbatches on the device of a job."""
-    config, components = context.job.train, context.components
-    device = device_of(config.device)
-    if device.type != "cpu":
-        spec = spec_of(context.span.dataset, config.dtype)
-        return DeviceMicrobatchWorker(components, spec, config, device)
-    return MicrobatchWorker(components.model, components.embedding)
+    def _compute_one(self, batch: Batch) -> PartialSums:
+        loss = F.binary_cross_entropy_with_logits(
+            self._model(batch), batch.labels, weight=batch.weights, reduction="sum"
+        )
+        lookups = self._components.embedding.microbatch(batch)
+        gradients = torch.autograd.grad(
+            loss, [*self._parameters, *lookups.autograd_inputs], allow_unused=True
+        )
+        count = len(self._parameters)
+        lookups.set_gradients(gradients[count:])
+        return PartialSums(
+            loss=loss.item(),
+            weight=batch.weights.sum().item(),
+            dense=flatten_gradients(self._parameters, gradients[:count]),
+            rows=lookups.row_gradients(),
+        )
 
 
 def smooth_speed(before: float | None, measured: float) -> float:
     """Return the exponential moving average of a speed; `before` is None for the first."""
     return measured if before is None else before + 0.3 * (measured - before)
-
-
-def open_compute(context: RunContext, timer: PhaseTimer) -> WholeBatchCompute | StepCompute:
-    """Return what computes the steps of a process.
-
-    One that trains alone computes batches whole on a GPU or with `--fast`, otherwise in
-    microbatches.
-    """
-    on_device = device_of(context.job.train.device).type != "cpu"
-    is_whole = not context.is_replica and (context.options.fast or on_device)
-    return WholeBatchCompute(context, timer) if is_whole else StepCompute(context, timer)

@@ -33,7 +33,8 @@ from trainer.agreement import (
     ReplicaStatus,
     leave_outcome,
 )
-from trainer.compute import NO_MICROBATCHES, StepCompute, WholeBatchCompute
+from trainer.compute import MicrobatchCompute, WholeBatchCompute
+from trainer.data.microbatches import Microbatches
 from trainer.growing.follow import Span, next_action
 from trainer.growing.frontier import DatasetRefusedError, Frontier
 from trainer.recovery import Drain, Watchdog
@@ -43,6 +44,7 @@ from trainer.run.ledger import LogWriter
 from trainer.run.output import RunOutput
 from trainer.run.run_context import RunContext
 from trainer.step import Tree, check_loss, metric_of
+from trainer.step_reader import NO_MICROBATCHES
 
 READ_AHEAD = 2
 """Steps that are read ahead of time."""
@@ -89,7 +91,7 @@ class Peers:
 
     def own_range(self, train_step: int) -> range | None:
         """Return the microbatches of a step that this process computes, None if not yet known."""
-        return range(self.loop.context.num_microbatches(train_step))
+        return range(self.loop.context.reader.num_microbatches(train_step))
 
     def agree(self, train_step: int, status: ReplicaStatus) -> Agreeing:
         """Start to form the agreement of a step."""
@@ -128,7 +130,7 @@ class TrainingLoop:
         context: RunContext,
         frontier: Frontier,
         peers: Peers,
-        compute: WholeBatchCompute | StepCompute,
+        compute: WholeBatchCompute | MicrobatchCompute,
         checkpoints: RunCheckpoints,
         output: RunOutput,
         drain: Drain,
@@ -220,10 +222,16 @@ class TrainingLoop:
 
     def prefetch(self) -> None:
         """Start to read the microbatches of the next steps that are known."""
+        reader = self.context.reader
         for step in range(self.step + 1, self.step + 1 + READ_AHEAD):
             own = self.peers.own_range(step)
-            if own is not None and step < self.context.end_step:
-                self._compute.prefetch(step, own)
+            if own is not None and step < reader.end_step:
+                reader.prefetch(step, own)
+
+    def next_batch(self, own: range) -> Microbatches:
+        """Return microbatches of the current step, with the rows of the step."""
+        with self._timer("read"):
+            return self.context.reader.take(self.step, own)
 
     def apply_agreement(self, agreement: Agreement) -> None:
         """Take the writer and the durable steps from the agreement of the current step."""
@@ -267,7 +275,7 @@ class TrainingLoop:
         """
         with self.watchdog(WAIT):
             read_end = self._frontier.load(arrays)
-        self.context.set_span(self._frontier.span)
+        self.context.reader.set_span(self._frontier.span)
         self.step = load_state()
         self.log.load(arrays)
         if read_end is not None:
@@ -305,10 +313,12 @@ class TrainingLoop:
                 return self._catch_up_if_behind(agreeing())
             own = self.peers.own_range(self.step) or NO_MICROBATCHES
         self.prefetch()
-        total = self.peers.add(own, self._compute.compute(self.step, own), agreeing)
+        sums = self._compute.compute(self.next_batch(own))  # forward and backward
+        total = self.peers.add(own, sums, agreeing)
         if isinstance(total, Agreement):
             return self._catch_up_if_behind(total)
-        self._commit(total)
+        loss = check_loss(self._compute.update(total.total), self.step)
+        self._commit(total, loss)
         return total.agreement
 
     def _wait(self) -> Agreeing:
@@ -339,7 +349,7 @@ class TrainingLoop:
 
     def _extend(self, span: Span, train_step: int) -> None:
         self.context.rows.extend(span, train_step)
-        self.context.set_span(span)
+        self.context.reader.set_span(span)
 
     def _set_writes(self, *, writes: bool) -> None:
         if writes:
@@ -355,11 +365,11 @@ class TrainingLoop:
         self._written_span = None
         self.write_log()
 
-    def _commit(self, total: StepTotal) -> None:
-        agreement, context = total.agreement, self.context
-        loss = check_loss(self._compute.update(total.total), self.step)
+    def _commit(self, total: StepTotal, loss: float) -> None:
+        """Write the lines of a step that was updated, and a checkpoint if one is due."""
+        agreement, reader = total.agreement, self.context.reader
         entries = [
-            context.ledger_entry(self.step, name, own) for name, own in total.owners.items() if own
+            reader.ledger_entry(self.step, name, own) for name, own in total.owners.items() if own
         ]
         num_samples = sum(entry.num_samples for entry in entries)
         metric = metric_of(self.step, loss, num_samples, len(agreement.ready), self._timer)
@@ -369,7 +379,7 @@ class TrainingLoop:
         if self.writes:
             self.write_log()
             self.peers.on_write(agreement)
-        self._on_step(metric, context.end_step)
+        self._on_step(metric, reader.end_step)
         self._commit_frontier(committed)
         with self.watchdog(SAVE):
             self.checkpoints.save_if_due(self.step, agreement.saved, writes=self.writes)

@@ -5,24 +5,20 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from schemas.config.train import WAIT
 from schemas.errors import SchemaError
 from schemas.run.records import PHASES, StepMetric
-from trainer.components import Components
 from trainer.data.collate import Batch
-from trainer.data.microbatches import Microbatches, single_microbatch
+from trainer.data.microbatches import Microbatches
 from trainer.embedding.kernels.compiled import merge
 from trainer.embedding.kernels.interface import RowSums
-from trainer.embedding.module import Embedding
 
 T = TypeVar("T")
 B = TypeVar("B", Batch, Microbatches, contravariant=True)
@@ -35,7 +31,7 @@ class PhaseTimer:
     """Measures the seconds of each phase of a step."""
 
     def __init__(self, clock: Clock, watch: Watch = nullcontext) -> None:
-        self._clock = clock
+        self.clock = clock
         self._watch = watch
         self._start = clock()
         self._seconds = _no_seconds()
@@ -43,14 +39,14 @@ class PhaseTimer:
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
         """Measure the time inside the context."""
-        start = self._clock()
+        start = self.clock()
         with self._watch(phase):
             yield
-        self._seconds[phase] += self._clock() - start
+        self._seconds[phase] += self.clock() - start
 
     def finish(self) -> tuple[float, dict[str, float]]:
         """Return the seconds of the step, in total and by phase, and start the next one."""
-        now = self._clock()
+        now = self.clock()
         total, seconds = now - self._start, self._seconds
         self._start, self._seconds = now, _no_seconds()
         return total, seconds
@@ -67,23 +63,6 @@ def loss_of(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
     )
     weight = batch.weights.sum()
     return losses / torch.where(weight == 0, torch.ones_like(weight), weight)
-
-
-def train_batch(components: Components, batch: Batch, timer: PhaseTimer) -> float:
-    """Train one batch as a whole and return its loss before the update."""
-    step = WholeBatchStep(components)
-    with timer("fetch"):
-        step.fetch(batch)
-    step.forward_backward(batch, timer)
-    with timer("update"):
-        return step.update()
-
-
-def update_from_sums(total: PartialSums, worker: MicrobatchWorker, components: Components) -> None:
-    """Update parameters and rows by the sums over all microbatches of a step."""
-    worker.set_gradients(total)
-    components.optimizer.step()
-    components.embedding.update(total.rows.over(total.divisor))
 
 
 def check_loss(loss: float, train_step: int) -> float:
@@ -113,35 +92,6 @@ def metric_of(
         samples_per_sec=num_samples / (seconds - phases[WAIT]),
         phases=phases,
     )
-
-
-class WholeBatchStep:
-    """A step of all samples at once: for one process.
-
-    The gradient of a row is summed and applied in one pass. The result depends on which samples
-    are in a batch together.
-    """
-
-    def __init__(self, components: Components) -> None:
-        self._components = components
-
-    def fetch(self, batch: Batch) -> None:
-        """Fetch the rows of the batch."""
-        self._components.embedding.open(single_microbatch(batch))
-
-    def forward_backward(self, batch: Batch, timer: PhaseTimer) -> None:
-        """Compute the batch."""
-        with timer("forward"):
-            self._loss = loss_of(self._components.model(batch), batch)
-        with timer("backward"):
-            self._components.optimizer.zero_grad()
-            self._loss.backward()
-
-    def update(self) -> float:
-        """Update parameters and rows."""
-        self._components.optimizer.step()
-        self._components.embedding.update_from_backward()
-        return self._loss.item()
 
 
 # ---- Gradients of microbatches, summed over a fixed binary tree ----
@@ -277,66 +227,6 @@ def add_partial_sums(left: PartialSums, right: PartialSums) -> PartialSums:
         dense=left.dense + right.dense,
         rows=merge(left.rows, right.rows),
     )
-
-
-class MicrobatchWorker:
-    """Computes microbatches on a pool of threads; a context manager that owns the threads."""
-
-    def __init__(self, model: nn.Module, embedding: Embedding) -> None:
-        """Create a pool of as many threads as torch uses.
-
-        Args:
-            model: maps a batch to (B,) logits; without state that changes between calls.
-            embedding: of the model.
-        """
-        self._model = model
-        self._embedding = embedding
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._pool = ThreadPoolExecutor(
-            torch.get_num_threads(), "microbatch", initializer=torch.set_num_threads, initargs=(1,)
-        )
-
-    def __enter__(self) -> MicrobatchWorker:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._pool.shutdown(cancel_futures=True)
-
-    def compute(self, microbatches: Microbatches) -> Tree[PartialSums]:
-        """Compute microbatches, whose rows are fetched, and return the tree of their sums."""
-        sums = Tree(microbatches.num_microbatches, add_partial_sums)
-
-        def add(numbered: tuple[int, Batch]) -> None:
-            number, batch = numbered
-            sums.add(Node(0, number), self._compute_one(batch))
-
-        for _ in self._pool.map(add, enumerate(microbatches.batches, microbatches.first)):
-            pass  # raises exceptions of the threads
-        return sums
-
-    def set_gradients(self, total: PartialSums) -> None:
-        """Set the gradient of each dense parameter to that of the mean loss of the step."""
-        mean = total.dense / total.divisor
-        sizes = [p.numel() for p in self._parameters]
-        for parameter, gradient in zip(self._parameters, mean.split(sizes), strict=True):
-            parameter.grad = gradient.view_as(parameter)
-
-    def _compute_one(self, batch: Batch) -> PartialSums:
-        loss = F.binary_cross_entropy_with_logits(
-            self._model(batch), batch.labels, weight=batch.weights, reduction="sum"
-        )
-        lookups = self._embedding.microbatch(batch)
-        gradients = torch.autograd.grad(
-            loss, [*self._parameters, *lookups.autograd_inputs], allow_unused=True
-        )
-        count = len(self._parameters)
-        lookups.set_gradients(gradients[count:])
-        return PartialSums(
-            loss=loss.item(),
-            weight=batch.weights.sum().item(),
-            dense=flatten_gradients(self._parameters, gradients[:count]),
-            rows=lookups.row_gradients(),
-        )
 
 
 def flatten_gradients(

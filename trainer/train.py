@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from schemas.config.job import Job, load_job
-from schemas.config.train import SAVE, START
+from schemas.config.train import SAVE, START, TrainConfig
 from schemas.run.records import METRICS, SUMMARY, RunSummary, StepMetric, read_metrics, read_summary
 from schemas.storage.location import Location
 from trainer.checkpoint.files import PLAN_FILE
@@ -27,9 +27,10 @@ from trainer.checkpoint.load import (
 )
 from trainer.checkpoint.manager import claim_leftovers
 from trainer.components import Components, build_components, layouts_of
-from trainer.compute import StepCompute, WholeBatchCompute, open_compute
+from trainer.compute import MicrobatchCompute, WholeBatchCompute
 from trainer.data.decode import BatchSpec, spec_of
 from trainer.data.transfer import device_of
+from trainer.device_compute import DeviceMicrobatchCompute
 from trainer.embedding.cache import CachedRows, PlannedCache, RowSource
 from trainer.embedding.device_cache import DeviceCache
 from trainer.embedding.unplanned import open_baseline
@@ -49,6 +50,7 @@ from trainer.run.setup import Rollbacks, first_checkpoint, open_run, with_rollba
 from trainer.run.warm_start import steps_before, summary_of_origin
 from trainer.run_rows import RunRows
 from trainer.step import Clock, PhaseTimer
+from trainer.step_reader import StepReader
 from trainer.stores.factory import open_store
 from trainer.stores.future_log import FutureLog, NextUseLookup
 from trainer.stores.store import RowReader
@@ -174,7 +176,7 @@ class OpenedRows:
     rows: RunRows
     first_step: int
     frontier: Frontier
-    open_peers: Callable[[WholeBatchCompute | StepCompute], Peers]
+    open_peers: Callable[[WholeBatchCompute | MicrobatchCompute], Peers]
 
 
 def train_process(
@@ -198,21 +200,24 @@ def train_process(
         with watchdog(START), process.drain.at_once():
             opened = open_rows(stack, spec, steps_before(read_identity(run)))
         components, rows, first_step = opened.components, opened.rows, opened.first_step
-        context = RunContext(
-            *(run, process.job, process.options, opened.frontier.span, components, rows),
-            first_step,
-            process.clock,
-            is_replica=process.copy_bytes is not None,
+        num_bytes, span = process.copy_bytes, opened.frontier.span
+        is_replica = num_bytes is not None
+        reader = StepReader(
+            config, process.options, span, components.store.layouts, is_replica=is_replica
         )
-        num_bytes = process.copy_bytes
+        stack.enter_context(reader)
+        context = RunContext(
+            run, process.job, process.options, components, rows, reader, first_step
+        )
         if num_bytes is None:
             cache = config.cache if isinstance(rows.source, PlannedCache) else None
-            num_bytes = copy_bytes_of(process.job, context.span, first_step, components, cache)
+            num_bytes = copy_bytes_of(process.job, span, first_step, components, cache)
         checkpoints = RunCheckpoints(context, num_bytes)
         stack.callback(checkpoints.close)
-        if not context.is_replica:
+        if not is_replica:
             checkpoints.reserve()
-        compute = stack.enter_context(open_compute(context, PhaseTimer(process.clock, watchdog)))
+        timer = PhaseTimer(process.clock, watchdog)
+        compute = stack.enter_context(_open_compute(components, timer, reader, config, spec))
         loop = TrainingLoop(
             context,
             opened.frontier,
@@ -225,6 +230,22 @@ def train_process(
             process.on_step,
         )
         _train_to_end(loop, process.rollbacks, process.hints)
+
+
+def _open_compute(
+    components: Components,
+    timer: PhaseTimer,
+    reader: StepReader,
+    config: TrainConfig,
+    spec: BatchSpec,
+) -> WholeBatchCompute | MicrobatchCompute:
+    """Return what computes the batches of a reader on the device of a job."""
+    if reader.is_whole:
+        return WholeBatchCompute(components, timer)
+    device = device_of(config.device)
+    if device.type != "cpu":
+        return DeviceMicrobatchCompute(components, timer, spec, config, device)
+    return MicrobatchCompute(components, timer)
 
 
 def _train_to_end(loop: TrainingLoop, rollbacks: Rollbacks, hints: ResumeHints) -> None:

@@ -15,13 +15,12 @@ from typing import Any
 from schemas.entry import process_variables
 from tests.trainer.faults import DONE, FAULTS, FaultInjector, Faults
 from trainer.__main__ import main
-from trainer.compute import StepCompute
+from trainer.compute import MicrobatchCompute
 from trainer.data.microbatches import Microbatches
 from trainer.elastic.membership import ReplicaOptions
 from trainer.elastic.replica import ReplicaPeers
 from trainer.loop import StepTotal
 from trainer.run.output import RunOutput
-from trainer.step import MicrobatchWorker
 
 
 def wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:
@@ -40,17 +39,18 @@ def install(faults: Faults) -> None:
         peers: ReplicaPeers,
         options: ReplicaOptions,
         rows: object,
-        compute: StepCompute,
+        compute: MicrobatchCompute,
         output: RunOutput,
     ) -> None:
         injectors.append(FaultInjector(faults, options.number, output.folder / DONE))
         address = injectors[-1].lighthouse_address(options.lighthouse)
         wrapped(peers, replace(options, lighthouse=address), rows, compute, output)
 
-    def compute(wrapped: Callable[..., Any], step: StepCompute, train_step: int, own: range) -> Any:
+    def compute(wrapped: Callable[..., Any], self: object, microbatches: Microbatches) -> Any:
+        train_step = microbatches.step.train_step
         injectors[-1].trigger("start", train_step)
         inside.add("compute")
-        sums = wrapped(step, train_step, own)
+        sums = wrapped(self, microbatches)
         inside.discard("compute")
         injectors[-1].trigger("computed", train_step)
         return sums
@@ -89,8 +89,8 @@ def install(faults: Faults) -> None:
             injectors[-1].trigger("joining", peers.loop.step)
 
     wrap(ReplicaPeers, "__init__", start)
-    wrap(StepCompute, "compute", compute)
-    wrap(MicrobatchWorker, "compute", slow_down)
+    wrap(MicrobatchCompute, "compute", compute)
+    wrap(MicrobatchCompute, "sums_of", slow_down)
     wrap(ReplicaPeers, "add", add)
     wrap(ReplicaPeers, "on_commit", on_commit)
     wrap(ReplicaPeers, "_load_from", load_from)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +27,7 @@ from trainer.growing.follow import Horizon, Span
 from trainer.options import TrainOptions
 from trainer.run.checkpoints import RunCheckpoints
 from trainer.run.run_context import RunContext
+from trainer.step_reader import StepReader
 
 TABLE = "items"
 
@@ -58,10 +58,9 @@ class OneReplica:
         horizon = Horizon(end_step=end, known_end=end, is_final=True)
         self.span = Span(dataset, order, horizon, SharedNextUses(dataset, order))
         options = TrainOptions()
-        context = RunContext(
-            *(run, job, options, self.span, components, self.rows, 0, time.perf_counter),
-            is_replica=True,
-        )
+        tables = components.store.layouts
+        reader = StepReader(job.train, options, self.span, tables, is_replica=True)
+        context = RunContext(run, job, options, components, self.rows, reader, 0)
         self.run = run
         self.memory = memory_path(folder / "memory", run)
         self.whole: list[int] = []

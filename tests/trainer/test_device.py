@@ -30,13 +30,12 @@ from tests.trainer.fake_device import (
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import assert_same_bits, losses_of, parts_of, reader_of, run_job
 from trainer.components import build_components, order_of, uses_shared_features
-from trainer.compute import StepCompute
+from trainer.compute import MicrobatchCompute, train_batch
 from trainer.data.collate import Batch, move_batch
 from trainer.data.decode import spec_of
 from trainer.data.kjt_lookups import batch_from_kjt
 from trainer.data.transfer import to_device
-from trainer.device_worker import DeviceMicrobatchWorker
-from trainer.embedding.cache import DirectSource
+from trainer.device_compute import DeviceMicrobatchCompute
 from trainer.embedding.device_embedding import DeviceLookups
 from trainer.embedding.kernels.interface import ArenaRows
 from trainer.embedding.module import MicrobatchLookups
@@ -44,9 +43,10 @@ from trainer.evaluation.evaluate import evaluate_run
 from trainer.growing.follow import Horizon, Span
 from trainer.options import TrainOptions
 from trainer.run.checkpoints import copy_bytes_of
-from trainer.run.run_context import RunContext
-from trainer.run_rows import RunRows
-from trainer.step import MicrobatchWorker, PhaseTimer, train_batch, update_from_sums
+from trainer.step import PhaseTimer
+from trainer.step_reader import StepReader
+
+TIMER = PhaseTimer(perf_counter)
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,7 @@ def fake_device(monkeypatch: pytest.MonkeyPatch, uploads: list[tuple[int, ...]])
         "trainer.components.device_of",
         "trainer.evaluation.evaluate.device_of",
         "trainer.train.device_of",
-        "trainer.compute.device_of",
+        "trainer.step_reader.device_of",
     ):
         monkeypatch.setattr(where, named)
     monkeypatch.setattr("trainer.components.dense_optimizer", unfused)
@@ -186,7 +186,7 @@ def test_step_waits_for_the_loss_and_for_its_rows_alone(
             mode.calls.clear()
             uploads.clear()
             batch = move_batch(reader.read(0), job.train.model, DEVICE)
-            train_batch(components, batch, PhaseTimer(lambda: 0.0))
+            train_batch(components, batch, TIMER)
     assert batch is not None
     num_rows = sum(len(lookup.rows) for lookup in batch.lookups.values())
     assert len(uploads) == 2  # the batch, and its rows with their state
@@ -206,15 +206,15 @@ def test_microbatches_of_a_replica_have_the_sums_of_the_processors(
     spec = spec_of(open_dataset(few), config.dtype)
     reader = reader_of(job_path, few, find_shared=uses_shared_features(config))
     with DeviceMode() as mode:
-        device_worker = DeviceMicrobatchWorker(components, spec, config, DEVICE)
-    with MicrobatchWorker(components.model, components.embedding) as worker:
+        on_device = DeviceMicrobatchCompute(components, TIMER, spec, config, DEVICE)
+    with on_device, MicrobatchCompute(components, TIMER) as compute:
         for train_step in range(3):
             opened = reader.read_microbatches(train_step)
-            components.embedding.open(opened)
-            total = worker.compute(opened).total()
+            compute.open(opened)
+            total = compute.sums_of(opened).total()
             with DeviceMode() as mode:
                 uploads.clear()
-                device_tree = device_worker.compute(opened)
+                device_tree = on_device.sums_of(opened)
             found = device_tree.total()
             count = len(opened.batches)
             assert count > 1
@@ -230,7 +230,7 @@ def test_microbatches_of_a_replica_have_the_sums_of_the_processors(
                     assert torch.equal(left.rows, right.rows)
                     left, right = left.sums, right.sums
                 torch.testing.assert_close(left, right, rtol=1e-9, atol=1e-11)
-            update_from_sums(found, worker, components)
+            compute.update(found)
 
 
 def span_of(job: Job, dataset: Dataset) -> Span:
@@ -248,18 +248,17 @@ def test_replica_that_joins_computes_a_step_with_initial_rows(few: Path, tmp_pat
     on_host = replace(job, train=replace(job.train, device="cpu"))
     spec = spec_of(dataset, job.train.dtype)
     components = build_components(spec, on_host.train)
-    rows = RunRows(DirectSource(components.store), components.store, None)
-    context = RunContext(
-        *(tmp_path, job, TrainOptions(), span_of(job, dataset), components, rows),
-        0,
-        perf_counter,
-        is_replica=True,
-    )
-    with DeviceMode(), StepCompute(context, PhaseTimer(perf_counter)) as compute:
-        compute.warm_up(0)
-        first = compute.compute(0, range(context.num_microbatches(0))).total()
-    with MicrobatchWorker(components.model, components.embedding) as worker:
-        wanted = worker.compute(compute.opened).total()
+    span, layouts = span_of(job, dataset), components.store.layouts
+    with (
+        DeviceMode(),
+        StepReader(job.train, TrainOptions(), span, layouts, is_replica=True) as reader,
+        DeviceMicrobatchCompute(components, TIMER, spec, job.train, DEVICE) as compute,
+    ):
+        opened = reader.take(0, range(reader.num_microbatches(0)))
+        compute.warm_up(opened)
+        first = compute.compute(opened).total()
+    with MicrobatchCompute(components, TIMER) as compute:
+        wanted = compute.sums_of(opened).total()
     assert first.loss == pytest.approx(wanted.loss, rel=1e-12)
 
 

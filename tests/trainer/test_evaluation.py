@@ -20,11 +20,12 @@ from tests.trainer.runs import parts_of, reader_of, run_job
 from tests.trainer.stores import TableOf, whole
 from tests.trainer.test_metrics import session_auc_by_hand
 from trainer.components import Components
+from trainer.compute import train_batch
 from trainer.data.reader import Reader, prefetch
 from trainer.evaluation.evaluate import evaluate, evaluate_run
 from trainer.evaluation.metrics import Evaluation, columns_of
 from trainer.run.folder import verify_run
-from trainer.step import PhaseTimer, train_batch
+from trainer.step import PhaseTimer
 
 
 def evaluate_now(job: Path, dataset: Path, components: Components, reader: Reader) -> Evaluation:

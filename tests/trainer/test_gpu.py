@@ -15,9 +15,11 @@ from tests.trainer.make_dataset import write_job
 from tests.trainer.processes import train_to_end
 from tests.trainer.runs import assert_same_bits, losses_of, parts_of, reader_of, run_job
 from trainer.components import uses_shared_features
+from trainer.compute import WholeBatchCompute, train_batch
 from trainer.data.collate import move_batch
+from trainer.data.microbatches import single_microbatch
 from trainer.evaluation.evaluate import evaluate_run
-from trainer.step import PhaseTimer, WholeBatchStep, train_batch
+from trainer.step import PhaseTimer
 
 pytestmark = pytest.mark.gpu
 
@@ -77,12 +79,11 @@ def test_nothing_waits_for_the_gpu_before_the_update(
     timer, device = PhaseTimer(lambda: 0.0), torch.device("cuda")
     for _ in range(2):  # the first time, tensors that stay are made
         train_batch(components, move_batch(reader.read(0), job.train.model, device), timer)
-    step = WholeBatchStep(components)
+    compute = WholeBatchCompute(components, timer)
     torch.cuda.set_sync_debug_mode("error")
     try:
         batch = move_batch(reader.read(0), job.train.model, device)
-        step.fetch(batch)
-        step.forward_backward(batch, timer)
+        tree = compute.compute(single_microbatch(batch))
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    step.update()
+    compute.update(tree.total())

@@ -18,9 +18,10 @@ from tests.shared import in_pairs
 from tests.trainer.make_dataset import write_job
 from tests.trainer.runs import final_rows, losses_of, parts_of, reader_of, run_job
 from trainer.components import uses_shared_features
+from trainer.compute import MicrobatchCompute
 from trainer.embedding.kernels.compiled import merge
 from trainer.embedding.kernels.interface import RowSums
-from trainer.step import MicrobatchWorker, Node, PartialSums, Tree, add_partial_sums
+from trainer.step import Node, PartialSums, PhaseTimer, Tree, add_partial_sums
 
 ATTENTION = "{name: attention, history: clicked, target: item, top_layers: [16], num_heads: 2}"
 MODELS = {
@@ -84,9 +85,9 @@ def test_bits_do_not_depend_on_who_computes_which_microbatch(
     def computed(first: int, end: int) -> dict:
         parts = parts_of(path, dataset)
         microbatches = reader.read_microbatches(2, slice(first, end), every.rows)
-        parts.embedding.open(microbatches)
-        with MicrobatchWorker(parts.model, parts.embedding) as worker:
-            return worker.compute(microbatches).held
+        with MicrobatchCompute(parts, PhaseTimer(lambda: 0.0)) as compute:
+            compute.open(microbatches)
+            return compute.sums_of(microbatches).held
 
     joined = Tree(count, add_partial_sums)
     for first, end in pairwise((0, *cuts, count)):

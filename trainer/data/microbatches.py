@@ -31,6 +31,7 @@ class Microbatches:
         first: index of `batches[0]` within the step.
         batches: samples of each microbatch.
         rows: by table, distinct ascending rows; a superset of those that `batches` look up.
+        work: of `batches`, in the unit of `Reader.work`.
         row_positions: per microbatch, by table, (num_rows_of_microbatch,) int32 positions in
             `rows`; None: all rows, in order.
     """
@@ -41,6 +42,7 @@ class Microbatches:
     batches: tuple[Batch, ...]
     rows: Mapping[str, NDArray[np.int64]]
     row_positions: tuple[Mapping[str, torch.Tensor] | None, ...]
+    work: float = 0.0
 
     @property
     def num_samples(self) -> int:
@@ -79,6 +81,7 @@ def make_microbatches(
     first: int,
     batches: Sequence[Batch],
     rows: Mapping[str, NDArray[np.int64]] | None = None,
+    work: float = 0.0,
 ) -> Microbatches:
     """Return batches as microbatches, with the positions of their rows among those of the step.
 
@@ -88,6 +91,7 @@ def make_microbatches(
         first: index of the first microbatch within the step.
         batches: one per microbatch; may be empty only if `rows` is given.
         rows: by table, distinct ascending rows of the step; None: the rows of `batches`.
+        work: of `batches`.
 
     Raises:
         ValueError: a batch looks up a row that is not in `rows`.
@@ -112,6 +116,7 @@ def make_microbatches(
         batches=tuple(batches),
         rows=step_rows,
         row_positions=tuple(row_positions),
+        work=work,
     )
 
 

@@ -228,7 +228,8 @@ class Reader:
         chosen = range(len(microbatches))[run]
         batches = [self._collate(step, self._ranges_of(step, microbatches[i])) for i in chosen]
         self._fetch_ahead(train_step + 1)
-        return make_microbatches(step, len(microbatches), chosen.start, batches, rows)
+        work = sum(self.microbatch_work(step)[run])
+        return make_microbatches(step, len(microbatches), chosen.start, batches, rows, work)
 
     def microbatches(self, step: Step) -> list[Microbatch]:
         """Return the samples of each microbatch of a training step."""

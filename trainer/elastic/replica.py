@@ -21,7 +21,7 @@ import numpy as np
 from schemas.arrays import Array
 from trainer.agreement import Agreement, CommittedStep, ReplicaStatus
 from trainer.checkpoint.dense_state import load_state, state_of
-from trainer.compute import StepCompute
+from trainer.compute import MicrobatchCompute
 from trainer.data.microbatches import Microbatches
 from trainer.elastic.membership import Membership, ReplicaOptions
 from trainer.elastic.peer_state import MemoryRows, PeerAddresses, PeerClient, PeerError, PeerServer
@@ -31,6 +31,7 @@ from trainer.loop import Agreeing, Peers, StepTotal, TrainingLoop
 from trainer.run.output import RunOutput
 from trainer.run.run_context import RunContext
 from trainer.step import PartialSums, Tree
+from trainer.step_reader import NO_MICROBATCHES
 
 
 class ReplicaPeers(Peers):
@@ -42,7 +43,7 @@ class ReplicaPeers(Peers):
         self,
         options: ReplicaOptions,
         rows: MemoryRows | SharedRows,
-        compute: StepCompute,
+        compute: MicrobatchCompute,
         output: RunOutput,
     ) -> None:
         """Create no thread or connection yet."""
@@ -75,8 +76,10 @@ class ReplicaPeers(Peers):
         """Load the state of a replica that trains, or wait for the others before the first step."""
         self.loop, self._since = loop, loop.step
         addresses = self._addresses.read()
-        if addresses and loop.step < loop.context.end_step:
-            self._compute.warm_up(loop.step)
+        reader = loop.context.reader
+        if addresses and loop.step < reader.end_step:
+            whole = range(reader.num_microbatches(loop.step))
+            self._compute.warm_up(reader.take(loop.step, whole))
         has_peer = bool(addresses) and not self._addresses.use_first(addresses, self._load_from)
         if not has_peer:
             self._rows.start(loop.step, loop.context.span)
@@ -109,10 +112,10 @@ class ReplicaPeers(Peers):
             if agreement.step > loop.step:
                 return agreement
             loop.apply_agreement(agreement)
-            owners = self._splits.assign(agreement, loop.context.work)
+            owners = self._splits.assign(agreement, loop.context.reader.work)
             if owners[self.name] != own:
                 own = owners[self.name]
-                sums = self._compute.compute(loop.step, own)
+                sums = self._compute.compute(loop.next_batch(own))
             loop.prefetch()
             try:
                 with self._timer("sync"):
@@ -171,7 +174,7 @@ class ReplicaPeers(Peers):
             else:
                 self._apply(CommittedStep.from_bytes(data))
         # the others commit the target without this replica, and wait for it in the next agreement
-        if loop.step < loop.context.end_step:
+        if loop.step < loop.context.reader.end_step:
             data = peer.fetch_sums(loop.step, self._options.access.timeout_sec / 2)
             if data is not None:
                 self._apply(CommittedStep.from_bytes(data))
@@ -189,7 +192,8 @@ class ReplicaPeers(Peers):
         """Update with the sums of a step that others have committed."""
 
         def total() -> PartialSums:
-            self._compute.open(loop.step)
+            if not self._compute.is_open(loop.step):
+                self._compute.open(loop.next_batch(NO_MICROBATCHES))
             shape = _shape_of(loop.context, self._compute.opened)
             [sums] = unpack_sums(committed.message, shape).values()
             return sums

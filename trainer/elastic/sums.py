@@ -23,11 +23,11 @@ from torch.distributed import ProcessGroupGloo
 
 from schemas.dataset.order import split_by_work
 from trainer.agreement import Agreement
-from trainer.compute import NO_MICROBATCHES
 from trainer.elastic.membership import ReplicaOptions
 from trainer.elastic.peer_state import PeerClient, PeerError
 from trainer.embedding.kernels.interface import RowSums
 from trainer.step import Node, PartialSums, Tree
+from trainer.step_reader import NO_MICROBATCHES
 from trainer.stores.remote.wire import check_address
 
 SPLIT_AHEAD_STEPS = 2

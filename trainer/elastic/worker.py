@@ -19,7 +19,7 @@ from schemas.storage.location import Location
 from trainer.checkpoint.fingerprint import fingerprint_of
 from trainer.checkpoint.load import load_checkpoint, newest_checkpoint, verify_checkpoint
 from trainer.components import Components, build_components, layouts_of
-from trainer.compute import StepCompute, WholeBatchCompute
+from trainer.compute import MicrobatchCompute, WholeBatchCompute
 from trainer.data.decode import BatchSpec
 from trainer.data.transfer import select_device
 from trainer.elastic.attempt import Rendezvous
@@ -128,8 +128,8 @@ def _train(
         with watchdog(WAIT):
             frontier = Frontier(data, agreed, drain, poll_sec, progress)
 
-        def open_peers(compute: WholeBatchCompute | StepCompute) -> ReplicaPeers:
-            assert isinstance(compute, StepCompute), "a replica computes microbatches"
+        def open_peers(compute: WholeBatchCompute | MicrobatchCompute) -> ReplicaPeers:
+            assert isinstance(compute, MicrobatchCompute), "a replica computes microbatches"
             opened_peers.append(ReplicaPeers(options, rows, compute, output))
             return opened_peers[-1]
 

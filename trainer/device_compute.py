@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 from schemas.config.train import TrainConfig
 from trainer.components import Components, build_model, table_specs
+from trainer.compute import MicrobatchCompute
 from trainer.data.collate import Batch, move_batch
 from trainer.data.decode import BatchSpec
 from trainer.data.microbatches import Microbatches, single_microbatch
@@ -21,34 +22,39 @@ from trainer.embedding.cache import DirectSource
 from trainer.embedding.device_embedding import DeviceEmbedding, DeviceLookups, upload_rows
 from trainer.embedding.kernels.interface import RowSums
 from trainer.step import (
-    MicrobatchWorker,
     Node,
     PartialSums,
+    PhaseTimer,
     Tree,
     add_partial_sums,
     flatten_gradients,
 )
 
 
-class DeviceMicrobatchWorker(MicrobatchWorker):
+class DeviceMicrobatchCompute(MicrobatchCompute):
     """Computes microbatches one after the other on a device."""
 
     def __init__(
-        self, components: Components, spec: BatchSpec, config: TrainConfig, device: torch.device
+        self,
+        components: Components,
+        timer: PhaseTimer,
+        spec: BatchSpec,
+        config: TrainConfig,
+        device: torch.device,
     ) -> None:
-        super().__init__(components.model, components.embedding)
+        super().__init__(components, timer)
         tables, source = table_specs(spec), DirectSource(components.store)
         self._config, self._device = config, device
         self._device_embedding = DeviceEmbedding(tables, config, source, device)
         self._device_model = build_model(config, spec, self._device_embedding).to(device)
 
-    def compute(self, microbatches: Microbatches) -> Tree[PartialSums]:
-        """Compute microbatches, whose rows are fetched, and return the tree of their sums."""
+    def sums_of(self, microbatches: Microbatches) -> Tree[PartialSums]:
+        """Return the tree of the sums of microbatches, whose rows are open."""
         sums = Tree(microbatches.num_microbatches, add_partial_sums)
         if not microbatches.batches:
             return sums
         self._copy_parameters()
-        gathered = [self._embedding.gathered[table] for table in microbatches.rows]
+        gathered = [self._components.embedding.gathered[table] for table in microbatches.rows]
         block = upload_rows(gathered, self._device)
         for index, batch in enumerate(microbatches.batches):
             numbers = microbatches.row_numbers(index)
