@@ -29,8 +29,8 @@ import torch
 from benchmarks.logs import DEMO_JOB, build_dataset, read_job, write_job_file, write_result
 from pipelines.demo_log.generate import GeneratorConfig, write_log
 from schemas.config.job import load_job
-from schemas.dataset.accesses import SharedNextUses
 from schemas.dataset.opened import open_dataset
+from schemas.dataset.run_next_uses import SharedNextUses
 from schemas.run.records import CHECKPOINTS
 from trainer.checkpoint.files import read_checkpoint_manifest, step_of_newest
 from trainer.checkpoint.manager import CHECKPOINT_LOG
@@ -39,12 +39,12 @@ from trainer.components import build_components, layouts_of, order_of, plans_of
 from trainer.compute import StepCompute
 from trainer.data.decode import spec_of
 from trainer.embedding.cache import DirectSource, PlannedCache, RowSource
-from trainer.growing.follow import Horizon, Span
 from trainer.options import TrainOptions
 from trainer.run.checkpoints import RunCheckpoints, copy_bytes_of
 from trainer.run.run_context import RunContext
 from trainer.run_rows import RunRows
 from trainer.step import PhaseTimer
+from trainer.steps import Horizon, Span
 from trainer.stores.factory import open_store
 
 WARM_UP = 5

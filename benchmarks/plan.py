@@ -26,9 +26,10 @@ from typing import Any
 
 from benchmarks.logs import SHARED_DATA, build_dataset, job_path, raw_log, write_result
 from schemas.config.train import CacheConfig
-from schemas.dataset.accesses import NextUses, indexed_steps, num_unique_rows
+from schemas.dataset.accesses import num_unique_rows
 from schemas.dataset.opened import Dataset, open_dataset
 from schemas.dataset.order import Order
+from schemas.dataset.run_next_uses import NextUses, indexed_steps
 from schemas.oracle.cache_plan import Plan, PlanStep, required_rows, summarize
 from trainer.components import build_components, order_of, plans_of
 from trainer.data.decode import spec_of

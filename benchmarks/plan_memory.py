@@ -36,12 +36,13 @@ from pipelines.oracle.table_files import (
 from schemas.arrays import Jagged, offsets_of
 from schemas.config.job import OrderConfig
 from schemas.config.train import CacheConfig
-from schemas.dataset.accesses import NextUses, indexed_steps, merge_dictionaries
+from schemas.dataset.accesses import merge_dictionaries
 from schemas.dataset.checked_files import ListFiles
 from schemas.dataset.files import describe_file, sha256_of, write_files
 from schemas.dataset.manifest import Reference
 from schemas.dataset.opened import Dataset, Index, IndexPart, Segment, access_lists
 from schemas.dataset.order import Order
+from schemas.dataset.run_next_uses import NextUses, indexed_steps
 from schemas.layout import FILES
 from schemas.oracle.cache_plan import Plan, summarize
 from schemas.oracle.next_uses import next_use, sorted_gaps

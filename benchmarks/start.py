@@ -36,11 +36,11 @@ from pipelines.oracle.table_files import split_into_files, write_access_file, wr
 from schemas.arrays import Jagged
 from schemas.config.job import OrderConfig
 from schemas.config.train import CacheConfig
-from schemas.dataset.accesses import SharedNextUses
 from schemas.dataset.files import FileEntry, sha256_of, write_files
 from schemas.dataset.manifest import Reference
 from schemas.dataset.opened import Dataset, Index, IndexPart, Segment
 from schemas.dataset.order import Order
+from schemas.dataset.run_next_uses import SharedNextUses
 from schemas.kernels.oracle import FirstUseNumbering
 from schemas.layout import FILES
 from schemas.oracle.next_uses import distinct, sorted_gaps

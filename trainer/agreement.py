@@ -12,7 +12,7 @@ from schemas.errors import SchemaError
 from schemas.run.records import LedgerEntry, StepMetric
 from schemas.typed_values import from_json
 from trainer.checkpoint.format import Buffer
-from trainer.growing.follow import DatasetExtent, common_extent
+from trainer.steps import DatasetExtent, common_extent
 
 _LENGTH = 8
 

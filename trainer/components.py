@@ -5,23 +5,21 @@ Order, stores, cache plans, the model, and the optimizer of its dense parameters
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import nn
 
 from schemas.config.job import Job
 from schemas.config.train import CacheConfig, DenseOptimizerConfig, TrainConfig
-from schemas.dataset.accesses import SharedNextUses, TableAccesses
+from schemas.dataset.accesses import TableAccesses
 from schemas.dataset.checked_files import DecodedListCache
 from schemas.dataset.opened import Dataset
 from schemas.dataset.order import Order
+from schemas.dataset.run_next_uses import SharedNextUses
 from schemas.errors import SchemaError
 from schemas.oracle.cache_plan import Keyframe, Plan, check_cache_size, reuse_distance
-from schemas.oracle.next_uses import clip_to_horizon
 from trainer.data.collate import features_of_tables
 from trainer.data.decode import BatchSpec
 from trainer.data.transfer import device_of
@@ -196,20 +194,18 @@ def plans_of(
         table: TableAccesses(dataset, table, order, decoded, uses.numbering)
         for table, uses in next_uses.items()
     }
-
-    def distances(job_table: str) -> Iterator[NDArray[np.int32]]:
-        return (clip_to_horizon(next_uses[job_table][step], step, end) for step in to_train)
-
     limit = config.rows
     if limit is not None:
         settings = reuse_distance(config), config.prefetch_steps, first_step, end
         peaks = {table: uses.peak_cache_rows(*settings) for table, uses in next_uses.items()}
         exceeding = [table for table in tables if peaks[job_tables[table]] > limit]
-        check_cache_size({table: distances(job_tables[table]) for table in exceeding}, config)
+        check_cache_size(
+            {table: next_uses[job_tables[table]].within(to_train) for table in exceeding}, config
+        )
     plans: dict[str, TablePlan] = {}
     for table in tables:
         of_table = accesses[job_tables[table]]
-        steps = map(of_table.entries, to_train, distances(job_tables[table]))
+        steps = map(of_table.entries, to_train, next_uses[job_tables[table]].within(to_train))
         plan = Plan(steps, config, first_step=first_step, start=(starts or {}).get(table))
         plans[table] = TablePlan(plan, of_table.rows, plan.keyframe)
     return plans

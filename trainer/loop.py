@@ -35,7 +35,6 @@ from trainer.agreement import (
 )
 from trainer.compute import MicrobatchCompute, WholeBatchCompute
 from trainer.data.microbatches import Microbatches
-from trainer.growing.follow import Span, next_action
 from trainer.growing.frontier import DatasetRefusedError, Frontier
 from trainer.recovery import Drain, Watchdog
 from trainer.run.checkpoints import RunCheckpoints
@@ -44,7 +43,7 @@ from trainer.run.ledger import LogWriter
 from trainer.run.output import RunOutput
 from trainer.run.run_context import RunContext
 from trainer.step import Tree, check_loss, metric_of
-from trainer.step_reader import NO_MICROBATCHES
+from trainer.steps import NO_MICROBATCHES, Span, next_action
 
 READ_AHEAD = 2
 """Steps that are read ahead of time."""
@@ -297,7 +296,7 @@ class TrainingLoop:
         self.log.write()
 
     def _decide(self) -> Literal["train", "wait", "end"]:
-        return next_action(self.step, self.context.span.horizon)
+        return next_action(self.step, self.context.reader.span.horizon)
 
     def _train_step(self) -> Agreement:
         self.watchdog.step = self.step

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from schemas.config.train import TrainConfig
 from trainer.embedding.cache import CachedRows, PlannedCache, RowSource
 from trainer.embedding.changes import Changes
-from trainer.growing.follow import Span, plans_of_span
+from trainer.steps import Span, plans_of_span
 from trainer.stores.future_log import FutureLog, NextUseLookup
 from trainer.stores.store import Store
 

@@ -36,7 +36,7 @@ from trainer.embedding.device_cache import DeviceCache
 from trainer.embedding.unplanned import open_baseline
 from trainer.evaluation.evaluate import evaluate_components
 from trainer.evaluation.metrics import Evaluation
-from trainer.growing.follow import FollowedDataset, Span, plans_of_span
+from trainer.growing.follow import FollowedDataset
 from trainer.growing.frontier import Frontier
 from trainer.loop import Peers, TrainingLoop
 from trainer.options import TrainOptions
@@ -50,7 +50,7 @@ from trainer.run.setup import Rollbacks, first_checkpoint, open_run, with_rollba
 from trainer.run.warm_start import steps_before, summary_of_origin
 from trainer.run_rows import RunRows
 from trainer.step import Clock, PhaseTimer
-from trainer.step_reader import StepReader
+from trainer.steps import Span, StepReader, plans_of_span
 from trainer.stores.factory import open_store
 from trainer.stores.future_log import FutureLog, NextUseLookup
 from trainer.stores.store import RowReader

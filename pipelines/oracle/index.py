@@ -2,9 +2,9 @@
 
 The memory grows with the number of steps, not with that of entries: access lists are copied to a
 temporary file, where steps find their blocks in any order, and linked from the last step to the
-first. Only uses in the same epoch are linked; `schemas.dataset.accesses.NextUses` links segments
-and epochs when an index is read. Distances of a range of numbers follow those of the range below in
-each step.
+first. Only uses in the same epoch are linked; `schemas.dataset.run_next_uses.NextUses` links
+segments and epochs when an index is read. Distances of a range of numbers follow those of the range
+below in each step.
 """
 
 from __future__ import annotations

@@ -33,9 +33,10 @@ from pipelines.table.indexes import (
     policy_reports,
     table_report,
 )
-from schemas.dataset.accesses import TableAccesses, open_table
+from schemas.dataset.accesses import TableAccesses
 from schemas.dataset.manifest import GroupCounts
 from schemas.dataset.opened import Dataset, Segment
+from schemas.dataset.run_next_uses import open_table
 from schemas.dataset.samples import row_groups
 from schemas.errors import SchemaError
 from schemas.layout import part_path

@@ -23,13 +23,7 @@ from pipelines.table.root import until_committed, update_root
 from pipelines.table.segment import describe_files, publish, remove_partial
 from schemas.config.job import DataConfig, OrderConfig
 from schemas.config.train import CacheConfig
-from schemas.dataset.accesses import (
-    NextUses,
-    TableAccesses,
-    count_distances,
-    open_table,
-    slot_accesses,
-)
+from schemas.dataset.accesses import TableAccesses, count_distances, slot_accesses
 from schemas.dataset.files import write_files
 from schemas.dataset.hints import TableHints, write_hints
 from schemas.dataset.manifest import (
@@ -46,6 +40,7 @@ from schemas.dataset.manifest import (
 )
 from schemas.dataset.opened import Dataset, Index, Segment, open_dataset, select_segments
 from schemas.dataset.order import Order
+from schemas.dataset.run_next_uses import NextUses, open_table
 from schemas.layout import FILES, TRAIN
 from schemas.machine import num_cores
 from schemas.oracle.cache_plan import Plan, cache_too_small, required_rows, summarize

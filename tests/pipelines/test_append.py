@@ -16,9 +16,10 @@ from pipelines.cli import main
 from pipelines.oracle.index import index_table
 from pipelines.table.expand import expand
 from pipelines.table.verify import verify
-from schemas.dataset.accesses import TableAccesses, indexed_steps
+from schemas.dataset.accesses import TableAccesses
 from schemas.dataset.manifest import commit_root, read_dataset, read_root
 from schemas.dataset.opened import Segment, open_dataset
+from schemas.dataset.run_next_uses import indexed_steps
 from schemas.dataset.samples import read_samples
 from schemas.errors import SchemaError
 from schemas.layout import SEGMENTS

@@ -15,9 +15,9 @@ from pipelines.build import build
 from pipelines.cli import main
 from pipelines.table.indexes import segment_of_part
 from pipelines.table.verify import verify
-from schemas.dataset.accesses import indexed_steps
 from schemas.dataset.manifest import read_dataset
 from schemas.dataset.opened import open_dataset, select_segments
+from schemas.dataset.run_next_uses import indexed_steps
 from schemas.errors import SchemaError
 from schemas.layout import MANIFEST, SEGMENTS
 from tests.pipelines.appending import KILLED_AT, addition, changed

@@ -8,7 +8,7 @@ import pytest
 
 from scheduler.model.plan_inputs import compute_lookahead
 from schemas.config.train import CacheConfig
-from schemas.dataset.accesses import NextUses
+from schemas.dataset.run_next_uses import NextUses
 from schemas.oracle.cache_plan import required_rows
 from schemas.oracle.next_uses import next_use
 from schemas.oracle.reuse import next_bound

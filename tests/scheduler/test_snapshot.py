@@ -21,8 +21,8 @@ from scheduler.drivers.job_files import read_load
 from scheduler.model.past_runs import History
 from scheduler.model.plan_inputs import VALUE_BYTES, DataFacts, take_snapshot
 from schemas.config.job import Job, load_job
-from schemas.dataset.accesses import indexed_steps
 from schemas.dataset.opened import open_dataset
+from schemas.dataset.run_next_uses import indexed_steps
 from schemas.oracle.cache_plan import Plan, summarize
 from schemas.rows import rows_of_ids
 from schemas.run.records import RUN_FILE

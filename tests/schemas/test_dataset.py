@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from schemas.dataset.accesses import TableAccesses, indexed_steps, num_unique_rows
+from schemas.dataset.accesses import TableAccesses, num_unique_rows
 from schemas.dataset.opened import Dataset, open_dataset, select_segments
+from schemas.dataset.run_next_uses import indexed_steps
 from schemas.errors import SchemaError
 from tests.schemas.reference import next_use
 from tests.schemas.tiny import GROUPS, PLACES, TABLES, lookups_of, samples_of, write_dataset

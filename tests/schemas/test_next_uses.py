@@ -14,15 +14,10 @@ import pytest
 from schemas.arrays import Jagged
 from schemas.config.train import CacheConfig
 from schemas.dataset import accesses
-from schemas.dataset.accesses import (
-    NextUses,
-    TableAccesses,
-    indexed_steps,
-    next_steps,
-    num_unique_rows,
-)
+from schemas.dataset.accesses import TableAccesses, num_unique_rows
 from schemas.dataset.checked_files import CheckedFile
 from schemas.dataset.opened import Dataset, select_segments, step_distances
+from schemas.dataset.run_next_uses import NextUses, indexed_steps, next_steps
 from schemas.errors import SchemaError
 from schemas.oracle.cache_plan import required_rows
 from schemas.oracle.reuse import next_bound, peak_cache_rows
@@ -131,7 +126,7 @@ def test_next_uses_in_a_temporary_file_are_the_same(
 ) -> None:
     segments = random_segments(np.random.default_rng(5), 4)
     dataset = write_lists(tmp_path / "dataset", segments, (32, 2, "none", 0))
-    monkeypatch.setattr("schemas.dataset.accesses.HEAP_BYTES", 0)
+    monkeypatch.setattr("schemas.dataset.run_next_uses.HEAP_BYTES", 0)
     check(dataset, segments)
 
 
@@ -150,7 +145,7 @@ def test_accesses_and_next_uses_keep_one_decoded_row_group_each(
 
         return decode_and_remember
 
-    monkeypatch.setattr("schemas.dataset.accesses.DECODED_CACHE_BYTES", 0)
+    monkeypatch.setattr("schemas.dataset.run_next_uses.DECODED_CACHE_BYTES", 0)
     monkeypatch.setattr(
         "schemas.dataset.accesses._decode_narrow", remember(accesses._decode_narrow)
     )

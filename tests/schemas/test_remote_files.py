@@ -11,10 +11,11 @@ import pyarrow as pa
 import pytest
 
 from pipelines.clustering.storage_layout import open_writer
-from schemas.dataset.accesses import NextUses, TableAccesses
+from schemas.dataset.accesses import TableAccesses
 from schemas.dataset.checked_files import CheckedFile
 from schemas.dataset.files import FileEntry, describe_file, find_damaged_files, sha256_of
 from schemas.dataset.opened import open_dataset
+from schemas.dataset.run_next_uses import NextUses
 from schemas.errors import SchemaError
 from schemas.storage.location import Location
 from tests.fault_proxy import Faults

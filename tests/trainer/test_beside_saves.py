@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from schemas.config.job import load_job
-from schemas.dataset.accesses import SharedNextUses
 from schemas.dataset.opened import open_dataset
+from schemas.dataset.run_next_uses import SharedNextUses
 from schemas.run.records import CHECKPOINTS
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import agents_of_run, is_gone, wait_for
@@ -23,11 +23,10 @@ from trainer.checkpoint.snapshot import SnapshotMemory, memory_path
 from trainer.components import build_components, order_of
 from trainer.data.decode import spec_of
 from trainer.elastic.peer_state import MemoryRows
-from trainer.growing.follow import Horizon, Span
 from trainer.options import TrainOptions
 from trainer.run.checkpoints import RunCheckpoints
 from trainer.run.run_context import RunContext
-from trainer.step_reader import StepReader
+from trainer.steps import Horizon, Span, StepReader
 
 TABLE = "items"
 

@@ -14,8 +14,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from schemas.config.job import Job, load_job
 from schemas.config.train import DenseOptimizerConfig, ModelConfig
-from schemas.dataset.accesses import SharedNextUses
 from schemas.dataset.opened import Dataset, open_dataset
+from schemas.dataset.run_next_uses import SharedNextUses
 from schemas.errors import SchemaError
 from schemas.run.records import SUMMARY, read_summary
 from schemas.storage.location import Location
@@ -40,11 +40,10 @@ from trainer.embedding.device_embedding import DeviceLookups
 from trainer.embedding.kernels.interface import ArenaRows
 from trainer.embedding.module import MicrobatchLookups
 from trainer.evaluation.evaluate import evaluate_run
-from trainer.growing.follow import Horizon, Span
 from trainer.options import TrainOptions
 from trainer.run.checkpoints import copy_bytes_of
 from trainer.step import PhaseTimer
-from trainer.step_reader import StepReader
+from trainer.steps import Horizon, Span, StepReader
 
 TIMER = PhaseTimer(perf_counter)
 
@@ -116,7 +115,7 @@ def fake_device(monkeypatch: pytest.MonkeyPatch, uploads: list[tuple[int, ...]])
         "trainer.components.device_of",
         "trainer.evaluation.evaluate.device_of",
         "trainer.train.device_of",
-        "trainer.step_reader.device_of",
+        "trainer.steps.device_of",
     ):
         monkeypatch.setattr(where, named)
     monkeypatch.setattr("trainer.components.dense_optimizer", unfused)

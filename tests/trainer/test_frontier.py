@@ -18,18 +18,11 @@ from schemas.dataset.order import Order
 from schemas.errors import PlanError
 from schemas.storage.location import Location
 from tests.trainer.growing import Versions, grown_versions
-from trainer.growing.follow import (
-    DatasetExtent,
-    FollowedDataset,
-    Horizon,
-    Span,
-    common_extent,
-    horizon_of,
-    next_action,
-)
+from trainer.growing.follow import FollowedDataset
 from trainer.growing.frontier import DatasetRefusedError, Frontier
 from trainer.options import TrainOptions
 from trainer.recovery import Drain
+from trainer.steps import DatasetExtent, Horizon, Span, common_extent, horizon_of, next_action
 from trainer.stores.store import BehindError
 
 FIRST = DatasetExtent(num_segments=1, sealed=False)

@@ -32,7 +32,7 @@ from trainer.elastic.peer_state import (
 from trainer.elastic.state_copy import RowsCopy
 from trainer.elastic.sums import GlooGroup, LostPeerError
 from trainer.embedding.cache import DirectSource
-from trainer.growing.follow import DatasetExtent
+from trainer.steps import DatasetExtent
 from trainer.stores.local import memory_store
 from trainer.stores.remote.connection import Access
 from trainer.stores.remote.wire import Certificate

@@ -79,8 +79,10 @@ def rows_of(folder: Path, parts: list[str]) -> dict[int, tuple[np.ndarray, np.nd
     """Return each row of a table with values and state: of several parts the first holds."""
     found: dict[int, tuple[np.ndarray, np.ndarray]] = {}
     for part in parts:
-        names = ("rows", "values", "state")
-        rows, values, state = (np.load(folder.parent / part / f"{name}.npy") for name in names)
+        rows, records = (
+            np.load(folder.parent / part / f"{name}.npy") for name in ("rows", "records")
+        )
+        values, state = records["values"], records["state"]
         assert rows.dtype == np.int64
         assert (np.diff(rows) > 0).all()
         for place, row in enumerate(rows.tolist()):

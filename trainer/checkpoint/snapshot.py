@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from schemas.arrays import Array
 from schemas.config.train import CacheConfig
-from schemas.dataset.accesses import SharedNextUses
 from schemas.dataset.opened import Dataset
+from schemas.dataset.run_next_uses import SharedNextUses
 from schemas.errors import SchemaError
 from schemas.machine import free_bytes
 from schemas.oracle.cache_plan import reuse_distance

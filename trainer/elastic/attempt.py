@@ -11,9 +11,9 @@ from schemas.run.records import RENDEZVOUS
 from schemas.storage.location import Location
 from schemas.typed_values import from_json
 from trainer.elastic.shared_rows import SharedStores
-from trainer.growing.follow import DatasetExtent
 from trainer.run.output import read_run_object
 from trainer.run.setup import Rollbacks
+from trainer.steps import DatasetExtent
 
 TOKEN = "token"
 """File of the run with the token of its replicas."""

@@ -23,8 +23,8 @@ from trainer.checkpoint.load import load_rows, newest_checkpoint, step_of, verif
 from trainer.elastic.state_copy import RowsCopy
 from trainer.embedding.cache import DirectSource
 from trainer.embedding.module import Embedding
-from trainer.growing.follow import Span
 from trainer.run_rows import RunRows
+from trainer.steps import Span
 from trainer.stores.local import LocalStore
 from trainer.stores.remote.connection import Access, connect
 from trainer.stores.remote.wire import (

@@ -31,7 +31,7 @@ from trainer.loop import Agreeing, Peers, StepTotal, TrainingLoop
 from trainer.run.output import RunOutput
 from trainer.run.run_context import RunContext
 from trainer.step import PartialSums, Tree
-from trainer.step_reader import NO_MICROBATCHES
+from trainer.steps import NO_MICROBATCHES
 
 
 class ReplicaPeers(Peers):

@@ -26,8 +26,8 @@ from trainer.embedding.cache import (
 )
 from trainer.embedding.changes import Changes, EvictedDirtyRows
 from trainer.embedding.module import Embedding
-from trainer.growing.follow import Span, plans_of_span
 from trainer.run_rows import RunRows
+from trainer.steps import Span, plans_of_span
 from trainer.stores.factory import STORE, open_store
 from trainer.stores.remote.client import RemoteStore
 from trainer.stores.remote.processes import TOKEN

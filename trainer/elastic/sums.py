@@ -27,7 +27,7 @@ from trainer.elastic.membership import ReplicaOptions
 from trainer.elastic.peer_state import PeerClient, PeerError
 from trainer.embedding.kernels.interface import RowSums
 from trainer.step import Node, PartialSums, Tree
-from trainer.step_reader import NO_MICROBATCHES
+from trainer.steps import NO_MICROBATCHES
 from trainer.stores.remote.wire import check_address
 
 SPLIT_AHEAD_STEPS = 2

@@ -9,142 +9,22 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Callable
+from dataclasses import replace
 
 from schemas.config.job import Job
-from schemas.config.train import TrainConfig
-from schemas.dataset.accesses import SharedNextUses
 from schemas.dataset.manifest import DatasetManifest, read_dataset
 from schemas.dataset.opened import Dataset, open_dataset, select_segments_by_hash
-from schemas.dataset.order import Order
-from schemas.errors import PlanError, SchemaError
+from schemas.dataset.run_next_uses import SharedNextUses
+from schemas.errors import SchemaError
 from schemas.layout import TRAIN
-from schemas.oracle.cache_plan import Keyframe
 from schemas.storage.leases import Lease
 from schemas.storage.location import Location
 from schemas.storage.versions import Versions
-from trainer.components import order_of, plans_of
-from trainer.embedding.cache import TablePlan
+from trainer.components import order_of
 from trainer.options import TrainOptions
 from trainer.recovery import Drain
-
-# ---- The horizon: how far a run may train ----
-#
-# The horizon of a dataset that is still built is the end of its first epoch over the committed
-# segments. The steps before it are those of the sealed dataset, since batches do not span
-# segments and an epoch reads its segments in order. Later epochs follow the last segment, so they
-# wait until the dataset is sealed. Replicas agree on a `DatasetExtent`, from which each computes
-# the same horizon, so they end and wait at the same step.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DatasetExtent:
-    """The part of a dataset that a process can see, or that all processes agree on."""
-
-    num_segments: int
-    """Committed segments, counted from the first one."""
-    sealed: bool
-    """Whether no segment follows them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Horizon:
-    """The steps that may be trained."""
-
-    end_step: int
-    """One after the last of them."""
-    known_end: int
-    """One after the last known step, which may be later: plans look ahead to it."""
-    is_final: bool
-    """Whether the run ends there; otherwise it waits there for more segments."""
-
-
-def common_extent(extents: Sequence[DatasetExtent]) -> DatasetExtent:
-    """Return the extent that all processes see; sealed only if all see the end.
-
-    Example:
-        >>> three = DatasetExtent(num_segments=3, sealed=True)
-        >>> common_extent([three, DatasetExtent(num_segments=2, sealed=False)])
-        DatasetExtent(num_segments=2, sealed=False)
-    """
-    fewest = min(extent.num_segments for extent in extents)
-    return DatasetExtent(num_segments=fewest, sealed=all(e.sealed for e in extents))
-
-
-def horizon_of(order: Order, extent: DatasetExtent, stop: int | None = None) -> Horizon:
-    """Return how far a run may train.
-
-    Args:
-        order: global order over at least the segments of the extent.
-        extent: agreed on by all processes.
-        stop: step before which the run stops; None for the whole run.
-
-    Raises:
-        PlanError: the order is of other segments.
-
-    Example:
-        >>> from schemas.config.job import OrderConfig
-        >>> order = Order((4, 3), 2, epochs=2, config=OrderConfig())
-        >>> horizon_of(order, DatasetExtent(num_segments=1, sealed=False))
-        Horizon(end_step=2, known_end=2, is_final=False)
-        >>> horizon_of(order, DatasetExtent(num_segments=2, sealed=False))
-        Horizon(end_step=4, known_end=4, is_final=False)
-        >>> horizon_of(order, DatasetExtent(num_segments=2, sealed=True))
-        Horizon(end_step=8, known_end=8, is_final=True)
-        >>> horizon_of(order, DatasetExtent(num_segments=2, sealed=False), stop=3)
-        Horizon(end_step=3, known_end=4, is_final=True)
-    """
-    num_segments = len(order.num_blocks)
-    if num_segments < extent.num_segments or (
-        extent.sealed and num_segments != extent.num_segments
-    ):
-        raise PlanError(
-            f"order is of {num_segments} segments, but the dataset has {extent.num_segments}; "
-            "open the dataset again"
-        )
-    end = order.num_steps
-    if not extent.sealed:
-        end = sum(order.steps_per_segment[: extent.num_segments])
-    if stop is not None and stop <= end:
-        return Horizon(end_step=stop, known_end=end, is_final=True)
-    return Horizon(end_step=end, known_end=end, is_final=extent.sealed)
-
-
-def next_action(train_step: int, horizon: Horizon) -> Literal["train", "wait", "end"]:
-    """Return what to do at a step, the same in every replica.
-
-    Example:
-        >>> open_end = Horizon(end_step=2, known_end=2, is_final=False)
-        >>> [next_action(step, open_end) for step in range(3)]
-        ['train', 'train', 'wait']
-        >>> next_action(2, Horizon(end_step=2, known_end=2, is_final=True))
-        'end'
-    """
-    if train_step < horizon.end_step:
-        return "train"
-    return "end" if horizon.is_final else "wait"
-
-
-# ---- The dataset of a run, followed or as it is ----
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """What may be trained now.
-
-    Attributes:
-        dataset: opened with all committed segments.
-        order: global order over them.
-        horizon: how far the run may train.
-        next_uses: of the tables' rows.
-    """
-
-    dataset: Dataset
-    order: Order
-    horizon: Horizon
-    next_uses: SharedNextUses
+from trainer.steps import DatasetExtent, Span, horizon_of, next_action
 
 
 class FollowedDataset:
@@ -372,26 +252,3 @@ def check_continues(old: DatasetManifest, new: DatasetManifest, path: Location) 
                 f"to {other.id if other else None}; restore it, or train a new run on the dataset",
                 file=file,
             )
-
-
-# ---- Extend cache plans by the steps of new segments ----
-
-
-def plans_of_span(
-    span: Span,
-    tables: Iterable[str],
-    config: TrainConfig,
-    first_step: int,
-    starts: Mapping[str, Keyframe],
-) -> dict[str, TablePlan]:
-    """Return the plan of each table from a step to the end of a span; see `plans_of`."""
-    return plans_of(
-        span.dataset,
-        span.order,
-        tables,
-        config.cache,
-        first_step,
-        starts=starts,
-        end_step=span.horizon.known_end,
-        shared=span.next_uses,
-    )

@@ -9,8 +9,9 @@ import numpy as np
 from schemas.arrays import Array
 from schemas.dataset.order import Order
 from schemas.errors import PlanError, SchemaError
-from trainer.growing.follow import DatasetExtent, FollowedDataset, Span, next_action
+from trainer.growing.follow import FollowedDataset
 from trainer.recovery import Drain
+from trainer.steps import DatasetExtent, Span, next_action
 from trainer.stores.store import BehindError
 
 FRONTIER = "frontier"

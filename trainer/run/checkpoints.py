@@ -21,8 +21,8 @@ from trainer.checkpoint.snapshot import DATA_OFFSET, copy_bytes, no_room
 from trainer.components import Components, build_components
 from trainer.data.decode import spec_of
 from trainer.embedding.changes import Changes
-from trainer.growing.follow import Span
 from trainer.run.run_context import RunContext
+from trainer.steps import Span
 from trainer.stores.store import RowsLostError
 
 

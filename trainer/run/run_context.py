@@ -7,10 +7,9 @@ from pathlib import Path
 
 from schemas.config.job import Job
 from trainer.components import Components
-from trainer.growing.follow import Span
 from trainer.options import TrainOptions
 from trainer.run_rows import RunRows
-from trainer.step_reader import StepReader
+from trainer.steps import Span, StepReader
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,9 +30,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from schemas.arrays import find_sorted
-from schemas.dataset.accesses import RowNumbering, next_steps
+from schemas.dataset.accesses import RowNumbering
 from schemas.dataset.opened import Dataset
 from schemas.dataset.order import Order
+from schemas.dataset.run_next_uses import next_steps
 from schemas.errors import PlanError, SchemaError
 from schemas.oracle.cache_plan import NEVER_AGAIN
 from trainer.stores.bucket_files import (
