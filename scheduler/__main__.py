@@ -6,6 +6,7 @@ import sys
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 
 if __name__ == "__main__":
     _root, _spec = Path(__file__).resolve().parents[1], find_spec("schemas")
@@ -31,7 +32,6 @@ from datetime import UTC, datetime
 
 from rich.console import Console, RenderableType
 
-from scheduler import doctor
 from scheduler.controller.log import (
     describe_job,
     describe_replay,
@@ -39,7 +39,6 @@ from scheduler.controller.log import (
     replay,
     replay_summary,
 )
-from scheduler.doctor_url import examine_url
 from scheduler.drivers.beam_runners import segment_runner
 from scheduler.drivers.driver import DriverOptions
 from scheduler.drivers.run_jobs import (
@@ -359,11 +358,16 @@ def _replay(arguments: argparse.Namespace) -> None:
         )
 
 
+def _add_doctor_arguments(command: argparse.ArgumentParser) -> None:
+    _doctor_module().add_arguments(command)
+
+
 def _doctor(arguments: argparse.Namespace) -> None:
+    doctor = _doctor_module()
     machine = doctor.machine_of(arguments, os.environ, sys.path, sys.version_info[:2], time.time())
     findings = doctor.examine(machine)
     if arguments.url is not None:
-        findings += examine_url(arguments.url)
+        findings += import_module("presage.doctor_url").examine_url(arguments.url)
     if arguments.json:
         print(json.dumps(doctor.findings_to_json(findings)))
     else:
@@ -371,6 +375,11 @@ def _doctor(arguments: argparse.Namespace) -> None:
             print(doctor.format_finding(finding))
     if missing := [finding.name for finding in findings if finding.state == "lacks"]:
         raise PlanError(f"machine lacks {', '.join(missing)}; see the findings")
+
+
+def _doctor_module() -> ModuleType:
+    """Return the module of the command, which looks at more than this package needs."""
+    return import_module("presage.doctor")
 
 
 COMMANDS = {
@@ -385,6 +394,10 @@ COMMANDS = {
     ),
     "status": ("show what a scheduler does or did", _add_status_arguments, _status),
     "replay": ("decide again on the events of a log, and compare", _add_replay_arguments, _replay),
-    "doctor": ("report what this machine lacks, and how to fix it", doctor.add_arguments, _doctor),
+    "doctor": (
+        "report what this machine lacks, and how to fix it",
+        _add_doctor_arguments,
+        _doctor,
+    ),
 }
 """Summary, function that adds the arguments, and function that runs, of each command."""

@@ -42,7 +42,7 @@ SERVERS = re.compile(
     r"|add_insecure_port|add_secure_port|grpc\.server|\.bind)$"
 )
 SERVER_FILES = {
-    "scheduler/doctor.py",  # asks whether a port of loopback is free
+    "presage/doctor.py",  # asks whether a port of loopback is free
     "scheduler/status/board.py",
     "trainer/elastic/sums.py",
     "trainer/elastic/membership.py",

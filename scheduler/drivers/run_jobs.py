@@ -288,7 +288,7 @@ def open_platform(request: RunRequest) -> AbstractContextManager[Platform]:
 
 
 def probe_cluster(cluster: Path) -> str:
-    """Return how many Pods a cluster lists, and where, for `scheduler doctor`.
+    """Return how many Pods a cluster lists, and where, for `presage doctor`.
 
     Raises:
         SchemaError: the file is invalid.

@@ -1,4 +1,4 @@
-"""`scheduler doctor`: report what a machine lacks before anything is started on it, with each fix.
+"""`presage doctor`: report what a machine lacks before anything is started on it, with each fix.
 
 The checks are one table (`CHECKS`). Packages are compared by their metadata and never imported, so
 that a broken one is reported. A probe uses the real thing (it binds the port, writes a file, runs

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from scheduler import doctor
+from presage import doctor
+from presage.doctor import CHECKS, SOURCES, Finding, Machine, examine, format_finding
 from scheduler.__main__ import main
-from scheduler.doctor import CHECKS, SOURCES, Finding, Machine, examine, format_finding
 from tests.shared import json_of
 
 NOW = 1_767_225_600.0

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from presage.doctor import Finding, format_finding
+from presage.doctor_url import CHECKS, examine_url
 from scheduler.__main__ import main
-from scheduler.doctor import Finding, format_finding
-from scheduler.doctor_url import CHECKS, examine_url
 from schemas.storage.location import Location
 from tests.fault_proxy import Faults
 from tests.object_store import Store
@@ -70,7 +70,7 @@ def test_slow_store_and_another_clock_are_named(
     with s3_store.behind_proxy(faults) as behind:
         root = connect(behind, monkeypatch)
         ahead, behind_us = last(root, -90), last(root, 90)
-        monkeypatch.setattr("scheduler.doctor_url.MAX_LATENCY_MS", 20.0)
+        monkeypatch.setattr("presage.doctor_url.MAX_LATENCY_MS", 20.0)
         faults.latency_sec = 0.05
         slow = last(root)
         faults.latency_sec = 0

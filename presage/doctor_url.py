@@ -1,4 +1,4 @@
-"""`scheduler doctor --url`: check that datasets and runs can be kept at a URL, each with its fix.
+"""`presage doctor --url`: check that datasets and runs can be kept at a URL, each with its fix.
 
 The checks write, read, list and remove files of their own below the URL, and leave nothing behind.
 The first that fails is the last: the others would fail for the same reason.
@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
-from scheduler.doctor import Finding, nearest_folder
+from presage.doctor import Finding, nearest_folder
 from schemas.storage.location import Location, StorageError
 from schemas.storage.probes import check_conditional_put, store_time
 
