@@ -38,8 +38,8 @@ from scheduler.drivers.job_files import (
     segment_command,
     store_command,
 )
-from scheduler.model.memory import dense_multiplications
 from scheduler.model.plan_inputs import take_snapshot
+from scheduler.model.pools import dense_multiplications
 from schemas.config.job import load_job
 from schemas.machine import num_cores
 from schemas.run.records import METRICS, RENDEZVOUS, StepMetric, read_metrics

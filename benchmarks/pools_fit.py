@@ -27,8 +27,8 @@ from benchmarks.logs import job_path
 from benchmarks.pools import GRID_FILE
 from pipelines.prepare import PART_INPUT_BYTES
 from scheduler.model import predict
-from scheduler.model.memory import dense_multiplications, encoder_multiplications
 from scheduler.model.plan_inputs import DataFacts, facts_of_job
+from scheduler.model.pools import dense_multiplications, encoder_multiplications
 from scheduler.model.throughput import WORKERS_EXPONENT, Fit, SegmentSetting, TrainingSetting
 from schemas.config.job import Job, load_job
 from schemas.config.train import ModelConfig

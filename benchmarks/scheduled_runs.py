@@ -37,10 +37,9 @@ from scheduler.drivers.children import Children, ThisMachine
 from scheduler.drivers.driver import Driver, DriverOptions
 from scheduler.drivers.job_files import JobPaths, environment
 from scheduler.drivers.submit import submit
-from scheduler.model.grid import Sizes
+from scheduler.model.pools import Sizes, describe_sizes
 from scheduler.model.predict import fit_models
 from scheduler.planner.candidates import predict_candidates
-from scheduler.planner.policy import describe_sizes
 from schemas.config.schedule import BudgetConfig
 from schemas.storage.location import Location
 

@@ -10,14 +10,18 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import json
 import os
 import re
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib import import_module
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
@@ -511,3 +515,21 @@ def machine_of(
         needed=needed if arguments.cluster is None else needed | {"kubernetes"},
         **{name: path for name, path in paths.items() if path is not None},
     )
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Print the findings about this machine, and about the URL if one is given.
+
+    Raises:
+        PlanError: something that is needed is missing.
+    """
+    machine = machine_of(arguments, os.environ, sys.path, sys.version_info[:2], time.time())
+    findings = examine(machine)
+    if arguments.url is not None:
+        findings += import_module("presage.doctor_url").examine_url(arguments.url)
+    if arguments.json:
+        sys.stdout.write(f"{json.dumps(findings_to_json(findings))}\n")
+    else:
+        sys.stdout.writelines(f"{format_finding(finding)}\n" for finding in findings)
+    if missing := [finding.name for finding in findings if finding.state == "lacks"]:
+        raise PlanError(f"machine lacks {', '.join(missing)}; see the findings")

@@ -6,7 +6,6 @@ import sys
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 
 if __name__ == "__main__":
     _root, _spec = Path(__file__).resolve().parents[1], find_spec("schemas")
@@ -21,18 +20,17 @@ if __name__ == "__main__":
 
 import argparse
 import json
-import os
 import shlex
 import threading
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
+from functools import partial
 
 from rich.console import Console, RenderableType
 
-from scheduler.controller.log import (
+from scheduler.controller.replay import (
     describe_job,
     describe_replay,
     jobs_summary,
@@ -51,9 +49,9 @@ from scheduler.drivers.run_jobs import (
 )
 from scheduler.model.measurements import fit_file, fit_summary
 from scheduler.model.plan_inputs import Snapshot, take_snapshot
+from scheduler.model.pools import counted
 from scheduler.planner.machine_sizes import cluster_schedule, fill_budget, machine_schedule
-from scheduler.planner.policy import counted, plan
-from scheduler.planner.reasons import explain_plan, plan_summary, plan_to_json
+from scheduler.planner.policy import explain_plan, plan, plan_summary, plan_to_json
 from scheduler.retrain import retrain as retraining
 from scheduler.retrain.retrain import render_table, run_rows
 from scheduler.simulator import command as simulation
@@ -149,7 +147,7 @@ def _plan(arguments: argparse.Namespace) -> None:
     )
     config, changes = _limited_schedule(snapshot)
     for line in changes:
-        _progress(line)
+        print(line, file=sys.stderr)
     decision = plan(snapshot, config)
     if arguments.json:
         print(json.dumps(plan_to_json(snapshot, config, decision)))
@@ -170,7 +168,7 @@ def _limited_schedule(snapshot: Snapshot) -> tuple[ScheduleConfig, tuple[str, ..
 def _simulate(arguments: argparse.Namespace) -> None:
     comparison = simulation.run(arguments)
     for note in simulation.notes(comparison):
-        _progress(note)
+        print(note, file=sys.stderr)
     if arguments.json:
         print(json.dumps(simulation.to_json(comparison)))
         return
@@ -265,7 +263,8 @@ def _run(arguments: argparse.Namespace) -> None:
             if command:
                 print(f"{action.job}: command {action.process}: {shlex.join(command)}")
         return
-    with watching(arguments.output, arguments.status, Console(stderr=True), _progress) as progress:
+    lines = partial(print, file=sys.stderr, flush=True)
+    with watching(arguments.output, arguments.status, Console(stderr=True), lines) as progress:
         raise_gc_threshold()
         state = run_jobs(replace(request, driver=replace(request.driver, progress=progress)))
     if arguments.json:
@@ -275,10 +274,6 @@ def _run(arguments: argparse.Namespace) -> None:
             print(f"{job.name}: {describe_job(job)}")
     if failed := [job.name for job in state.jobs.values() if job.phase == "failed"]:
         raise PlanError(f"jobs failed: {', '.join(failed)}; see the reasons")
-
-
-def _progress(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def _print_wide(renderable: RenderableType) -> None:
@@ -299,12 +294,13 @@ def _retrain(arguments: argparse.Namespace) -> int:
     if arguments.rollback is not None:
         outcome = retraining.rollback(arguments, now.timestamp())
     else:
-        outcome = retraining.retrain(arguments, now.date(), _progress)
+        progress = partial(print, file=sys.stderr, flush=True)
+        outcome = retraining.retrain(arguments, now.date(), progress)
     if arguments.json:
         print(json.dumps(outcome.to_json()))
     for _, result in outcome.days:
         if result.status:
-            _progress(f"error: {result.message}")
+            print(f"error: {result.message}", file=sys.stderr)
         elif not arguments.json:
             print(result.message)
     return outcome.status
@@ -359,27 +355,11 @@ def _replay(arguments: argparse.Namespace) -> None:
 
 
 def _add_doctor_arguments(command: argparse.ArgumentParser) -> None:
-    _doctor_module().add_arguments(command)
+    import_module("presage.doctor").add_arguments(command)
 
 
 def _doctor(arguments: argparse.Namespace) -> None:
-    doctor = _doctor_module()
-    machine = doctor.machine_of(arguments, os.environ, sys.path, sys.version_info[:2], time.time())
-    findings = doctor.examine(machine)
-    if arguments.url is not None:
-        findings += import_module("presage.doctor_url").examine_url(arguments.url)
-    if arguments.json:
-        print(json.dumps(doctor.findings_to_json(findings)))
-    else:
-        for finding in findings:
-            print(doctor.format_finding(finding))
-    if missing := [finding.name for finding in findings if finding.state == "lacks"]:
-        raise PlanError(f"machine lacks {', '.join(missing)}; see the findings")
-
-
-def _doctor_module() -> ModuleType:
-    """Return the module of the command, which looks at more than this package needs."""
-    return import_module("presage.doctor")
+    import_module("presage.doctor").run(arguments)
 
 
 COMMANDS = {

@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 
-from scheduler.controller.budget import booked_resources
-from scheduler.controller.events import Stepped
-from scheduler.controller.state import Action, JobState, UsageWindow
+from scheduler.controller.state import Action, JobState, UsageWindow, booked_resources
 from scheduler.model.elasticity import (
     GROWTH,
     MIN_RATIO,
@@ -26,42 +24,23 @@ from schemas.config.schedule import BudgetConfig
 # `scheduler/model/elasticity.py`; this part collects the readings). No process is replaced for it:
 # the booking of running processes changes, which on a cluster is their limit.
 
-CORE_TICKS = 12
-"""Ticks at constant sizes and cores that make one reading; at least 60 s."""
-CORE_STEPS = 20
-"""Fewest steps of a reading."""
-MAX_STEPS = 512
-"""Most steps of a reading, the latest ones."""
 MAX_READINGS = 8
 """Readings at the same cores that are kept, the latest ones."""
 MIN_CPUS = 0.5
 """Fewest cores of a process, if its file gives as many: it must start, too."""
-IDLE_CPUS = 0.001
-"""Busy cores assumed for an idle process."""
-
-
-def add_steps(usage: UsageWindow, event: Stepped) -> UsageWindow:
-    """Return the window with the steps of an event, if they were made at its sizes."""
-    if event.num_replicas != usage.sizes[0] or not event.seconds:
-        return usage
-    step_sec = (*usage.step_sec, *event.seconds)[-MAX_STEPS:]
-    return replace(usage, step_sec=step_sec, has_new_steps=True)
 
 
 def fit_cores_to_need(
     job: JobState, budget: BudgetConfig, *, limits: bool
 ) -> tuple[JobState, list[Action]]:
-    """Add a tick to the current reading; after enough of them cores may change.
+    """Add a reading to those of a job, after which its cores may change.
 
     Args:
-        job: with no change in flight.
+        job: with a complete usage window, and no change in flight.
         budget: what it may use.
         limits: whether processes cannot use more cores than are booked.
     """
-    usage = _add_tick(job)
-    job = replace(job, usage=usage)
-    if len(usage.busy) < CORE_TICKS or len(usage.step_sec) < CORE_STEPS:
-        return job, []
+    usage = job.usage
     step_sec = median(usage.step_sec)
     latest = tuple(
         Reading(cpus, median(busy[pool] for busy in usage.busy), step_sec)
@@ -85,29 +64,6 @@ def fit_cores_to_need(
     if wanted == [job.replica_cpus, job.store_cpus][: len(wanted)]:
         return job, []  # booked, and applied as soon as there are free cores
     return _book_cores(job, budget, latest, wanted, grant)
-
-
-def _add_tick(job: JobState) -> UsageWindow:
-    """Return the usage window with one more tick; a new one if sizes or cores changed.
-
-    Ticks without new steps are left out, because processes that wait for data are idle.
-    """
-    trainers = [p for p in job.trainers if p.cpus]
-    pools = [trainers, *filter(None, [job.of_pool("store")])]
-    sizes = len(trainers), len(job.of_pool("store"))
-    if not trainers or not all(p.status == "running" for pool in pools for p in pool):
-        return UsageWindow(sizes=sizes)
-    if any(p.is_changing for pool in pools for p in pool):
-        return UsageWindow(sizes=sizes)
-    cpus = tuple(min(p.cpus for p in pool) for pool in pools)
-    usage = job.usage
-    if (usage.sizes, usage.cpus) != (sizes, cpus):
-        usage = UsageWindow(sizes=sizes, cpus=cpus)
-    busy_cores = [[p.busy_cores for p in pool] for pool in pools]
-    if not usage.has_new_steps or any(busy is None for pool in busy_cores for busy in pool):
-        return replace(usage, has_new_steps=False)
-    busy = tuple(max(IDLE_CPUS, *filter(None, pool), IDLE_CPUS) for pool in busy_cores)
-    return replace(usage, busy=(*usage.busy, busy), has_new_steps=False)
 
 
 def _drop_oldest(readings: CoreReadings) -> CoreReadings:
@@ -201,3 +157,21 @@ def _book_cores(
         values={"replica_cpus": replica, **({"store_cpus": stores[0]} if stores else {})},
     )
     return job, [action]
+
+
+def restore_cores(job: JobState, cpus: float) -> JobState:
+    """Give the processes of a job the cores of its file, if all of them fit.
+
+    Called when its replicas or stores have changed: what was enough before may be too little.
+
+    Args:
+        job: with its new sizes.
+        cpus: cores that it may use.
+    """
+    file = job.snapshot.job.schedule.training
+    full = replace(
+        job,
+        replica_cpus=max(job.replica_cpus, file.replica.cpus),
+        store_cpus=max(job.store_cpus, file.store.cpus),
+    )
+    return full if booked_resources(full, full.sizes)[0] <= cpus + 1e-9 else job

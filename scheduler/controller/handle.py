@@ -1,14 +1,14 @@
 """`handle(event) -> actions`: the controller as a pure state machine.
 
-    apply the event -> on a tick, check each job (`tick.py`) -> divide the budget anew if jobs or
-    their needs changed (`budget.py`) -> start and stop processes (`reconcile.py`)
+    apply the event -> on a tick, check each job -> divide the budget anew if jobs or their needs
+    changed (`budget.py`) -> start and stop processes (`reconcile.py`)
 
 Nothing here reads a clock or a file: the same events give the same actions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from operator import attrgetter
@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from scheduler.controller.budget import allocate, must_divide, remaining_work
-from scheduler.controller.cores import add_steps
+from scheduler.controller.budget import allocate
+from scheduler.controller.cores import fit_cores_to_need, restore_cores
 from scheduler.controller.events import (
     BudgetSet,
     Drained,
@@ -36,29 +36,47 @@ from scheduler.controller.events import (
     Submitted,
     Tick,
 )
-from scheduler.controller.memory_limits import forecast_memory
-from scheduler.controller.predicted_times import predict_segment_sec
+from scheduler.controller.predictions import (
+    PROCESS_OF_POOL,
+    find_late_segment,
+    forecast_pools,
+    lookahead_steps,
+    predict_segment_sec,
+    predict_step,
+    raise_memory,
+    reclaim_memory,
+    remaining_work,
+)
 from scheduler.controller.reconcile import reconcile
-from scheduler.controller.slots import initial_owners
+from scheduler.controller.slots import initial_owners, move_slots
 from scheduler.controller.state import (
     ENDED_PHASES,
     Action,
     BackoffState,
     JobState,
-    PoolName,
     Process,
     State,
     UsageWindow,
+    available_budget,
+    booked_resources,
     job_of_document,
+    shares_of,
+    sizes_as_values,
 )
-from scheduler.controller.tick import run_tick
 from scheduler.model.elasticity import CoreReadings
-from scheduler.model.grid import Grid, Sizes
 from scheduler.model.plan_inputs import Snapshot
+from scheduler.model.pools import Grid, Sizes, describe_sizes
 from scheduler.model.predict import fit_models, segment_setting, training_setting
 from scheduler.model.throughput import observe
-from scheduler.planner.correction import memory_after_oom
-from schemas.config.schedule import ScheduleConfig, WorkerConfig
+from scheduler.planner.correction import (
+    PAUSE_SEC,
+    SizeComparison,
+    Verdict,
+    compare_sizes,
+    decide_correction,
+)
+from schemas.config.schedule import BudgetConfig, ScheduleConfig, WorkerConfig
+from schemas.errors import PlanError
 
 Result = tuple[JobState, list[Action]]
 Handler = Callable[[JobState, Any, State], Result]
@@ -87,6 +105,35 @@ def handle(state: State, event: Event) -> tuple[State, list[Action]]:
     return state, [*actions, *changes]
 
 
+ROUNDING = 1e-6
+"""Share of the budget by which sums may differ."""
+
+
+def must_divide(before: State, state: State) -> bool:
+    """Return whether the budget is to be divided anew after an event.
+
+    So it is if it or its jobs changed and there are some, if their shares exceed it, and if there
+    is more room than before while a job waits.
+    """
+    old, new = (
+        (one.budget, [job.name for job in one.by_priority if job.phase != "draining"])
+        for one in (before, state)
+    )
+    if old != new:
+        return bool(new[1])
+    waits = any(job.phase == "waiting" for job in state.by_priority)
+    limits = state.budget.cpus, state.budget.memory
+    for was, booked, limit in zip(_booked(before), _booked(state), limits, strict=True):
+        if booked > (1.0 + ROUNDING) * limit or (waits and booked < was - ROUNDING * limit):
+            return True
+    return False
+
+
+def _booked(state: State) -> tuple[float, float]:
+    shares = shares_of(state).values()
+    return sum(cpus for cpus, _ in shares), sum(memory for _, memory in shares)
+
+
 def _apply(state: State, event: Event) -> tuple[State, list[Action]]:
     if isinstance(event, BudgetSet):
         return _set_budget(state, event), []
@@ -113,6 +160,147 @@ def _measure(state: State, tick: Tick) -> State:
         if job is not None:
             jobs[name] = _add_readings(job, readings)
     return replace(state, jobs=jobs)
+
+
+# The tick.
+
+CORES_REDUCED = "sizes not compared: cores were reduced, step times are being measured again"
+MAX_CHECKED = 4
+"""Jobs whose sizes, memory and cores are compared in one tick, 5 ms each; others take turns."""
+
+
+def run_tick(state: State) -> tuple[State, list[Action]]:
+    """Check the running jobs whose turn it is, the highest priority first."""
+    actions: list[Action] = []
+    running = [job for job in state.by_priority if job.phase == "running" and job.sizes is not None]
+    shares = shares_of(state)
+    for name in jobs_in_turn(running):
+        job = replace(state.jobs[name], checked_sec=state.now_sec)
+        assert job.sizes is not None, "it runs"
+        after, job_actions = _check_job(job, job.sizes, state, available_budget(state, job, shares))
+        actions += job_actions
+        state = state.with_job(after)
+        shares[name] = booked_resources(after, after.sizes)
+    return state, actions
+
+
+def num_turns(num_jobs: int) -> int:
+    """Return the ticks in which all of some running jobs are checked."""
+    return max(1, -(-num_jobs // MAX_CHECKED))
+
+
+def jobs_in_turn(running: Sequence[JobState]) -> list[str]:
+    """Return the jobs to be checked at this tick, in the order in which they are given.
+
+    Those whose last check is longest ago, and before these, for up to half of the places, those
+    that may run out of memory before their turn.
+    """
+    waiting = sorted(running, key=lambda job: job.checked_sec)
+    turns = num_turns(len(running))
+    urgent = [job for job in waiting if _may_outgrow(job, turns)] if turns > 1 else []
+    order = dict.fromkeys(job.name for job in (*urgent[: MAX_CHECKED // 2], *waiting))
+    chosen = [*order][:MAX_CHECKED]
+    return [job.name for job in running if job.name in chosen]
+
+
+def _may_outgrow(job: JobState, num_ticks: int) -> bool:
+    """Return whether a process reaches its memory limit if it grows as since its last reading."""
+    return any(
+        p.memory_bytes
+        and len(p.readings) > 1
+        and p.readings[-1][1] + num_ticks * (p.readings[-1][1] - p.readings[-2][1]) > p.memory_bytes
+        for p in job.processes.values()
+    )
+
+
+def _check_job(
+    job: JobState, sizes: Sizes, state: State, budget: BudgetConfig
+) -> tuple[JobState, list[Action]]:
+    work = remaining_work(job, state.now_sec, budget, state.largest_job)
+    predicted = predict_step(work, sizes)
+    job, step_sec = replace(job, predicted_step=predicted), predicted.seconds
+    actions: list[Action] = []
+    ahead_steps = lookahead_steps(work, step_sec)
+    if ahead_steps is not None and job.stores:
+        job, actions = move_slots(job, sizes, ahead_steps, state.now_sec)
+    late = find_late_segment(job, work, state.now_sec)
+    if late is not None:
+        job, replacement = _replace_segment_job(job, *late)
+        return job, actions + replacement
+    try:
+        comparison = compare_sizes(
+            work.snapshot,
+            work.config,
+            work.models,
+            sizes,
+            PAUSE_SEC,
+            work.largest_job,
+            served=bool(job.stores),
+        )
+    except PlanError as error:
+        return replace(job, verdict=f"no other size fits what is free: {error}"), actions
+    if job.steps_suspect:
+        comparison = replace(comparison, not_compared=CORES_REDUCED)
+    watches = forecast_pools(job, work, budget, step_sec)
+    verdict = decide_correction(job.correction, state.now_sec, comparison, watches)
+    job = replace(job, correction=verdict.state, verdict=verdict.reason)
+    job, changes = _apply_verdict(job, verdict, comparison, budget)
+    actions += changes
+    if job.correction.in_flight is None:
+        job, returns = reclaim_memory(job, sizes, work, watches)
+        actions += returns
+    if job.correction.in_flight is None:
+        job = replace(job, usage=job.usage_after_tick())
+        if job.usage.is_complete:
+            job, fits = fit_cores_to_need(job, budget, limits=state.resizes)
+            actions += fits
+    return job, actions
+
+
+def _replace_segment_job(
+    job: JobState, process: Process, why: str
+) -> tuple[JobState, list[Action]]:
+    job = replace(
+        job.with_process(replace(process, status="leaving")),
+        replaced=job.replaced | {process.task_id},
+    )
+    return job, [
+        Action(verb="replace", job=job.name, process=process.name, reason=why),
+        Action(verb="stop", job=job.name, process=process.name, reason=why),
+    ]
+
+
+def _apply_verdict(
+    job: JobState, verdict: Verdict, comparison: SizeComparison, budget: BudgetConfig
+) -> tuple[JobState, list[Action]]:
+    change = verdict.change
+    if change is None:
+        return job, []
+    if change.pool is not None:
+        values = {"memory_bytes": float(change.memory_bytes)}
+        action = Action(verb="give memory", job=job.name, reason=verdict.reason, values=values)
+        return job.with_memory(PROCESS_OF_POOL[change.pool], change.memory_bytes), [action]
+    best, now = comparison.best, comparison.current
+    values = {
+        **sizes_as_values(change.sizes),
+        "gain": comparison.gain,
+        "predicted_sec": best.predicted_sec,
+        "predicted_sec_before": now.predicted_sec,
+    }
+    reason = (
+        f"{describe_sizes(change.sizes)}: {verdict.reason}; {best.predicted_sec:,.0f} s instead of "
+        f"{now.predicted_sec:,.0f} s, cost {best.cost:.4g} instead of {now.cost:.4g}"
+    )
+    training = change.sizes.num_replicas, change.sizes.num_stores
+    is_new = training != (now.num_replicas, now.num_stores)
+    job = replace(
+        job, sizes=change.sizes, has_replicas=job.has_replicas or change.sizes.num_replicas > 1
+    )
+    job = restore_cores(job, budget.cpus) if is_new else job
+    return job, [Action(verb="scale", job=job.name, reason=reason, values=values)]
+
+
+# Budget and submissions.
 
 
 def _set_budget(state: State, event: BudgetSet) -> State:
@@ -258,7 +446,7 @@ def _on_stepped(job: JobState, event: Stepped, state: State) -> Result:
         next_step=event.next_step,
         num_trained=event.num_samples,
         backoffs=backoffs,
-        usage=add_steps(job.usage, event),
+        usage=job.usage.with_steps(event),
     )
     return job, []
 
@@ -340,7 +528,7 @@ def _back_off(job: JobState, process: Process, event: Ended, state: State) -> Re
     old = job.backoffs.get(task_id, BackoffState())
     detail = f": {event.detail}" if event.detail else ""
     if event.outcome == "oom" and process.memory_bytes:
-        job, raised, problem = _raise_memory(job, process, state)
+        job, raised, problem = raise_memory(job, process, state)
         has_failed = not raised
     else:
         has_failed = event.outcome == "failed"
@@ -356,59 +544,6 @@ def _back_off(job: JobState, process: Process, event: Ended, state: State) -> Re
         return job, [Action(verb="fail", job=job.name, process=process.name, reason=reason)]
     reason = f"it {problem}; restart in {wait:g} s"
     return job, [Action(verb="replace", job=job.name, process=process.name, reason=reason)]
-
-
-def _raise_memory(job: JobState, process: Process, state: State) -> tuple[JobState, bool, str]:
-    """Give the successors of a process that was killed for memory more of it.
-
-    Args:
-        job: without the process.
-        process: the process.
-        state: the state before the event.
-
-    Returns:
-        The job, whether the next process gets more, and the problem as text.
-    """
-    had = (process.memory_before or process.memory_bytes) // process.workers
-    if had >= job.memory_of(process.pool):
-        most = _most_memory(job, process.pool, state)
-        given = int(memory_after_oom(had, _forecast_need(job, process, state), most))
-        job = job.with_memory(process.pool, given)
-    given = job.memory_of(process.pool)
-    each = "with workers of" if process.pool == "segment" else "with"
-    problem = f"was killed for memory {each} {had:,} bytes"
-    if given <= had:
-        return job, False, f"{problem}, and the budget has no more"
-    return job, True, f"{problem}, and gets {given:,} from now on"
-
-
-def _forecast_need(job: JobState, process: Process, state: State) -> int:
-    """Return the bytes that a process like this one needs, 0 if its readings do not tell."""
-    if not process.readings or process.pool == "store":
-        return 0
-    trainer, end = job, job.num_steps
-    if process.pool == "segment":
-        work = remaining_work(job, state.now_sec, state.budget, state.largest_job)
-        trainer, end = None, int(predict_segment_sec(job, work, process)[0])
-    forecast = forecast_memory(trainer, process, end)
-    return -(-forecast.needed_bytes // process.workers) if forecast.confident else 0
-
-
-def _most_memory(job: JobState, pool: PoolName, state: State) -> int:
-    """Return the bytes that each process of a pool may have beside the smallest other pools."""
-    config: ScheduleConfig = job.snapshot.job.schedule
-    stores = job.num_stores
-    if stores is None:
-        stores = 0 if job.sizes is None else job.sizes.num_stores
-    counts: dict[PoolName, int] = {
-        "segment": max(1, config.preprocessing.min_workers) if job.remaining_segments else 0,
-        "replica": max(1, config.training.min_replicas),
-        "store": stores,
-    }
-    own: PoolName = "replica" if pool == "coordinator" else pool
-    others = sum(n * job.memory_of(other) for other, n in counts.items() if other != own)
-    most = min(config.budget.memory, state.budget.memory)
-    return max(0, most - others) // max(1, counts[own])
 
 
 def _on_preempted(job: JobState, event: Preempted, state: State) -> Result:

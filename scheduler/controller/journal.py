@@ -12,7 +12,7 @@ import numpy as np
 
 from scheduler.controller.events import Ended, Event, Started, Stepped, Tick
 from scheduler.controller.state import ENDED_PHASES, JobState, State
-from scheduler.model.grid import GIB, Grid
+from scheduler.model.pools import GIB, Grid
 from scheduler.model.predict import fit_models, segment_setting, training_setting
 from scheduler.model.throughput import Prediction, predict_seconds
 from scheduler.planner.candidates import SEC_PER_HOUR

@@ -6,8 +6,7 @@ before any decision is carried out. To recover is to handle the events after the
 which leads to the same state.
 
 A log whose events take longer than MAX_HANDLE_SEC to handle is archived, compressed, and the next
-one begins with a new snapshot. `replay` handles the events of all of them again, and reports
-decisions that would be others today.
+one begins with a new snapshot. `replay.py` handles the events of all of them again.
 """
 
 from __future__ import annotations
@@ -18,21 +17,22 @@ import math
 import os
 import re
 import time
+import types
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import zip_longest
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
+from datetime import timedelta
+from functools import cache, partial
 from operator import attrgetter
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any, Literal, Self, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from scheduler.controller.codec import decode, encode
 from scheduler.controller.events import BudgetSet, Event, Read, Submitted, Tick
 from scheduler.controller.handle import HANDLERS, handle
 from scheduler.controller.journal import Journal, record
-from scheduler.controller.state import Action, JobState, State
-from scheduler.planner.policy import counted
+from scheduler.controller.state import Action, JobState, State, job_of_document
+from scheduler.model.plan_inputs import Snapshot
 from schemas.dataset.files import replace_bytes
 from schemas.errors import SchemaError
 from schemas.run.records import Decision
@@ -44,6 +44,9 @@ EVENT_TYPES: Mapping[str, type[Event]] = MappingProxyType(
 _VALUES = ("process", "position", "resident_bytes", "busy_cores")
 _READING = attrgetter(*_VALUES)
 
+T = TypeVar("T")
+Codec = tuple[Callable[[Any], Any], Callable[[Any], Any]]
+"""Functions that encode and decode the values of a type."""
 LOG = "scheduler.jsonl"
 """Name of the log in the folder of a scheduler."""
 ARCHIVE = "scheduler-archive"
@@ -53,6 +56,120 @@ MAX_HANDLE_SEC = 1.0
 """CPU time of the events of a log beyond which it is archived; `recover` takes as long."""
 ARCHIVE_BYTES = 256 << 20
 """Bytes of archived logs that are kept, the newest ones."""
+
+
+# States and events as JSON: `decode(kind, encode(kind, value)) == value`.
+#
+# A state is a tree of frozen dataclasses, tuples, sets and mappings. The types of the fields say
+# what a JSON value means: a dataclass is an object of its fields, without those that have their
+# default; a tuple is a list, a set an ascending list; a mapping is an object, whose keys are JSON
+# in a text if they are no text; infinity is a text, a time span its seconds. A snapshot is without
+# its job, which is parsed from the text of its file.
+
+
+def encode(kind: type[T], value: T) -> Any:
+    """Return a value of a type as JSON."""
+    return _codec(kind)[0](value)
+
+
+def decode(kind: type[T], body: Any) -> T:
+    """Return the value that `encode` encoded.
+
+    Raises:
+        KeyError, TypeError, ValueError: the JSON is not that of the type.
+    """
+    return _codec(kind)[1](body)
+
+
+@cache
+def _codec(kind: Any) -> Codec:
+    """Return the codec of the type of a field; TypeError if it has none."""
+    origin, hints = get_origin(kind), get_args(kind)
+    if is_dataclass(kind):
+        return _dataclass_codec(kind)
+    if kind is float:
+        return _encode_float, float
+    if kind is timedelta:
+        return timedelta.total_seconds, lambda seconds: timedelta(seconds=seconds)
+    if kind in (str, int, bool, Any) or origin is Literal:
+        return _same, _same
+    if origin is frozenset:
+        return sorted, frozenset
+    if origin in (Union, types.UnionType) and len(hints) == 2 and hints[1] is type(None):
+        enc, dec = _codec(hints[0])
+        return partial(_unless_none, enc), partial(_unless_none, dec)
+    if origin is tuple and hints[-1] is ...:
+        enc, dec = _codec(hints[0])
+        return lambda value: list(map(enc, value)), lambda body: tuple(map(dec, body))
+    if origin is tuple:
+        encs, decs = zip(*map(_codec, hints), strict=True)
+        return partial(_each, encs), lambda body: tuple(_each(decs, body))
+    if origin in (Mapping, dict):
+        return _mapping_codec(*hints)
+    raise TypeError(f"type has no JSON: {kind}")
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _encode_float(value: float) -> float | str:
+    return value if -math.inf < value < math.inf else str(value)
+
+
+def _unless_none(code: Callable[[Any], Any], value: Any) -> Any:
+    return None if value is None else code(value)
+
+
+def _each(codes: tuple[Callable[[Any], Any], ...], values: Any) -> list[Any]:
+    return [code(value) for code, value in zip(codes, values, strict=True)]
+
+
+def _mapping_codec(key: Any, item: Any) -> Codec:
+    enc, dec = _codec(item)
+    if key is str or get_origin(key) is Literal:
+        return (
+            lambda value: {name: enc(v) for name, v in value.items()},
+            lambda body: {name: dec(v) for name, v in body.items()},
+        )
+    enc_key, dec_key = _codec(key)
+    return (
+        lambda value: {json.dumps(enc_key(k)): enc(v) for k, v in value.items()},
+        lambda body: {dec_key(json.loads(name)): dec(v) for name, v in body.items()},
+    )
+
+
+def _dataclass_codec(kind: Any) -> Codec:
+    own = [f for f in fields(kind) if not (kind is Snapshot and f.name == "job")]
+    make: Any = partial(cast(Any, Snapshot), job=None) if kind is Snapshot else kind
+    hints = get_type_hints(kind)
+    codecs = {f.name: _codec(hints[f.name]) for f in own}
+    defaults = [(f.name, codecs[f.name][0], _default(f)) for f in own]
+
+    def encode_fields(value: Any) -> dict[str, Any]:
+        body: dict[str, Any] = {}
+        for name, enc, default in defaults:
+            item = getattr(value, name)
+            if item is not default and item != default:
+                body[name] = enc(item)
+        return body
+
+    def decode_fields(body: Any) -> Any:
+        value = make(**{name: codecs[name][1](v) for name, v in body.items()})
+        if kind is not JobState:
+            return value
+        job = job_of_document(value.document, value.name, value.schedule)
+        return replace(value, snapshot=replace(value.snapshot, job=job))
+
+    return encode_fields, decode_fields
+
+
+def _default(field: Field[Any]) -> Any:
+    factory = field.default_factory
+    return field.default if factory is MISSING else factory()
+
+
+# Lines.
 
 
 def event_to_json(event: Event) -> dict[str, Any]:
@@ -115,7 +232,8 @@ class LogReader:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.state = State()
-        self.journal = Journal()
+        self._journal = Journal()
+        self._unrecorded: list[tuple[State, Event, State, Sequence[Decision]]] = []
         self.decisions: tuple[Decision, ...] = ()
         """Those of the last event, which may not have been carried out; none after a snapshot."""
         self.num_events = self.num_lines = self.num_bytes = 0
@@ -134,7 +252,7 @@ class LogReader:
             if not self.num_lines:
                 self._open(body["snapshot"])
             elif self.num_lines == 1 and "journal" in body:
-                self.journal = decode(Journal, body["journal"])
+                self._journal = decode(Journal, body["journal"])
             else:
                 decisions = tuple(Decision(**decision) for decision in body.pop("decisions", ()))
                 entry = Entry(self.num_lines + 1, event_from_json(body), decisions)
@@ -171,8 +289,16 @@ class LogReader:
 
     def update(self, event: Event, state: State, decisions: Sequence[Decision]) -> None:
         """Take over what `handle` returned for an event."""
-        self.journal = record(self.journal, self.state, event, state, decisions)
+        self._unrecorded.append((self.state, event, state, decisions))
         self.state, self.decisions = state, tuple(decisions)
+
+    @property
+    def journal(self) -> Journal:
+        """The history up to the last event; no decision needs it, so it is made when it is read."""
+        for step in self._unrecorded:
+            self._journal = record(self._journal, *step)
+        self._unrecorded.clear()
+        return self._journal
 
     def restart(self, num_bytes: int) -> None:
         """Continue after a snapshot of so many bytes."""
@@ -340,149 +466,3 @@ def complete_lines(path: Path) -> list[bytes]:
         raise SchemaError(f"log cannot be read: {error}; check the path", file=str(path)) from error
     lines = content.splitlines(keepends=True)
     return lines if not lines or lines[-1].endswith(b"\n") else lines[:-1]
-
-
-# Replay: what this release would decide on the events of a log.
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """A decision that would be another one today.
-
-    Attributes:
-        place: file and line.
-        logged: the decision of the log; None if it has none.
-        now: today's; None if there is none.
-        size: largest relative difference of its numbers; infinite if it differs otherwise.
-    """
-
-    place: str
-    logged: Decision | None
-    now: Decision | None
-    size: float
-
-    def describe(self) -> str:
-        """Return the difference in one line."""
-        if self.logged is None or self.now is None or math.isinf(self.size):
-            return f"{self.place}: {_describe(self.logged)}, now {_describe(self.now)}"
-        before, now = self.logged.values, self.now.values
-        name = max(before, key=lambda key: relative_difference(before[key], now[key]))
-        numbers = f"{name}={before[name]!r}, now {now[name]!r} ({self.size:.1e} of it)"
-        return f"{self.place}: {_describe(self.logged)}: {numbers}"
-
-
-@dataclass(frozen=True, slots=True)
-class Replay:
-    """The result of a replay."""
-
-    state: State
-    num_events: int
-    num_decisions: int
-    differences: tuple[Difference, ...]
-
-    @property
-    def others(self) -> list[Difference]:
-        """Decisions that differ by more than their numbers' last digits."""
-        return [one for one in self.differences if one.size > SAME_NUMBER]
-
-
-SAME_NUMBER = 1e-6
-"""Relative difference of numbers that is due to rounding."""
-
-
-def replay(path: Path) -> Replay:
-    """Handle all events of a log and its archive again, from each snapshot on.
-
-    Raises:
-        SchemaError: as `recover`.
-    """
-    num_events, num_decisions, reader = 0, 0, LogReader(path)
-    differences: list[Difference] = []
-    for reader in map(LogReader, logs_of(path)):
-        for entry in reader.entries():
-            for logged, now in zip_longest(entry.decisions, reader.apply(entry)):
-                if size := _difference(logged, now):
-                    place = f"{reader.path.name}:{entry.line}"
-                    differences.append(Difference(place, logged, now, size))
-            num_events += 1
-            num_decisions += len(entry.decisions)
-    return Replay(reader.state, num_events, num_decisions, tuple(differences))
-
-
-def _difference(logged: Decision | None, now: Decision | None) -> float:
-    """Return how much a decision differs, except in the wording of its reason."""
-    if logged is None or now is None or logged.values.keys() != now.values.keys():
-        return math.inf
-    if (logged.job, logged.action, logged.process) != (now.job, now.action, now.process):
-        return math.inf
-    numbers = [relative_difference(logged.values[key], now.values[key]) for key in now.values]
-    return max(numbers, default=0.0)
-
-
-def relative_difference(a: float, b: float) -> float:
-    """Return the difference of two numbers over the larger one.
-
-    Example:
-        >>> relative_difference(4.0, -4.0), relative_difference(3.0, 4.0), relative_difference(0, 0)
-        (2.0, 0.25, 0.0)
-    """
-    return 0.0 if a == b else abs(a - b) / max(abs(a), abs(b))
-
-
-def _describe(decision: Decision | None) -> str:
-    if decision is None:
-        return "nothing"
-    subject = f"{decision.job} {decision.process}".strip()
-    return f"{decision.action!r} of {subject} ({decision.reason})"
-
-
-def describe_job(job: JobState) -> str:
-    """Return the progress of a job in one line."""
-    live = job.processes.values()
-    pools = {pool: sum(p.pool == pool for p in live) for pool in ("segment", "replica", "store")}
-    trainers = pools["replica"] if job.has_replicas else len(job.of_pool("coordinator"))
-    return (
-        f"{job.phase}, {len(job.built)} of {counted(job.num_segments, 'segment')} built, "
-        f"{counted(job.next_step, 'step')} trained, "
-        f"{counted(pools['segment'], 'segment job')}, {counted(trainers, 'trainer')}, "
-        f"{counted(pools['store'], 'store')}"
-    )
-
-
-def describe_replay(result: Replay) -> str:
-    """Return the result of a replay in one line."""
-    summary = replay_summary(result)
-    same = summary["num_decisions"] - summary["num_rounded"] - summary["num_others"]
-    line = f"{summary['num_events']:,} events lead to the same {same:,} decisions"
-    if summary["num_rounded"]:
-        largest = summary["largest_rounding"]
-        line += f", {summary['num_rounded']:,} more differ by at most {largest:.1e} of a number"
-    return line + (f", {summary['num_others']:,} are others" if summary["num_others"] else "")
-
-
-def replay_summary(result: Replay) -> dict[str, Any]:
-    """Return what `replay --json` prints."""
-    rounding = [one.size for one in result.differences if one.size <= SAME_NUMBER]
-    return {
-        "num_events": result.num_events,
-        "num_decisions": result.num_decisions,
-        "num_rounded": len(rounding),
-        "largest_rounding": max(rounding, default=0.0),
-        "num_others": len(result.differences) - len(rounding),
-        "jobs": jobs_summary(result.state),
-    }
-
-
-def jobs_summary(state: State) -> dict[str, Any]:
-    """Return the progress of every job, for JSON."""
-    return {
-        job.name: {
-            "phase": job.phase,
-            "segments_built": len(job.built),
-            "num_segments": job.num_segments,
-            "next_step": job.next_step,
-            "num_trained": job.num_trained,
-            "processes": sorted(job.processes),
-        }
-        for job in state.jobs.values()
-    }

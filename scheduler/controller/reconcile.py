@@ -12,9 +12,8 @@ from dataclasses import dataclass, field, replace
 
 from scheduler.controller.slots import stores_present, stores_ready, update_members
 from scheduler.controller.state import Action, JobState, PoolName, Process, State
-from scheduler.model.grid import MIB, Sizes, mib
+from scheduler.model.pools import MIB, Sizes, counted, mib
 from scheduler.planner.correction import MEMORY_HEADROOM, MIN_GAIN, end_change
-from scheduler.planner.policy import counted
 
 RESIZE_RETRY_SEC = 300.0
 """Time after which a node that refused a resize is asked again."""
@@ -260,7 +259,8 @@ def _reconcile_training(job: JobState, sizes: Sizes, reconciler: Reconciler) -> 
         return job
     if job.num_stores is None:
         job = replace(job, num_stores=sizes.num_stores)
-    job = _reconcile_stores(job, sizes, reconciler)
+    if job.num_stores:
+        job = _reconcile_stores(job, sizes, reconciler)
     coordinator = next(iter(job.of_pool("coordinator")), None)
     if coordinator is not None and job.has_replicas and coordinator.trains_alone:
         why = "restarted as coordinator of several replicas, after a checkpoint"

@@ -15,8 +15,7 @@ import numpy as np
 
 from scheduler.controller.events import LoadKnown
 from scheduler.controller.state import Action, JobState
-from scheduler.model.grid import Sizes
-from scheduler.model.memory import HEADROOM, STORE_BASE_BYTES, tables_bytes
+from scheduler.model.pools import HEADROOM, STORE_BASE_BYTES, Sizes, tables_bytes
 from schemas.config.schedule import MAX_STORES
 from schemas.hashing import NUM_SLOTS, divide_slots
 
@@ -225,9 +224,7 @@ def update_members(job: JobState, sizes: Sizes) -> JobState:
     to fail leaves open. Without trainers surplus stores are removed at once: training resumes from
     a checkpoint, and may need their resources.
     """
-    if not job.num_stores:
-        return job
-    if not job.stores:
+    if job.num_stores and not job.stores:
         job = replace(job, stores=tuple(range(job.num_stores)))
     count = target_stores(sizes)
     if not job.trainers:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
-from scheduler.controller.events import LoadKnown
+from scheduler.controller.events import LoadKnown, Stepped
 from scheduler.model.elasticity import CoreReadings, PoolSizes
-from scheduler.model.grid import Sizes
 from scheduler.model.plan_inputs import Snapshot
+from scheduler.model.pools import Sizes
 from scheduler.model.throughput import Window
 from scheduler.planner.correction import Correction
 from scheduler.planner.machine_sizes import cluster_schedule
@@ -89,6 +89,16 @@ class BackoffState:
     """Time before which the task is not restarted."""
 
 
+CORE_TICKS = 12
+"""Ticks at constant sizes and cores that make one reading of cores; at least 60 s."""
+CORE_STEPS = 20
+"""Fewest steps of a reading."""
+MAX_STEPS = 512
+"""Most steps of a reading, the latest ones."""
+IDLE_CPUS = 0.001
+"""Busy cores assumed for an idle process."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageWindow:
     """Core usage and step times since the number or the cores of the processes last changed."""
@@ -102,6 +112,18 @@ class UsageWindow:
     step_sec: tuple[float, ...] = ()
     has_new_steps: bool = False
     """Whether steps were committed since the previous tick."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether it makes a reading."""
+        return len(self.busy) >= CORE_TICKS and len(self.step_sec) >= CORE_STEPS
+
+    def with_steps(self, event: Stepped) -> UsageWindow:
+        """Return the window with the steps of an event, if they were made at its sizes."""
+        if event.num_replicas != self.sizes[0] or not event.seconds:
+            return self
+        step_sec = (*self.step_sec, *event.seconds)[-MAX_STEPS:]
+        return replace(self, step_sec=step_sec, has_new_steps=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,6 +256,25 @@ class JobState:
         """Return the job with a process added or replaced."""
         return replace(self, processes={**self.processes, process.name: process})
 
+    def usage_after_tick(self) -> UsageWindow:
+        """Return the usage window with one more tick; a new one if sizes or cores changed.
+
+        Ticks without new steps are left out, because processes that wait for data are idle.
+        """
+        trainers, stores = [p for p in self.trainers if p.cpus], self.of_pool("store")
+        pools, sizes = [pool for pool in (trainers, stores) if pool], (len(trainers), len(stores))
+        if not trainers or any(p.status != "running" or p.is_changing for p in trainers + stores):
+            return UsageWindow(sizes=sizes)
+        cpus = tuple(min(p.cpus for p in pool) for pool in pools)
+        usage = self.usage
+        if (usage.sizes, usage.cpus) != (sizes, cpus):
+            usage = UsageWindow(sizes=sizes, cpus=cpus)
+        busy_cores = [[p.busy_cores for p in pool] for pool in pools]
+        if not usage.has_new_steps or any(busy is None for pool in busy_cores for busy in pool):
+            return replace(usage, has_new_steps=False)
+        busy = tuple(max(IDLE_CPUS, *filter(None, pool), IDLE_CPUS) for pool in busy_cores)
+        return replace(usage, busy=(*usage.busy, busy), has_new_steps=False)
+
 
 def job_of_document(document: str, name: str, schedule: ScheduleConfig | None) -> Job:
     """Return the job of a file with this schedule, or for None with the budget of Pods.
@@ -274,6 +315,42 @@ class State:
         return replace(self, jobs={**self.jobs, job.name: job})
 
 
+# What is booked.
+
+
+def booked_resources(job: JobState, sizes: Sizes | None) -> tuple[float, int]:
+    """Return the cores and bytes of the pools at these sizes; none while the job waits."""
+    if sizes is None:
+        return 0.0, 0
+    workers = sizes.segment_jobs * sizes.workers_per_job
+    cpus = workers * job.snapshot.job.schedule.preprocessing.worker.cpus
+    cpus += sizes.num_replicas * job.replica_cpus + sizes.num_stores * job.store_cpus
+    memory = workers * job.worker_memory
+    memory += sizes.num_replicas * job.replica_memory + sizes.num_stores * job.store_memory
+    return cpus, memory
+
+
+def shares_of(state: State) -> dict[str, tuple[float, int]]:
+    """Return the cores and bytes that are booked for each job that has not ended."""
+    return {job.name: booked_resources(job, job.sizes) for job in state.by_priority}
+
+
+def available_budget(
+    state: State, job: JobState, shares: Mapping[str, tuple[float, int]] | None = None
+) -> BudgetConfig:
+    """Return the budget of a job with sizes: what the others leave, and at least its own share."""
+    shares = shares_of(state) if shares is None else shares
+    others = [share for name, share in shares.items() if name != job.name]
+    cpus, memory = booked_resources(job, job.sizes)
+    return replace(
+        state.budget,
+        cpus=max(cpus, state.budget.cpus - sum(cpus for cpus, _ in others)),
+        memory=max(memory, state.budget.memory - sum(memory for _, memory in others)),
+    )
+
+
+# Decisions.
+
 Verb = Literal[
     "start",
     "drain",
@@ -305,3 +382,8 @@ class Action:
     reason: str
     values: Mapping[str, float] = field(default_factory=dict[str, float])
     """Numbers behind the reason, and those that the driver needs."""
+
+
+def sizes_as_values(sizes: Sizes) -> dict[str, float]:
+    """Return sizes as the values of a decision."""
+    return {name: float(value) for name, value in asdict(sizes).items()}

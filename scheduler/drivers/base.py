@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import signal
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Protocol
 
 from schemas.dataset.files import replace_bytes
 
@@ -41,8 +40,6 @@ class ResourceRequest:
 NO_RESOURCES = ResourceRequest()
 TOKEN, CERTIFICATE, KEY = "token", "tls.crt", "tls.key"
 """Files that all processes of a job share."""
-LAST_BYTES = 4096
-"""Bytes at the end of standard error that are searched for the last line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,38 +179,6 @@ def newest_name(folder: Path, prefix: str, suffix: str) -> str | None:
     paths = list(folder.glob(f"{prefix}*{suffix}"))
     newest = max(paths, key=lambda path: path.stat().st_mtime_ns, default=None)
     return None if newest is None else newest.name.removesuffix(suffix)
-
-
-def read_output(path: Path) -> str:
-    """Return the text of an output file, empty if it cannot be read."""
-    with suppress(OSError):
-        return path.read_text(encoding="utf-8", errors="replace")
-    return ""
-
-
-def last_line(text: str) -> str:
-    """Return the last line near the end of a text that is not empty."""
-    lines = text[-LAST_BYTES:].strip().splitlines()
-    return lines[-1].strip() if lines else ""
-
-
-def parse_result(output: str) -> dict[str, Any] | None:
-    """Return the JSON object that a command printed; None if it did not complete.
-
-    NaN, such as the NE of a diverged model, becomes None.
-
-    Example:
-        >>> parse_result('{"ne": NaN}'), parse_result('{"stopped": "SIGTERM"}')
-        ({'ne': None}, None)
-        >>> parse_result('{"ne"') is None
-        True
-    """
-    lines = output.strip().splitlines()
-    try:
-        body = json.loads(lines[-1], parse_constant=lambda _: None) if lines else None
-    except ValueError:
-        return None
-    return body if isinstance(body, dict) and "stopped" not in body else None
 
 
 def instance_of(output: Path) -> str:

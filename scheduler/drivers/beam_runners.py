@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -18,28 +18,9 @@ import urllib3
 
 from scheduler.controller.state import State
 from scheduler.drivers.base import instance_of
+from scheduler.drivers.job_files import Progress, SegmentRunner
 from schemas.config.parse import read_yaml
 from schemas.errors import SchemaError, check_at_least
-
-Progress = Callable[[str], None]
-"""Called with one line for each message."""
-
-
-class SegmentRunner:
-    """Where segment jobs run. This one is Beam's local runner, in their own processes."""
-
-    largest_job: int | None = None
-    """Most workers of one segment job; None if not limited."""
-
-    def check(self) -> None:
-        """Raise SchemaError if no segment job can run there."""
-
-    def cancel_ended(self, state: State, now_sec: float, progress: Progress) -> None:
-        """Cancel what remains of segment jobs that have ended; called about twice a second."""
-
-    def options(self, job: str, process: str, workers: int) -> list[str]:
-        """Return the Beam options of a segment job; those of the local runner are added later."""
-        return []
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,11 +17,10 @@ from scheduler.drivers.base import (
     Endpoint,
     ExitStatus,
     ResourceRequest,
-    last_line,
     newest_name,
-    read_output,
 )
 from scheduler.drivers.job_files import environment
+from scheduler.drivers.observations import last_line, read_output
 
 _EXEC = 'echo $$ > "$0" && exec "$@"'
 """Writes the pid to the first argument and executes the others."""

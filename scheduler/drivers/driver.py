@@ -29,13 +29,13 @@ from scheduler.controller.events import (
     Submitted,
     Tick,
 )
+from scheduler.controller.handle import num_turns
 from scheduler.controller.log import Log
 from scheduler.controller.state import ENDED_PHASES, JobState, Process, State
-from scheduler.controller.tick import num_turns
-from scheduler.drivers.base import Platform, Processes, ResourceRequest, parse_result
-from scheduler.drivers.beam_runners import SegmentRunner
+from scheduler.drivers.base import Platform, Processes, ResourceRequest
 from scheduler.drivers.job_files import (
     JobPaths,
+    SegmentRunner,
     coordinator_command,
     copy_job_file,
     discard_stores,
@@ -47,14 +47,15 @@ from scheduler.drivers.job_files import (
     segment_command,
     store_command,
 )
-from scheduler.drivers.outcomes import (
+from scheduler.drivers.observations import (
+    StepTail,
     ended_event,
     is_trained,
+    parse_result,
     read_files,
     record_history,
     undamaged,
 )
-from scheduler.drivers.step_tail import StepTail
 from scheduler.drivers.submit import HISTORY
 from schemas.config.job import parse_job
 from schemas.config.train import TrainConfig
@@ -184,10 +185,17 @@ class Driver:
             self._handle(Drained(time_sec=self._now(), job=job.name))
 
     def end(self) -> None:
-        """Cancel what remains where segment jobs ran; remove copies of files at a store."""
+        """Cancel what remains where segment jobs ran; add the finished jobs to the history.
+
+        Copies of their files at a store are removed.
+        """
         self._options.runner.cancel_ended(self.state, math.inf, self._options.progress)
         for name, paths in self._paths.items():
-            if paths.is_remote and self.state.jobs[name].phase == "finished":
+            job = self.state.jobs[name]
+            if job.phase != "finished":
+                continue
+            record_history(job, self._options.output / HISTORY)
+            if paths.is_remote:
                 shutil.rmtree(paths.folder / "work", ignore_errors=True)
 
     @property
@@ -425,8 +433,6 @@ class Driver:
             processes.kill(decision.process)
         elif action == "migrate":
             self._start_move(job, decision, processes)
-        elif action == "finish":
-            record_history(job, self._options.output / HISTORY)
 
     def _start(
         self, job: JobState, process: Process, decision: Decision, processes: Processes

@@ -6,7 +6,7 @@ import os
 import secrets
 import shutil
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from scheduler.controller.events import LoadKnown
 from scheduler.controller.slots import slots_of_range
+from scheduler.controller.state import State
 from scheduler.drivers.base import Endpoint
 from scheduler.model.plan_inputs import compute_lookahead
 from schemas.config.job import parse_job
@@ -215,6 +216,26 @@ def read_load(paths: JobPaths, job: str, train: TrainConfig, time_sec: float) ->
 
 
 # Command lines.
+
+Progress = Callable[[str], None]
+"""Called with one line for each message."""
+
+
+class SegmentRunner:
+    """Where segment jobs run. This one is Beam's local runner, in their own processes."""
+
+    largest_job: int | None = None
+    """Most workers of one segment job; None if not limited."""
+
+    def check(self) -> None:
+        """Raise SchemaError if no segment job can run there."""
+
+    def cancel_ended(self, state: State, now_sec: float, progress: Progress) -> None:
+        """Cancel what remains of segment jobs that have ended; called about twice a second."""
+
+    def options(self, job: str, process: str, workers: int) -> list[str]:
+        """Return the Beam options of a segment job; those of the local runner are added later."""
+        return []
 
 
 def environment() -> dict[str, str]:

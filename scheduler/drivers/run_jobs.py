@@ -14,10 +14,9 @@ from scheduler.controller.handle import handle
 from scheduler.controller.log import LOG, Log
 from scheduler.controller.state import Action, State
 from scheduler.drivers.base import Platform, stop_signals
-from scheduler.drivers.beam_runners import SegmentRunner
 from scheduler.drivers.children import ThisMachine
 from scheduler.drivers.driver import Driver, DriverOptions, unnamed_jobs
-from scheduler.drivers.job_files import JobPaths, segment_command
+from scheduler.drivers.job_files import JobPaths, SegmentRunner, segment_command
 from scheduler.drivers.kubernetes.pod_manifest import check_volumes, read_cluster
 from scheduler.drivers.submit import submit
 from scheduler.planner.machine_sizes import cluster_schedule, fill_budget

@@ -9,16 +9,18 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from scheduler.model.grid import Grid, Sizes, num_segments
-from scheduler.model.memory import (
+from scheduler.model.past_runs import BuildRecord, PastJob, RunRecord
+from scheduler.model.plan_inputs import DataFacts, Snapshot
+from scheduler.model.pools import (
     TRAINER_BASE_BYTES,
+    Grid,
+    Sizes,
     dense_multiplications,
     encoder_multiplications,
+    num_segments,
     trainer_memory,
     value_bytes,
 )
-from scheduler.model.past_runs import BuildRecord, PastJob, RunRecord
-from scheduler.model.plan_inputs import DataFacts, Snapshot
 from scheduler.model.throughput import (
     ASSUMED_SPREAD,
     WORKERS_EXPONENT,
@@ -252,6 +254,8 @@ class Models:
     """Bytes of a trainer before it holds anything of the job."""
     num_segments: int
     """Segments to be built; 0 if only training is left."""
+    epochs: int
+    """Passes over the data that are to be trained."""
     similar_jobs: tuple[tuple[str, float], ...] = ()
     """Past jobs behind the warm start, with their weights."""
     num_parts: float
@@ -295,6 +299,7 @@ def fit_models(
         similar_jobs=start.similar_jobs,
         base_bytes=max(TRAINER_BASE_BYTES, peak - held),
         num_segments=segments,
+        epochs=train.epochs,
         num_parts=math.inf
         if facts.part_rows is None
         else math.ceil(facts.num_samples / segments / facts.part_rows - 1e-9),

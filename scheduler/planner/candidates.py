@@ -1,14 +1,25 @@
-"""Candidate sizes of both pools: all of them, or a geometric grid if they are too many."""
+"""Candidate sizes of both pools, their predicted time and cost, and the order of preference.
+
+With a deadline, the cheapest plan that meets it. Without one, the plan with the smallest
+time^k x cost, with the time cost exponent k: spending k per cent more is accepted if it saves one
+per cent of time. For k = 1 and one pool this is the knee where efficiency per execution
+time is largest (Eager, Zahorjan and Lazowska 1989, Speedup versus efficiency in parallel systems).
+Each pool costs while it is held, and the training pool is held while it waits for segments, so a
+plan in which one pool waits for the other loses.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
+from typing import Any, overload
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from scheduler.model.grid import (
+from scheduler.model.plan_inputs import Snapshot
+from scheduler.model.pools import (
     Grid,
+    Sizes,
     budget_error,
     budget_excess,
     cross,
@@ -17,10 +28,9 @@ from scheduler.model.grid import (
     training_resources,
     training_sizes,
 )
-from scheduler.model.plan_inputs import Snapshot
 from scheduler.model.predict import Models, segment_setting, training_setting, training_start_sec
 from scheduler.model.throughput import Floats, Ints
-from schemas.config.schedule import ScheduleConfig
+from schemas.config.schedule import BudgetConfig, ScheduleConfig
 
 EXACT_POINTS = 1_000_000
 """Largest grid of all sizes; a larger one is thinned."""
@@ -176,7 +186,7 @@ def predict_candidates(
         segments,
         grid.segment_jobs,
         train_segment,
-        snapshot.job.train.epochs,
+        models.epochs,
         training_start_sec(models, config, grid),
     )
     first, second = preprocessing_resources(grid, config), training_resources(grid, config)
@@ -194,6 +204,98 @@ def predict_candidates(
         cost=(prices[0] * times.built_sec + prices[1] * held) / SEC_PER_HOUR,
         cost_per_hour=prices[0] + prices[1],
     )
+
+
+# Preference.
+
+TOLERANCE = 0.01
+"""Relative difference below which two plans are equally good: no prediction is better than that."""
+TIME_COST_EXPONENT = 8.0
+"""Default of `budget.time_cost_exponent`: idle reserved capacity has no value. Measured with
+`benchmarks.policies` (`presage`, philly, 2026-11-22): 8 takes 17 % off the mean completion
+time of 1 where requests fill 0.3 of the cluster (200 jobs, seeds 0 to 3), 13 % at 0.8 (300 jobs,
+seeds 0 to 5; 2, 4 and 16 take 6, 13 and 16 %), and adds 4 % at 1.5. alibaba, 0.8: 1 % off."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate(Sizes):
+    """Sizes of both pools, their resources, and predictions."""
+
+    preprocessing_cpus: float = 0.0
+    """Cores of all workers."""
+    preprocessing_memory_bytes: int = 0
+    training_cpus: float = 0.0
+    """Cores of all replicas and stores."""
+    training_memory_bytes: int = 0
+    rows_per_sec: float = 0.0
+    """Samples prepared per second, start-up of the jobs included."""
+    samples_per_sec: float = 0.0
+    """Samples trained per second while there are segments."""
+    waiting_sec: float = 0.0
+    """Seconds after the first segment in which training waits for segments."""
+    predicted_sec: float
+    """Seconds from start to trained model."""
+    cost: float
+    """Price of both pools, each while it is held."""
+    cost_per_hour: float
+
+    @property
+    def sizes(self) -> Sizes:
+        """The sizes alone."""
+        return self.grid.sizes_at(0)
+
+
+def preference(grid: Grid, predictions: Predictions, config: ScheduleConfig) -> Ints:
+    """Return the candidates from best to worst, (n,) indices; ties go to the smaller pools."""
+    value = objective(predictions, config)
+    late = np.zeros(len(grid))
+    if config.deadline is not None:
+        late = np.maximum(predictions.predicted_sec - config.deadline.total_seconds(), 0.0)
+    in_time = value[late == 0.0]
+    equal = value <= (1.0 + TOLERANCE) * in_time.min(initial=np.inf)
+    hourly = np.where(equal, predictions.cost_per_hour, 0.0)
+    sizes = [grid.num_workers, grid.num_replicas, grid.num_stores, grid.segment_jobs]
+    keys = [late, ~equal, hourly, value, predictions.predicted_sec, *sizes]
+    return np.lexsort(keys[::-1])
+
+
+def objective(predictions: Predictions, config: ScheduleConfig) -> Floats:
+    """Return (n,) values to minimise: the cost with a deadline, else the weighted cost."""
+    if config.deadline is not None:
+        return predictions.cost
+    return weighted_cost(
+        predictions.predicted_sec, predictions.cost, resolve_time_cost_exponent(config.budget)
+    )
+
+
+def resolve_time_cost_exponent(budget: BudgetConfig) -> float:
+    """Return the exponent of a budget, or the default."""
+    return TIME_COST_EXPONENT if budget.time_cost_exponent is None else budget.time_cost_exponent
+
+
+@overload
+def weighted_cost(seconds: float, cost: float, exponent: float) -> float: ...
+@overload
+def weighted_cost(seconds: Floats, cost: Floats, exponent: float) -> Floats: ...
+def weighted_cost(seconds: Any, cost: Any, exponent: float) -> Any:
+    """Return (time^k x cost)^(2 / (1 + k)), which orders plans like time^k x cost.
+
+    The power makes shares comparable over exponents: if time and cost both shrink by 1 %, the
+    value shrinks by 2 %, whatever k is.
+
+    Example:
+        >>> weighted_cost(3.0, 2.0, exponent=1.0), weighted_cost(3.0, 2.0, exponent=0.0)
+        (6.0, 4.0)
+    """
+    power = 2.0 / (1.0 + exponent)
+    return seconds ** (exponent * power) * cost**power
+
+
+def candidate_at(grid: Grid, predictions: Predictions, index: int) -> Candidate:
+    """Return one candidate of a grid."""
+    columns = {f.name: getattr(predictions, f.name) for f in fields(predictions)}
+    values = {name: column[index].item() for name, column in columns.items()}
+    return Candidate(**asdict(grid.sizes_at(index)), **values)
 
 
 # Pareto fronts.

@@ -24,16 +24,19 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
+from numpy.typing import ArrayLike
+from scipy.special import stdtrit
 
-from scheduler.model.grid import Grid, Sizes
-from scheduler.model.memory import Forecast
 from scheduler.model.plan_inputs import Snapshot
+from scheduler.model.pools import Grid, Sizes
 from scheduler.model.predict import Models, segment_setting, training_setting
-from scheduler.model.throughput import predict_seconds
-from scheduler.planner.candidates import SEC_PER_HOUR, find_candidates, predict_candidates
-from scheduler.planner.policy import (
+from scheduler.model.throughput import LEVEL, Floats, predict_seconds
+from scheduler.planner.candidates import (
+    SEC_PER_HOUR,
     Candidate,
     candidate_at,
+    find_candidates,
+    predict_candidates,
     preference,
     resolve_time_cost_exponent,
     weighted_cost,
@@ -173,6 +176,189 @@ def _is_trusted(
     steps = predict_seconds(models.training, training_setting(snapshot, config, grid))
     segments = predict_seconds(models.segments, segment_setting(models, snapshot, config, grid))
     return steps.confident & (segments.confident | (grid.segment_jobs == 0))
+
+
+# Forecasts. Resident bytes y at step x are modelled as
+#
+#     y = b + a x + e h(x)
+#
+# with a leak or a fill of a >= 0 bytes per step, and e >= 0 bytes per unit of a load h that is
+# known ahead: the rows touched so far, from the oracle. A table that fills grows ever more slowly,
+# so a line alone would give false alarms. Early on the load is nearly a line itself; then the load
+# decides how much is needed, but the line can still raise the alarm, or a leak would be noticed
+# late. The highest readings of up to 64 stretches are fitted, because peaks count; their errors are
+# correlated, which widens the interval.
+
+STRETCHES = 64
+"""Stretches of steps whose peaks are fitted."""
+MIN_STRETCHES = 8
+"""Fewest peaks for a trend."""
+SKIPPED = 0.1
+"""Share of the earliest readings that is skipped, while the process starts."""
+MAX_POINTS = 4096
+"""Most future steps at which a forecast is evaluated."""
+BETTER = 0.95
+"""Squared error of a fit over that of a simpler one, below which it is preferred."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """Resident memory up to the end of a process."""
+
+    confident: bool
+    """Whether there are enough readings for a trend; if not, the steps below are None."""
+    expected_step: int | None
+    """First step at which the limit is expected to be reached; None if not before the end."""
+    earliest_step: int | None
+    """First step at which the upper end of the interval reaches it, or that of a line that fits
+    about as well as the load."""
+    end_bytes: int
+    """Expected bytes at the last step, at least the largest reading."""
+    needed_bytes: int
+    """Upper end of the interval there, which suffices for the process."""
+
+
+def forecast(
+    steps: ArrayLike,
+    resident_bytes: ArrayLike,
+    *,
+    end_step: int,
+    limit_bytes: int,
+    load: ArrayLike | None = None,
+) -> Forecast:
+    """Predict when a process reaches its memory limit.
+
+    Args:
+        steps: (n,) ascending steps (or rows, or seconds) of the readings.
+        resident_bytes: (n,) readings.
+        end_step: its last step.
+        limit_bytes: its limit.
+        load: (end_step + 1,) load of every step, known ahead; None for a straight line.
+
+    Raises:
+        ValueError: there is no reading, or the end is before the last one.
+    """
+    x, y = np.asarray(steps, np.float64), np.asarray(resident_bytes, np.float64)
+    if not len(x) or end_step < x[-1]:
+        raise ValueError(
+            "forecast needs a reading and a later end, got "
+            f"{len(x)} readings and end_step={end_step}; read memory first"
+        )
+    loads = np.zeros(end_step + 1) if load is None else np.asarray(load, np.float64)
+    top = float(y.max())
+    late = x >= x[0] + SKIPPED * (x[-1] - x[0])
+    x, y = peaks(x[late], y[late])
+    if len(x) < MIN_STRETCHES:
+        needed = int(top)
+        return Forecast(
+            confident=False,
+            expected_step=None,
+            earliest_step=None,
+            end_bytes=needed,
+            needed_bytes=needed,
+        )
+    future = np.linspace(x[-1], end_step, MAX_POINTS).astype(np.int64)
+    future = future[np.diff(future, prepend=future[0] - 1) > 0]
+    fits, right = _fits(_columns(x, loads), y, _columns(future, loads))
+    middle, high = (np.maximum(end, y.max()) for end in _extrapolate(fits[0], y, right))
+    alarms = [np.maximum(_extrapolate(fit, y, right)[1], y.max()) for fit in fits[1:]]
+    return Forecast(
+        confident=True,
+        expected_step=_first(future, middle >= limit_bytes),
+        earliest_step=_first(future, np.max([high, *alarms], axis=0) >= limit_bytes),
+        end_bytes=int(np.ceil(max(middle[-1], top))),
+        needed_bytes=int(np.ceil(max(high.max(), top))),
+    )
+
+
+def peaks(steps: Floats, values: Floats) -> tuple[Floats, Floats]:
+    """Return the steps and values of the highest value of each stretch.
+
+    Example:
+        >>> peaks(np.arange(4.0), np.array([1.0, 3.0, 2.0, 5.0]))[1].tolist()
+        [1.0, 3.0, 2.0, 5.0]
+    """
+    parts = np.array_split(np.arange(len(steps)), min(STRETCHES, len(steps)))
+    indices = [part[values[part].argmax()] for part in parts]
+    return steps[indices], values[indices]
+
+
+def _columns(steps: ArrayLike, load: Floats) -> Floats:
+    x = np.asarray(steps, np.float64)
+    return np.stack([np.ones_like(x), x, load[x.astype(np.int64)]], axis=1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fit:
+    """Least squares over some of the columns.
+
+    Attributes:
+        support: indices of the columns.
+        columns: (n, len(support)) values.
+    """
+
+    support: tuple[int, ...]
+    columns: Floats
+    coefficients: Floats
+    error: float
+
+
+def _fits(columns: Floats, values: Floats, future: Floats) -> tuple[list[_Fit], Floats]:
+    """Return the best fit, and the line if it is about as good, with the scaled future columns.
+
+    Least squares with the second and third coefficient at least 0. A fit must be clearly better
+    than one that was tried before it, with fewer columns, or with the load instead of the line.
+    """
+    # Columns of similar magnitude, so that no support is singular because of units.
+    scale = np.maximum(np.abs(future).max(axis=0), 1.0)
+    scaled = columns / scale
+    order = ((0,), (0, 2), (0, 1), (0, 1, 2)) if columns[:, 2].any() else ((0,), (0, 1))
+    allowed = [fit for fit in (_fit(scaled, values, one) for one in order) if _grows(fit)]
+    best = allowed[0]
+    for fit in allowed[1:]:
+        best = fit if fit.error < BETTER * best.error else best
+    lines = [fit for fit in allowed if fit.support == (0, 1) and best.support == (0, 2)]
+    return [best, *(fit for fit in lines if BETTER * fit.error <= best.error)], future / scale
+
+
+def _fit(scaled: Floats, values: Floats, support: tuple[int, ...]) -> _Fit:
+    columns = scaled[:, support]
+    coefficients = np.asarray(np.linalg.lstsq(columns, values, rcond=None)[0], np.float64)
+    error = float(np.sum((columns @ coefficients - values) ** 2))
+    return _Fit(support, columns, coefficients, error)
+
+
+def _grows(fit: _Fit) -> bool:
+    return bool((fit.coefficients[1:] >= 0).all())
+
+
+def _extrapolate(fit: _Fit, values: Floats, right: Floats) -> tuple[Floats, Floats]:
+    """Return the values of a fit at future columns, and the upper end of its interval."""
+    freedom = len(values) - len(fit.support)
+    variance = fit.error / freedom * _inflation(values - fit.columns @ fit.coefficients)
+    inverse = np.linalg.pinv(fit.columns.T @ fit.columns)
+    later = right[:, fit.support]
+    spread = np.einsum("ij,jk,ik->i", later, inverse, later)
+    # One-sided, because only the upper end matters.
+    half = stdtrit(freedom, LEVEL) * np.sqrt(variance * (1.0 + spread))
+    middle = later @ fit.coefficients
+    return middle, middle + half
+
+
+def _inflation(residuals: Floats) -> float:
+    """Return the factor on the variance for the autocorrelation of the residuals."""
+    total = float(residuals @ residuals)
+    if total == 0.0:
+        return 1.0
+    autocorrelation = float(np.clip(residuals[1:] @ residuals[:-1] / total, 0.0, 0.9))
+    return (1.0 + autocorrelation) / (1.0 - autocorrelation)
+
+
+def _first(steps: np.ndarray, met: np.ndarray) -> int | None:
+    return int(steps[met.argmax()]) if met.any() else None
+
+
+# One tick.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
-from scheduler.model.grid import GIB, MIB, mib
-from scheduler.model.memory import trainer_memory, worker_bytes
 from scheduler.model.plan_inputs import Snapshot
+from scheduler.model.pools import GIB, MIB, mib, trainer_memory, worker_bytes
 from scheduler.model.predict import Models, fit_models
 from scheduler.planner.candidates import find_candidates
 from schemas.config.schedule import UNLIMITED_CPUS, UNLIMITED_MEMORY, BudgetConfig, ScheduleConfig

@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from scheduler.drivers.base import Processes, parse_result
+from scheduler.drivers.base import Processes
 from scheduler.drivers.job_files import local_runner_options, module_command
+from scheduler.drivers.observations import parse_result
 from scheduler.model.past_runs import BUILD
 from scheduler.model.plan_inputs import Snapshot, take_snapshot
 from scheduler.planner.machine_sizes import machine_schedule
-from scheduler.planner.policy import plan
-from scheduler.planner.reasons import plan_summary
+from scheduler.planner.policy import plan, plan_summary
 from scheduler.retrain.decide import (
     Await,
     DayRequest,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from datetime import date, timedelta
 from typing import Any, Literal, get_args
 
-from scheduler.controller.codec import decode, encode
+from scheduler.controller.log import decode, encode
 from schemas.errors import PlanError
 from schemas.storage.location import Location
 

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from scheduler.controller.codec import decode, encode
+from scheduler.controller.log import decode, encode
 from scheduler.retrain.decide import check_rollback
 from scheduler.retrain.records import (
     Record,

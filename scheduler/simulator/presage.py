@@ -23,10 +23,9 @@ from scheduler.model.elasticity import (
     add_readings,
     fit_pool_cores,
 )
-from scheduler.model.grid import GIB
-from scheduler.model.memory import forecast
+from scheduler.model.pools import GIB
 from scheduler.model.throughput import Floats
-from scheduler.planner.candidates import pareto_front
+from scheduler.planner.candidates import TIME_COST_EXPONENT, Candidate, pareto_front, weighted_cost
 from scheduler.planner.correction import (
     MEMORY_HEADROOM,
     MIN_GAIN,
@@ -37,10 +36,10 @@ from scheduler.planner.correction import (
     SizeComparison,
     decide_correction,
     end_change,
+    forecast,
     is_urgent,
     memory_after_oom,
 )
-from scheduler.planner.policy import TIME_COST_EXPONENT, Candidate, weighted_cost
 from scheduler.planner.share import WAITING, Options, share_budget, urgencies
 from scheduler.simulator.baselines import release_excess
 from scheduler.simulator.kind_models import KindModel, KindModels, build_kind, fit_presage

@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from scheduler.controller.predicted_times import LOOKAHEAD_SEC
+from scheduler.controller.predictions import LOOKAHEAD_SEC
 from scheduler.controller.state import Phase, Status
 from scheduler.status.view import JobView, View
 

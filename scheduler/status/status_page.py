@@ -17,9 +17,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from scheduler.controller.journal import Incident, Kind, Speed, SpeedPool, Usage
-from scheduler.controller.predicted_times import LOOKAHEAD_SEC
+from scheduler.controller.predictions import LOOKAHEAD_SEC
 from scheduler.controller.slots import NUM_RANGES, format_spans
-from scheduler.planner.policy import counted
+from scheduler.model.pools import counted
 from scheduler.status.view import (
     JobView,
     View,

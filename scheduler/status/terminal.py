@@ -15,7 +15,7 @@ from rich.text import Text
 
 from scheduler.controller.journal import Incident
 from scheduler.controller.log import LOG
-from scheduler.planner.policy import counted
+from scheduler.model.pools import counted
 from scheduler.status.board import Board, serving
 from scheduler.status.status_page import headline
 from scheduler.status.view import (

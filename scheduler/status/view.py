@@ -9,9 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from scheduler.controller.budget import RemainingWork, available_budget, remaining_work
 from scheduler.controller.journal import Incident, Journal, Kind, Speed, Usage, hour_price
-from scheduler.controller.predicted_times import lookahead_steps, predict_step
+from scheduler.controller.predictions import (
+    RemainingWork,
+    lookahead_steps,
+    predict_step,
+    remaining_work,
+)
 from scheduler.controller.slots import (
     accesses_at,
     format_spans,
@@ -27,8 +31,9 @@ from scheduler.controller.state import (
     Process,
     State,
     Status,
+    available_budget,
 )
-from scheduler.model.grid import GIB, MIB
+from scheduler.model.pools import GIB, MIB
 from scheduler.model.predict import training_setting
 from scheduler.model.throughput import predict_seconds
 from scheduler.planner.candidates import predict_candidates

@@ -15,7 +15,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from scheduler.controller.events import Ended
-from scheduler.controller.log import LOG, read_log, replay
+from scheduler.controller.log import LOG, read_log
+from scheduler.controller.replay import replay
 from schemas.run.records import METRICS
 from schemas.run.run_manifest import RunLogTail
 from schemas.storage.location import Location

@@ -9,18 +9,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from scheduler.model.grid import Grid, budget_excess
 from scheduler.model.plan_inputs import Snapshot
+from scheduler.model.pools import Grid, budget_excess
 from scheduler.model.predict import fit_models
 from scheduler.planner import candidates as module
 from scheduler.planner.candidates import (
     EXACT_POINTS,
+    Candidate,
     build_timeline,
     find_candidates,
     pareto_front,
     predict_candidates,
 )
-from scheduler.planner.policy import Candidate, plan
+from scheduler.planner.policy import plan
 from schemas.config.schedule import (
     BudgetConfig,
     PreprocessingPoolConfig,

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.model.grid import Sizes
-from scheduler.model.memory import Forecast
 from scheduler.model.plan_inputs import Snapshot
+from scheduler.model.pools import Sizes
 from scheduler.model.predict import (
     Models,
     default_segments,
@@ -21,6 +20,7 @@ from scheduler.model.predict import (
     training_setting,
 )
 from scheduler.model.throughput import Fit, Window, observe
+from scheduler.planner.candidates import TIME_COST_EXPONENT, Candidate
 from scheduler.planner.correction import (
     COOL_DOWN_SEC,
     MIN_GAIN,
@@ -28,13 +28,14 @@ from scheduler.planner.correction import (
     NUM_TICKS,
     Change,
     Correction,
+    Forecast,
     MemoryWatch,
     SizeComparison,
     compare_sizes,
     decide_correction,
     end_change,
 )
-from scheduler.planner.policy import TIME_COST_EXPONENT, Candidate, plan
+from scheduler.planner.policy import plan
 from schemas.config.schedule import BudgetConfig, ScheduleConfig, TrainingPoolConfig
 from tests.scheduler.small_job import FACTS, GIB, snapshot
 

@@ -8,21 +8,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.signal import lfilter
 
-from scheduler.model.memory import (
+from scheduler.model.pools import (
     STORE_BASE_BYTES,
     WORKER_BASE_BYTES,
     WORKER_COPIES,
-    Forecast,
     bytes_per_row,
     cache_rows,
     dense_parameters,
-    forecast,
     store_bytes,
     stores_needed,
     tables_bytes,
     trainer_memory,
     worker_bytes,
 )
+from scheduler.planner.correction import Forecast, forecast
 from schemas.config.train import CacheConfig, ModelConfig, SparseOptimizerConfig, TrainConfig
 from tests.scheduler.small_job import FACTS
 

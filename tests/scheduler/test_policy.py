@@ -13,10 +13,9 @@ import pytest
 from hypothesis import given, reject
 from hypothesis import strategies as st
 
-from scheduler.model.grid import Grid
-from scheduler.model.memory import store_bytes, trainer_memory, worker_bytes
 from scheduler.model.past_runs import BuildRecord, History
 from scheduler.model.plan_inputs import Snapshot
+from scheduler.model.pools import Grid, store_bytes, trainer_memory, worker_bytes
 from scheduler.model.predict import TRAINER_START_SEC, fit_models, training_setting
 from scheduler.model.throughput import (
     WORKERS_EXPONENT,
@@ -27,19 +26,16 @@ from scheduler.model.throughput import (
 )
 from scheduler.planner.candidates import (
     NOTICE_SEC,
-    build_timeline,
-    find_candidates,
-    predict_candidates,
-)
-from scheduler.planner.policy import (
     TIME_COST_EXPONENT,
     TOLERANCE,
     Candidate,
+    build_timeline,
+    find_candidates,
     objective,
-    plan,
+    predict_candidates,
     weighted_cost,
 )
-from scheduler.planner.reasons import reasons
+from scheduler.planner.policy import plan, reasons
 from schemas.config.job import load_job
 from schemas.config.schedule import (
     BudgetConfig,

@@ -8,8 +8,7 @@ import pytest
 from scheduler.model.past_runs import BuildRecord, History
 from scheduler.model.plan_inputs import Snapshot
 from scheduler.model.throughput import Fit
-from scheduler.planner.policy import PlanDecision, plan
-from scheduler.planner.reasons import caveats, confident, reasons
+from scheduler.planner.policy import PlanDecision, caveats, confident, plan, reasons
 from schemas.config.schedule import (
     BudgetConfig,
     PreprocessingPoolConfig,

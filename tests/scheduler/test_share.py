@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.model.grid import GIB
+from scheduler.model.pools import GIB
 from scheduler.model.predict import fit_models
 from scheduler.model.throughput import Floats
-from scheduler.planner.candidates import find_candidates, predict_candidates
-from scheduler.planner.policy import plan, preference
+from scheduler.planner.candidates import find_candidates, predict_candidates, preference
+from scheduler.planner.policy import plan
 from scheduler.planner.share import (
     MAX_JOBS,
     RESTART_SEC,

@@ -34,8 +34,7 @@ from scheduler.model.throughput import (
     fit_window,
     observe,
 )
-from scheduler.planner.policy import plan
-from scheduler.planner.reasons import caveats
+from scheduler.planner.policy import caveats, plan
 from schemas.config.schedule import ScheduleConfig
 from schemas.errors import SchemaError
 from tests.scheduler.small_job import FACTS, snapshot

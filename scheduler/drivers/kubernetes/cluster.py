@@ -17,9 +17,7 @@ from scheduler.drivers.base import (
     ExitStatus,
     ResourceRequest,
     instance_of,
-    last_line,
     newest_name,
-    read_output,
 )
 from scheduler.drivers.kubernetes.api_server import (
     CONFLICT,
@@ -52,6 +50,7 @@ from scheduler.drivers.kubernetes.pod_manifest import (
     secret_name,
     secret_of,
 )
+from scheduler.drivers.observations import last_line, read_output
 from schemas.errors import PlanError
 
 RETRY_SEC = 2.0

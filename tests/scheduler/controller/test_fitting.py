@@ -4,12 +4,19 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from scheduler.controller.budget import allocate, booked_resources, remaining_work
-from scheduler.controller.cores import CORE_TICKS, MAX_READINGS, MIN_CPUS
+from scheduler.controller.budget import allocate
+from scheduler.controller.cores import MAX_READINGS, MIN_CPUS
 from scheduler.controller.events import BudgetSet, Drained, Ended, Read, Resized
+from scheduler.controller.handle import CORES_REDUCED
+from scheduler.controller.predictions import remaining_work
 from scheduler.controller.reconcile import RESIZE_RETRY_SEC, is_settled
-from scheduler.controller.state import Action, UsageWindow, job_of_document
-from scheduler.controller.tick import CORES_REDUCED
+from scheduler.controller.state import (
+    CORE_TICKS,
+    Action,
+    UsageWindow,
+    booked_resources,
+    job_of_document,
+)
 from scheduler.model.elasticity import GROWTH, HEADROOM, NEED_MARGIN, CoreReadings
 from scheduler.model.predict import training_setting
 from tests.scheduler.controller.bench import Bench

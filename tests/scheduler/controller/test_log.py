@@ -37,8 +37,8 @@ from scheduler.controller.log import (
     logs_of,
     read_log,
     recover,
-    replay,
 )
+from scheduler.controller.replay import replay
 from scheduler.controller.state import Action, State
 from scheduler.model.past_runs import BuildRecord, History
 from schemas.dataset.files import replace_bytes

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from scheduler.controller.events import BudgetSet, Drained, Ended, Read, Tick
-from scheduler.controller.memory_limits import forecast_memory
+from scheduler.controller.predictions import forecast_memory
 from scheduler.controller.state import JobState
 from scheduler.planner.correction import MEMORY_HEADROOM, OOM_GROWTH, memory_after_oom
 from tests.scheduler.controller.bench import GROWS, Bench, labels

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from scheduler.controller.events import BudgetSet, Ended, Read, Resized
-from scheduler.controller.memory_limits import SPARE_TICKS
+from scheduler.controller.predictions import SPARE_TICKS
 from scheduler.controller.reconcile import RESIZE_RETRY_SEC
 from scheduler.controller.state import Action
 from scheduler.planner.correction import MIN_GAIN

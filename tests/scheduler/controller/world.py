@@ -8,8 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from scheduler.controller.budget import ROUNDING, candidate_sizes, shares_of
-from scheduler.controller.codec import decode, encode
+from scheduler.controller.budget import candidate_sizes
 from scheduler.controller.events import (
     BudgetSet,
     Ended,
@@ -22,7 +21,9 @@ from scheduler.controller.events import (
     Submitted,
     Tick,
 )
-from scheduler.controller.state import ENDED_PHASES, Action, State
+from scheduler.controller.handle import ROUNDING
+from scheduler.controller.log import decode, encode
+from scheduler.controller.state import ENDED_PHASES, Action, State, shares_of
 from scheduler.model.past_runs import History
 from schemas.errors import PlanError
 from tests.scheduler.small_job import FACTS, JOB

@@ -11,9 +11,9 @@ from scheduler.controller.events import Drained, Ended, Tick
 from scheduler.controller.journal import Journal
 from scheduler.controller.log import LOG, Log, read_log, snapshot_lines
 from scheduler.controller.state import State
-from scheduler.drivers.beam_runners import SegmentRunner
 from scheduler.drivers.children import Children, ThisMachine
 from scheduler.drivers.driver import Driver, DriverOptions
+from scheduler.drivers.job_files import SegmentRunner
 from schemas.config.job import parse_job
 from schemas.errors import SchemaError, StorageError
 from schemas.storage.location import Location
@@ -76,7 +76,7 @@ def test_nothing_is_decided_about_processes_while_the_store_does_not_answer(
     with Log(tmp_path / LOG) as log:
         driver = Driver(options, ThisMachine(), log, {"first": paths})
         with monkeypatch.context() as patch:
-            patch.setattr("scheduler.drivers.outcomes.find_root", fail)
+            patch.setattr("scheduler.drivers.observations.find_root", fail)
             patch.setattr("scheduler.drivers.driver.SILENT_POLL_SEC", 0.0)
             driver.poll()
             driver.poll()
@@ -124,7 +124,7 @@ def test_run_that_cannot_be_read_fails_no_other_job(
         if "first" in str(directory):
             raise PermissionError(13, "denied")
 
-    monkeypatch.setattr("scheduler.drivers.outcomes.find_root", fail)
+    monkeypatch.setattr("scheduler.drivers.observations.find_root", fail)
     with Log(tmp_path / LOG) as log:
         driver, _ = driver_of(tmp_path, log, messages)
         driver.poll()

@@ -10,8 +10,7 @@ from scheduler.controller.state import JobState, PoolName, Process
 from scheduler.drivers.base import Endpoint, ExitStatus
 from scheduler.drivers.children import Children
 from scheduler.drivers.driver import num_gpus_of
-from scheduler.drivers.outcomes import ended_event, record_history
-from scheduler.drivers.step_tail import StepTail
+from scheduler.drivers.observations import StepTail, ended_event, record_history
 from scheduler.model.past_runs import PAST_JOBS, read_past_jobs
 from schemas.config.train import TrainConfig
 from schemas.run.records import METRICS, SUMMARY, StepMetric, to_line
@@ -93,6 +92,19 @@ def test_ended_tells_by_what_is_left_then_by_what_was_said(name: str, tmp_path: 
     )
     same = outcome in ("done", "lost") or detail[:5] == "error"
     assert repeated.outcome == (outcome if same else "lost")
+
+
+def test_a_segment_job_with_a_result_is_done_and_its_files_are_not_read(tmp_path: Path) -> None:
+    paths = paths_of(tmp_path, num_segments=2)
+    damage(paths)
+    children = Children(paths.processes, os.environ)
+    result = '{"built": true, "num_samples": 9, "startup_sec": 1.5, "wall_sec": 2}'
+    for name, script in (("a", "exit 0"), ("b", "exit 1")):
+        children.start(name, ["/bin/sh", "-c", f"echo '{result}'; {script}"])
+        until(lambda name=name: not children.is_alive(name))
+    found = ended_event(paths, children, "job", process("segment", "a"), 5.0)
+    assert (found.outcome, found.num_samples, found.work_sec) == ("done", 9, 3.5)
+    assert ended_event(paths, children, "job", process("segment", "b"), 5.0).outcome == "failed"
 
 
 def test_a_trainer_that_left_as_it_was_asked_is_not_lost(

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler.drivers.children import CLAIM_SEC, Children, OomKills, oom_kill_counter
-from scheduler.drivers.outcomes import ended_event
+from scheduler.drivers.observations import ended_event
 from tests.scheduler.drivers.test_children import SLEEP, until
 from tests.scheduler.drivers.test_observe import process
 from tests.scheduler.small_job import paths_of

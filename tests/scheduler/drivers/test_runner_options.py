@@ -21,8 +21,8 @@ from pipelines.beam.runner import pipeline_options
 from pipelines.cli import build_parser as pipelines_parser
 from scheduler.__main__ import main
 from scheduler.drivers.base import instance_of
-from scheduler.drivers.beam_runners import FlinkRunner, RunnerConfig, SegmentRunner, segment_runner
-from scheduler.drivers.job_files import segment_command
+from scheduler.drivers.beam_runners import FlinkRunner, RunnerConfig, segment_runner
+from scheduler.drivers.job_files import SegmentRunner, segment_command
 from schemas.config.parse import read_yaml
 from schemas.errors import SchemaError
 from tests.scheduler.small_job import paths_of, write_job

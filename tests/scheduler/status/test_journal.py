@@ -9,7 +9,7 @@ import pytest
 from scheduler.controller.events import Ended, Started, Stepped
 from scheduler.controller.journal import KEPT, POINTS, Journal
 from scheduler.controller.state import State
-from scheduler.model.grid import GIB
+from scheduler.model.pools import GIB
 from scheduler.status.view import View, view_of
 from tests.scheduler.controller.world import BATCH
 from tests.scheduler.status.recordings import SEEDS, Recording, record_jobs

@@ -1,43 +1,100 @@
-"""How a process ended: by its files first, then by its exit status."""
+"""What is observed of a job: its steps as they are written, and how its processes ended."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
-from scheduler.controller.events import Ended, Outcome
+from scheduler.controller.events import Ended, Outcome, Stepped
 from scheduler.controller.state import JobState, Process
-from scheduler.drivers.base import Processes, parse_result
+from scheduler.drivers.base import Processes
 from scheduler.drivers.job_files import JobPaths
 from scheduler.model.past_runs import PAST_JOBS, format_past_job
 from scheduler.model.predict import fit_models, summarize_job
 from schemas.dataset.files import replace_bytes
 from schemas.dataset.manifest import find_root
 from schemas.errors import SchemaError, StorageError
-from schemas.run.records import EXIT_BEHIND, EXIT_HUNG, EXIT_LOST_ROWS, SUMMARY
-from schemas.run.run_manifest import read_run_file
+from schemas.run.records import (
+    EXIT_BEHIND,
+    EXIT_HUNG,
+    EXIT_LOST_ROWS,
+    METRICS,
+    SUMMARY,
+    StepMetric,
+)
+from schemas.run.run_manifest import RunLogTail, read_run_file
+from schemas.storage.location import Location
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
+MAX_STEPS = 32
+"""Latest steps whose times one event reports."""
+LAST_BYTES = 4096
+"""Bytes at the end of standard error that are searched for the last line."""
 CLUSTER_FAILED = re.compile(r"error: pipeline failed: Pipeline \S+ failed in state (.*)")
 """Last line of a segment job whose pipeline ended on a cluster."""
 PEER_UNREACHABLE = re.compile(r"error: (store|lighthouse) did not answer within ")
 """Last line of a process that waited for another one of its job."""
 
 
+class StepTail:
+    """New lines of a run's metrics; all lines again after a restore from an older checkpoint."""
+
+    def __init__(self, run: Location) -> None:
+        self._log = RunLogTail(run, METRICS)
+        self._num_samples = 0
+
+    def read(self, job: str, time_sec: float) -> Stepped | None:
+        """Return the steps since the last call, None if there are none."""
+        lines, restarted = self._log.read()
+        steps: list[StepMetric] = []
+        for line in lines:
+            with suppress(ValueError, TypeError):  # truncated while it was read
+                steps.append(StepMetric(**json.loads(line)))
+        if restarted:
+            self._num_samples = 0
+        if not steps:
+            return None
+        self._num_samples += sum(m.num_samples for m in steps)
+        replicas = steps[-1].num_replicas
+        # Without the first step, which compiles kernels.
+        timed = [
+            m for m in steps if m.step and m.num_replicas == replicas and m.samples_per_sec > 0
+        ]
+        return Stepped(
+            time_sec=time_sec,
+            job=job,
+            next_step=steps[-1].step + 1,
+            num_samples=self._num_samples,
+            num_replicas=replicas,
+            seconds=tuple(round(m.num_samples / m.samples_per_sec, 6) for m in timed[-MAX_STEPS:]),
+        )
+
+
+# How a process ended.
+
+
 def ended_event(
     paths: JobPaths, processes: Processes, job: str, process: Process, time_sec: float
 ) -> Ended:
-    """Return how a process ended: its files decide before its exit status and its output."""
+    """Return how a process ended: its files decide before its exit status and its output.
+
+    A segment job that exits with 0 and prints its result has committed: its files are not read.
+    """
     name, exit_status = process.name, processes.exit_status(process.name)
     status = exit_status.status
     detail = processes.last_stderr_line(name)
+    result = parse_result(processes.output(name)) if process.pool == "segment" else None
     num_samples, work_sec, damage = 0, 0.0, ""
     try:
-        is_complete = read_files(_is_complete, paths, process)
+        is_complete = (status == 0 and result is not None) or read_files(
+            _is_complete, paths, process
+        )
     except StorageError:
         raise
     except SchemaError as error:
@@ -45,7 +102,7 @@ def ended_event(
     if is_complete:
         outcome: Outcome = "done"
         if process.pool == "segment":
-            num_samples, work_sec = _build_figures(processes.output(name))
+            num_samples, work_sec = _build_figures(result or {})
     elif damage:
         outcome, detail = "failed", damage
     elif status == 0 and process.pool != "segment":
@@ -143,15 +200,46 @@ def is_trained(paths: JobPaths) -> bool:
     return read_run_file(paths.run, SUMMARY) is not None
 
 
-def _build_figures(output: str) -> tuple[int, float]:
-    """Return samples and seconds from the output of `build --json`; zeros if nothing was built."""
-    body = parse_result(output) or {}
+def _build_figures(result: dict[str, Any]) -> tuple[int, float]:
+    """Return samples and seconds from the result of `build --json`; zeros if nothing was built."""
     try:
-        if body["built"] is False:
+        if result["built"] is False:
             return 0, 0.0
-        return int(body["num_samples"]), float(body["startup_sec"]) + float(body["wall_sec"])
+        return int(result["num_samples"]), float(result["startup_sec"]) + float(result["wall_sec"])
     except (ValueError, KeyError, TypeError):
         return 0, 0.0
+
+
+def read_output(path: Path) -> str:
+    """Return the text of an output file, empty if it cannot be read."""
+    with suppress(OSError):
+        return path.read_text(encoding="utf-8", errors="replace")
+    return ""
+
+
+def last_line(text: str) -> str:
+    """Return the last line near the end of a text that is not empty."""
+    lines = text[-LAST_BYTES:].strip().splitlines()
+    return lines[-1].strip() if lines else ""
+
+
+def parse_result(output: str) -> dict[str, Any] | None:
+    """Return the JSON object that a command printed; None if it did not complete.
+
+    NaN, such as the NE of a diverged model, becomes None.
+
+    Example:
+        >>> parse_result('{"ne": NaN}'), parse_result('{"stopped": "SIGTERM"}')
+        ({'ne': None}, None)
+        >>> parse_result('{"ne"') is None
+        True
+    """
+    lines = output.strip().splitlines()
+    try:
+        body = json.loads(lines[-1], parse_constant=lambda _: None) if lines else None
+    except ValueError:
+        return None
+    return body if isinstance(body, dict) and "stopped" not in body else None
 
 
 def record_history(job: JobState, folder: Path) -> None:
