@@ -50,7 +50,7 @@ from scheduler.simulator.jobs import (
     interpolate_table,
 )
 from scheduler.simulator.presage import ALL, OFF, PresagePolicy
-from scheduler.simulator.views import Policy, Sizes, Snapshot
+from scheduler.simulator.views import Allocation, ClusterView, Policy
 
 PHILLY = Path("philly") / "philly.csv"
 ALIBABA = Path("alibaba_dlrm_v2025") / "disaggregated_DLRM_trace.csv"
@@ -200,7 +200,7 @@ class TimedPolicy:
         self.name, self.failure_policy = policy.name, policy.failure_policy
         self.interval_sec = policy.interval_sec
 
-    def decide(self, snapshot: Snapshot) -> Mapping[int, Sizes]:
+    def decide(self, snapshot: ClusterView) -> Mapping[int, Allocation]:
         """Return the decision of the policy."""
         start = time.process_time()
         decision = self.policy.decide(snapshot)

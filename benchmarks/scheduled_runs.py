@@ -37,7 +37,7 @@ from scheduler.drivers.children import Children, ThisMachine
 from scheduler.drivers.driver import Driver, DriverOptions
 from scheduler.drivers.job_files import JobPaths, environment
 from scheduler.drivers.submit import submit
-from scheduler.model.pools import Sizes, describe_sizes
+from scheduler.model.pools import PoolSizes, describe_sizes
 from scheduler.model.predict import fit_models
 from scheduler.planner.candidates import predict_candidates
 from schemas.config.schedule import BudgetConfig
@@ -165,7 +165,7 @@ def budget_of(run: Run) -> BudgetConfig:
     return BudgetConfig(cpus=run.cpus, memory=16 * GIB)
 
 
-def predict(run: Run, sizes: Sizes, scratch: Path) -> float:
+def predict(run: Run, sizes: PoolSizes, scratch: Path) -> float:
     """Return the predicted seconds of a run at sizes, before anything was measured."""
     submitted, paths = prepare(run, scratch / "predicted", scratch)
     state, _ = handle(State(), submitted)
@@ -230,7 +230,7 @@ def report(rows: Sequence[Mapping[str, Any]], scratch: Path) -> str:
     errors: list[float] = []
     for row in rows:
         run = Run(**{field.name: row[field.name] for field in fields(Run)})
-        sizes = Sizes(**row["sizes"])
+        sizes = PoolSizes(**row["sizes"])
         predicted = predict(run, sizes, scratch)
         errors.append(row["seconds"] / predicted - 1.0)
         lines.append(

@@ -48,7 +48,7 @@ from scheduler.drivers.run_jobs import (
     run_jobs,
 )
 from scheduler.model.measurements import fit_file, fit_summary
-from scheduler.model.plan_inputs import Snapshot, take_snapshot
+from scheduler.model.plan_inputs import PlanInputs, take_snapshot
 from scheduler.model.pools import counted
 from scheduler.planner.machine_sizes import cluster_schedule, fill_budget, machine_schedule
 from scheduler.planner.policy import explain_plan, plan, plan_summary, plan_to_json
@@ -158,7 +158,7 @@ def _plan(arguments: argparse.Namespace) -> None:
         print(plan_summary(decision))
 
 
-def _limited_schedule(snapshot: Snapshot) -> tuple[ScheduleConfig, tuple[str, ...]]:
+def _limited_schedule(snapshot: PlanInputs) -> tuple[ScheduleConfig, tuple[str, ...]]:
     declared = snapshot.job.schedule
     if declared.driver == "kubernetes":
         return cluster_schedule(declared), ()

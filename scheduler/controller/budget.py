@@ -15,13 +15,13 @@ import numpy as np
 from scheduler.controller.cores import restore_cores
 from scheduler.controller.predictions import RemainingWork, remaining_work
 from scheduler.controller.state import Action, JobState, State, available_budget, sizes_as_values
-from scheduler.model.pools import Sizes, budget_excess, describe_sizes, mib
+from scheduler.model.pools import PoolSizes, budget_excess, describe_sizes, mib
 from scheduler.planner.candidates import find_candidates, predict_candidates, preference
 from scheduler.planner.correction import MIN_REMAINING_SEC, Change, Correction
 from scheduler.planner.share import WAITING, Options, job_options, share_budget, urgencies
 from schemas.errors import PlanError
 
-Contender = tuple[JobState, list[Sizes], list[float], Options]
+Contender = tuple[JobState, list[PoolSizes], list[float], Options]
 """A job, its possible sizes (the preferred ones last), their predicted seconds, and its options."""
 
 
@@ -86,7 +86,7 @@ def allocate(state: State) -> tuple[State, list[Action]]:
 
 def candidate_sizes(
     job: JobState, state: State, *, may_keep: bool = True
-) -> tuple[list[Sizes], list[float], Options]:
+) -> tuple[list[PoolSizes], list[float], Options]:
     """Return the possible sizes of a job, their predicted seconds, and what they take and gain.
 
     Args:
@@ -136,7 +136,7 @@ def _with_urgency(contenders: Sequence[Contender]) -> list[Options]:
 
 
 def _with_sizes(
-    job: JobState, state: State, sizes: Sizes | None, predicted_sec: float, num_jobs: int
+    job: JobState, state: State, sizes: PoolSizes | None, predicted_sec: float, num_jobs: int
 ) -> tuple[JobState, Action]:
     budget = f"{state.budget.cpus:g} cores and {state.budget.memory:,} bytes"
     if sizes is None:

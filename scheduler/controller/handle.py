@@ -54,7 +54,7 @@ from scheduler.controller.state import (
     Action,
     BackoffState,
     JobState,
-    Process,
+    PoolProcess,
     State,
     UsageWindow,
     available_budget,
@@ -64,8 +64,8 @@ from scheduler.controller.state import (
     sizes_as_values,
 )
 from scheduler.model.elasticity import CoreReadings
-from scheduler.model.plan_inputs import Snapshot
-from scheduler.model.pools import Grid, Sizes, describe_sizes
+from scheduler.model.plan_inputs import PlanInputs
+from scheduler.model.pools import Grid, PoolSizes, describe_sizes
 from scheduler.model.predict import fit_models, segment_setting, training_setting
 from scheduler.model.throughput import observe
 from scheduler.planner.correction import (
@@ -214,7 +214,7 @@ def _may_outgrow(job: JobState, num_ticks: int) -> bool:
 
 
 def _check_job(
-    job: JobState, sizes: Sizes, state: State, budget: BudgetConfig
+    job: JobState, sizes: PoolSizes, state: State, budget: BudgetConfig
 ) -> tuple[JobState, list[Action]]:
     work = remaining_work(job, state.now_sec, budget, state.largest_job)
     predicted = predict_step(work, sizes)
@@ -258,7 +258,7 @@ def _check_job(
 
 
 def _replace_segment_job(
-    job: JobState, process: Process, why: str
+    job: JobState, process: PoolProcess, why: str
 ) -> tuple[JobState, list[Action]]:
     job = replace(
         job.with_process(replace(process, status="leaving")),
@@ -318,7 +318,7 @@ def _submit(state: State, event: Submitted) -> State:
     if old is not None and old.phase not in ("drained", "draining", "failed"):
         return state
     declared = job_of_document(event.document, event.job, event.schedule)
-    snapshot = Snapshot(job=declared, facts=event.facts, history=event.history)
+    snapshot = PlanInputs(job=declared, facts=event.facts, history=event.history)
     config = declared.schedule
     job = old or JobState(
         name=event.job,
@@ -397,7 +397,7 @@ def _add_readings(job: JobState, readings: Iterable[Read]) -> JobState:
     return replace(job, processes=processes, worker_peak=peak)
 
 
-def _with_reading(process: Process, event: Read) -> Process:
+def _with_reading(process: PoolProcess, event: Read) -> PoolProcess:
     readings = (*process.readings, (event.position, event.resident_bytes))
     if len(process.readings) and event.position <= process.readings[-1][0]:
         readings = process.readings  # no progress, so nothing about its growth
@@ -431,7 +431,7 @@ def _on_stepped(job: JobState, event: Stepped, state: State) -> Result:
     config: ScheduleConfig = job.snapshot.job.schedule
     stores, steps = job.num_serving, job.steps
     if event.seconds and not job.steps_suspect:
-        sizes = Sizes(
+        sizes = PoolSizes(
             segment_jobs=1, workers_per_job=1, num_replicas=event.num_replicas, num_stores=stores
         )
         setting = training_setting(job.snapshot, config, sizes)
@@ -494,7 +494,7 @@ def _on_ended(job: JobState, event: Ended, state: State) -> Result:
     return _back_off(job, process, event, state)
 
 
-def _add_built(job: JobState, process: Process, event: Ended, segment_jobs: int) -> JobState:
+def _add_built(job: JobState, process: PoolProcess, event: Ended, segment_jobs: int) -> JobState:
     builds = job.builds
     if event.work_sec > 0.0:
         sizes = Grid.of_rows(np.array([(max(1, segment_jobs), process.workers, 1, 0)]))
@@ -522,7 +522,7 @@ def _finish(job: JobState, event: Ended) -> Result:
     return job, [action]
 
 
-def _back_off(job: JobState, process: Process, event: Ended, state: State) -> Result:
+def _back_off(job: JobState, process: PoolProcess, event: Ended, state: State) -> Result:
     """Restart the task later, or fail the job if the task failed MAX_FAILED times."""
     task_id = process.task_id
     old = job.backoffs.get(task_id, BackoffState())
@@ -572,7 +572,7 @@ def _on_preempted(job: JobState, event: Preempted, state: State) -> Result:
     return job, [_hand_back(job, process, reason), action]
 
 
-def _hand_back(job: JobState, process: Process, reason: str) -> Action:
+def _hand_back(job: JobState, process: PoolProcess, reason: str) -> Action:
     return Action(verb="hand back", job=job.name, process=process.name, reason=reason)
 
 

@@ -32,7 +32,7 @@ from scheduler.controller.events import BudgetSet, Event, Read, Submitted, Tick
 from scheduler.controller.handle import HANDLERS, handle
 from scheduler.controller.journal import Journal, record
 from scheduler.controller.state import Action, JobState, State, job_of_document
-from scheduler.model.plan_inputs import Snapshot
+from scheduler.model.plan_inputs import PlanInputs
 from schemas.dataset.files import replace_bytes
 from schemas.errors import SchemaError
 from schemas.run.records import Decision
@@ -140,8 +140,8 @@ def _mapping_codec(key: Any, item: Any) -> Codec:
 
 
 def _dataclass_codec(kind: Any) -> Codec:
-    own = [f for f in fields(kind) if not (kind is Snapshot and f.name == "job")]
-    make: Any = partial(cast(Any, Snapshot), job=None) if kind is Snapshot else kind
+    own = [f for f in fields(kind) if not (kind is PlanInputs and f.name == "job")]
+    make: Any = partial(cast(Any, PlanInputs), job=None) if kind is PlanInputs else kind
     hints = get_type_hints(kind)
     codecs = {f.name: _codec(hints[f.name]) for f in own}
     defaults = [(f.name, codecs[f.name][0], _default(f)) for f in own]
@@ -218,7 +218,7 @@ def to_decision(action: Action, time_sec: float) -> Decision:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class LogEntry:
     """An event of a log."""
 
     line: int
@@ -240,7 +240,7 @@ class LogReader:
         self.handle_sec = 0.0
         """CPU time that handling the events took."""
 
-    def read(self, line: bytes) -> Entry | None:
+    def read(self, line: bytes) -> LogEntry | None:
         """Return the entry of the next line without applying it; None for a snapshot.
 
         Raises:
@@ -255,7 +255,7 @@ class LogReader:
                 self._journal = decode(Journal, body["journal"])
             else:
                 decisions = tuple(Decision(**decision) for decision in body.pop("decisions", ()))
-                entry = Entry(self.num_lines + 1, event_from_json(body), decisions)
+                entry = LogEntry(self.num_lines + 1, event_from_json(body), decisions)
                 self.num_events += 1
         except SchemaError:
             raise
@@ -267,14 +267,14 @@ class LogReader:
         self.num_bytes += len(line)
         return entry
 
-    def entries(self) -> Iterator[Entry]:
+    def entries(self) -> Iterator[LogEntry]:
         """Yield the entries of the log, each before it is applied."""
         for line in complete_lines(self.path):
             entry = self.read(line)
             if entry is not None:
                 yield entry
 
-    def apply(self, entry: Entry) -> list[Decision]:
+    def apply(self, entry: LogEntry) -> list[Decision]:
         """Handle the event of an entry, and return what would be decided on it now."""
         state, decisions = self.handle(entry.event)
         self.update(entry.event, state, entry.decisions)
@@ -427,7 +427,7 @@ def recover(path: Path) -> LogReader:
     return reader
 
 
-def read_log(path: Path) -> list[Entry]:
+def read_log(path: Path) -> list[LogEntry]:
     """Return the entries of a log, and of its archive before it.
 
     Raises:

@@ -9,15 +9,22 @@ from types import MappingProxyType
 
 import numpy as np
 
-from scheduler.controller.state import Action, JobState, PoolName, Process, State, StepPrediction
-from scheduler.model.plan_inputs import Snapshot
-from scheduler.model.pools import BookedWorker, Grid, Sizes, trainer_memory, worker_bytes
+from scheduler.controller.state import (
+    Action,
+    JobState,
+    PoolName,
+    PoolProcess,
+    State,
+    StepPrediction,
+)
+from scheduler.model.plan_inputs import PlanInputs
+from scheduler.model.pools import BookedWorker, Grid, PoolSizes, trainer_memory, worker_bytes
 from scheduler.model.predict import Models, fit_models, segment_setting, training_setting
 from scheduler.model.throughput import predict_seconds
 from scheduler.planner.correction import (
     MEMORY_HEADROOM,
     MIN_GAIN,
-    Forecast,
+    MemoryForecast,
     MemoryWatch,
     Pool,
     forecast,
@@ -38,7 +45,7 @@ MAX_FORECASTS = 2
 class RemainingWork:
     """A running job as the planner sees it: like a new job with the rest of the work."""
 
-    snapshot: Snapshot
+    snapshot: PlanInputs
     """Inputs of a plan, with the remaining samples only."""
     config: ScheduleConfig
     """Schedule with the current resources of its processes, and the time until the deadline."""
@@ -136,7 +143,7 @@ def _cap_workers(
 # Times.
 
 
-def predict_step(work: RemainingWork, sizes: Sizes) -> StepPrediction:
+def predict_step(work: RemainingWork, sizes: PoolSizes) -> StepPrediction:
     """Return the prediction of a step at these sizes, with its interval."""
     setting = training_setting(work.snapshot, work.config, sizes.grid)
     step = predict_seconds(work.models.training, setting)
@@ -154,7 +161,7 @@ def lookahead_steps(work: RemainingWork, step_sec: float) -> int | None:
 
 
 def predict_segment_sec(
-    job: JobState, work: RemainingWork, process: Process
+    job: JobState, work: RemainingWork, process: PoolProcess
 ) -> tuple[float, float]:
     """Return the predicted seconds of a segment job, and the upper end of the interval."""
     sizes = (max(1, len(job.of_pool("segment"))), process.workers, 1, 0)
@@ -170,7 +177,7 @@ LATE_FACTOR = 2.0
 
 def find_late_segment(
     job: JobState, work: RemainingWork, now_sec: float
-) -> tuple[Process, str] | None:
+) -> tuple[PoolProcess, str] | None:
     """Return a segment job that takes far longer than predicted; None before one was measured."""
     building = [p for p in job.of_pool("segment") if p.status == "running"]
     if not work.models.segments.num_cells or not building:
@@ -196,7 +203,7 @@ def forecast_pools(
     """
     watches: list[MemoryWatch] = []
     free = max(0, budget.memory - sum(p.held_memory for p in job.processes.values()))
-    pools: tuple[tuple[Pool, list[Process]], ...] = (
+    pools: tuple[tuple[Pool, list[PoolProcess]], ...] = (
         ("training", job.trainers),
         ("preprocessing", job.of_pool("segment")),
     )
@@ -222,13 +229,13 @@ def forecast_pools(
     return watches
 
 
-def _largest(processes: Sequence[Process]) -> list[Process]:
+def _largest(processes: Sequence[PoolProcess]) -> list[PoolProcess]:
     read = [p for p in processes if p.readings and p.memory_bytes]
     largest = sorted(read, key=lambda p: -p.readings[-1][1])[:MAX_FORECASTS]
     return [p for p in read if p in largest]
 
 
-def forecast_memory(job: JobState | None, process: Process, end: int) -> Forecast:
+def forecast_memory(job: JobState | None, process: PoolProcess, end: int) -> MemoryForecast:
     """Forecast the memory of a process.
 
     Args:
@@ -245,7 +252,7 @@ def forecast_memory(job: JobState | None, process: Process, end: int) -> Forecas
     return forecast(steps, values, end_step=end, limit_bytes=process.memory_bytes, load=load)
 
 
-def _per_worker(total: Forecast, workers: int) -> Forecast:
+def _per_worker(total: MemoryForecast, workers: int) -> MemoryForecast:
     return replace(
         total, end_bytes=total.end_bytes // workers, needed_bytes=-(-total.needed_bytes // workers)
     )
@@ -260,7 +267,7 @@ SPARE_TICKS = 20
 
 
 def reclaim_memory(
-    job: JobState, sizes: Sizes, work: RemainingWork, watches: Sequence[MemoryWatch]
+    job: JobState, sizes: PoolSizes, work: RemainingWork, watches: Sequence[MemoryWatch]
 ) -> tuple[JobState, list[Action]]:
     """Lower the memory of a pool's next processes after SPARE_TICKS ticks with spare memory.
 
@@ -292,7 +299,7 @@ def reclaim_memory(
 
 
 def _needed_memory(
-    job: JobState, pool: Pool, sizes: Sizes, work: RemainingWork, watches: Sequence[MemoryWatch]
+    job: JobState, pool: Pool, sizes: PoolSizes, work: RemainingWork, watches: Sequence[MemoryWatch]
 ) -> int | None:
     """Return the bytes that suffice for every process of a pool; None if one has no forecast."""
     forecasts = [watch.forecast for watch in watches if watch.pool == pool]
@@ -304,7 +311,7 @@ def _needed_memory(
     return max(needed, _least_memory(pool, sizes, work))
 
 
-def _least_memory(pool: Pool, sizes: Sizes, work: RemainingWork) -> int:
+def _least_memory(pool: Pool, sizes: PoolSizes, work: RemainingWork) -> int:
     """Return the predicted bytes per process, so that plans with as few processes still fit."""
     facts, train = work.snapshot.facts, work.snapshot.job.train
     if pool == "preprocessing":
@@ -318,7 +325,7 @@ def _least_memory(pool: Pool, sizes: Sizes, work: RemainingWork) -> int:
 # Memory after an OOM kill.
 
 
-def raise_memory(job: JobState, process: Process, state: State) -> tuple[JobState, bool, str]:
+def raise_memory(job: JobState, process: PoolProcess, state: State) -> tuple[JobState, bool, str]:
     """Give the successors of a process that was killed for memory more of it.
 
     Args:
@@ -342,7 +349,7 @@ def raise_memory(job: JobState, process: Process, state: State) -> tuple[JobStat
     return job, True, f"{problem}, and gets {given:,} from now on"
 
 
-def _forecast_need(job: JobState, process: Process, state: State) -> int:
+def _forecast_need(job: JobState, process: PoolProcess, state: State) -> int:
     """Return the bytes that a process like this one needs, 0 if its readings do not tell."""
     if not process.readings or process.pool == "store":
         return 0

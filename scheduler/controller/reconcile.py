@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from scheduler.controller.slots import stores_present, stores_ready, update_members
-from scheduler.controller.state import Action, JobState, PoolName, Process, State
-from scheduler.model.pools import MIB, Sizes, counted, mib
+from scheduler.controller.state import Action, JobState, PoolName, PoolProcess, State
+from scheduler.model.pools import MIB, PoolSizes, counted, mib
 from scheduler.planner.correction import MEMORY_HEADROOM, MIN_GAIN, end_change
 
 RESIZE_RETRY_SEC = 300.0
@@ -77,7 +77,9 @@ class Reconciler:
         )
         return False
 
-    def end(self, job: JobState, process: Process, reason: str, *, stop: bool = False) -> JobState:
+    def end(
+        self, job: JobState, process: PoolProcess, reason: str, *, stop: bool = False
+    ) -> JobState:
         """Drain or kill a process, unless it is leaving already."""
         if process.status == "leaving":
             return job
@@ -86,7 +88,13 @@ class Reconciler:
         return job.with_process(replace(process, status="leaving"))
 
     def raise_memory(
-        self, job: JobState, process: Process, memory_bytes: int, reason: str, *, stop: bool = False
+        self,
+        job: JobState,
+        process: PoolProcess,
+        memory_bytes: int,
+        reason: str,
+        *,
+        stop: bool = False,
     ) -> JobState:
         """Raise the memory of a process in place, or end it to be restarted with more."""
         before = process.memory_before or process.memory_bytes
@@ -98,7 +106,7 @@ class Reconciler:
         self.memory_bytes -= more
         return self._resize(job, raised, reason, {"memory_bytes": float(memory_bytes)})
 
-    def lower_memory(self, job: JobState, process: Process, memory_bytes: int) -> JobState:
+    def lower_memory(self, job: JobState, process: PoolProcess, memory_bytes: int) -> JobState:
         """Lower the memory of a process, if the driver supports in-place resize of Pod resources.
 
         The difference is free for others once the node has confirmed the resize.
@@ -116,7 +124,7 @@ class Reconciler:
         lowered = replace(process, memory_bytes=memory_bytes, memory_before=process.memory_bytes)
         return self._resize(job, lowered, reason, {"memory_bytes": float(memory_bytes)})
 
-    def change_cpus(self, job: JobState, process: Process, cpus: float) -> JobState:
+    def change_cpus(self, job: JobState, process: PoolProcess, cpus: float) -> JobState:
         """Change the cores of a running process in place, as far as they are free.
 
         If the driver supports in-place resize of Pod resources, cores that it loses are free once
@@ -140,7 +148,7 @@ class Reconciler:
         return self._resize(job, changed, reason, {"cpus": cpus})
 
     def _resize(
-        self, job: JobState, process: Process, reason: str, values: Mapping[str, float]
+        self, job: JobState, process: PoolProcess, reason: str, values: Mapping[str, float]
     ) -> JobState:
         action = Action(
             verb="resize", job=job.name, process=process.name, reason=reason, values=values
@@ -165,7 +173,7 @@ class Reconciler:
         if runs or early or not self.has_room(task_id, cpus, memory_bytes):
             return job
         attempt = job.attempts.get(task_id, 0) + 1
-        process = Process(
+        process = PoolProcess(
             name=f"{task_id}.{attempt}",
             pool=pool,
             number=number,
@@ -253,7 +261,7 @@ def _end_all(job: JobState, reconciler: Reconciler, reason: str) -> JobState:
     return job
 
 
-def _reconcile_training(job: JobState, sizes: Sizes, reconciler: Reconciler) -> JobState:
+def _reconcile_training(job: JobState, sizes: PoolSizes, reconciler: Reconciler) -> JobState:
     """Run the stores, the coordinator and the replicas, once the first segment is built."""
     if not job.built:
         return job
@@ -294,7 +302,7 @@ def _reconcile_training(job: JobState, sizes: Sizes, reconciler: Reconciler) -> 
     return job
 
 
-def _reconcile_stores(job: JobState, sizes: Sizes, reconciler: Reconciler) -> JobState:
+def _reconcile_stores(job: JobState, sizes: PoolSizes, reconciler: Reconciler) -> JobState:
     job = update_members(job, sizes)
     running = {p.number for p in job.of_pool("store")}
     for number in job.stores:
@@ -318,7 +326,7 @@ def _resize_running(job: JobState, reconciler: Reconciler) -> JobState:
     return job
 
 
-def _reconcile_segments(job: JobState, sizes: Sizes, reconciler: Reconciler) -> JobState:
+def _reconcile_segments(job: JobState, sizes: PoolSizes, reconciler: Reconciler) -> JobState:
     """Build the segments in order; the first one alone, as the others depend on its result."""
     for process in job.of_pool("segment"):
         needed = process.workers * job.worker_memory
@@ -369,7 +377,7 @@ def is_settled(job: JobState) -> bool:
     return len(job.of_pool("coordinator")) == 1 and len(job.of_pool("replica")) == replicas
 
 
-def _lacks_memory(job: JobState, process: Process) -> bool:
+def _lacks_memory(job: JobState, process: PoolProcess) -> bool:
     if process.is_changing:
         return True
     needed = {"segment": process.workers * job.worker_memory, "replica": job.replica_memory}

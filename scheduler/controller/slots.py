@@ -15,7 +15,7 @@ import numpy as np
 
 from scheduler.controller.events import LoadKnown
 from scheduler.controller.state import Action, JobState
-from scheduler.model.pools import HEADROOM, STORE_BASE_BYTES, Sizes, tables_bytes
+from scheduler.model.pools import HEADROOM, STORE_BASE_BYTES, PoolSizes, tables_bytes
 from schemas.config.schedule import MAX_STORES
 from schemas.hashing import NUM_SLOTS, divide_slots
 
@@ -212,12 +212,12 @@ def redistribute(owners: Sequence[int], stores: Collection[int]) -> tuple[int, .
 # Stores of a job.
 
 
-def target_stores(sizes: Sizes) -> int:
+def target_stores(sizes: PoolSizes) -> int:
     """Return how many stores a job with stores is to have."""
     return max(1, min(NUM_RANGES, sizes.num_stores))
 
 
-def update_members(job: JobState, sizes: Sizes) -> JobState:
+def update_members(job: JobState, sizes: PoolSizes) -> JobState:
     """Return a job with the stores that belong to it at its sizes.
 
     A surplus store belongs to the job until it owns no range for certain, which a move that seemed
@@ -273,7 +273,7 @@ def stores_ready(job: JobState) -> bool:
     return removed and set(job.owners or job.stores) <= set(job.running_stores)
 
 
-def stores_present(job: JobState, sizes: Sizes) -> bool:
+def stores_present(job: JobState, sizes: PoolSizes) -> bool:
     """Return whether all stores of the target sizes were started.
 
     Surplus stores are not waited for, because giving away their slots may take long.
@@ -292,7 +292,7 @@ def max_ranges(job: JobState, num_stores: int) -> int:
 
 
 def move_slots(
-    job: JobState, sizes: Sizes, ahead_steps: int, now_sec: float
+    job: JobState, sizes: PoolSizes, ahead_steps: int, now_sec: float
 ) -> tuple[JobState, list[Action]]:
     """Start the next move of slots: off a surplus store, else off an overloaded one.
 

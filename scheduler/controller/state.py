@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
 from scheduler.controller.events import LoadKnown, Stepped
-from scheduler.model.elasticity import CoreReadings, PoolSizes
-from scheduler.model.plan_inputs import Snapshot
-from scheduler.model.pools import Sizes
+from scheduler.model.elasticity import CoreReadings, TrainingSizes
+from scheduler.model.plan_inputs import PlanInputs
+from scheduler.model.pools import PoolSizes
 from scheduler.model.throughput import Window
 from scheduler.planner.correction import Correction
 from scheduler.planner.machine_sizes import cluster_schedule
@@ -26,7 +26,7 @@ ENDED_PHASES: tuple[Phase, ...] = ("drained", "finished", "failed")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Process:
+class PoolProcess:
     """One process that was started and has not ended."""
 
     name: str
@@ -103,7 +103,7 @@ IDLE_CPUS = 0.001
 class UsageWindow:
     """Core usage and step times since the number or the cores of the processes last changed."""
 
-    sizes: PoolSizes = (0, 0)
+    sizes: TrainingSizes = (0, 0)
     """Trainers and stores."""
     cpus: tuple[float, ...] = ()
     """Cores of each trainer and, if there are stores, of each store."""
@@ -146,10 +146,10 @@ class JobState:
     document: str
     schedule: ScheduleConfig | None = None
     """The schedule as submitted."""
-    snapshot: Snapshot
+    snapshot: PlanInputs
     num_segments: int
     phase: Phase = "submitted"
-    sizes: Sizes | None = None
+    sizes: PoolSizes | None = None
     """Target sizes of its pools; None while it waits for budget."""
     has_replicas: bool = False
     """Whether replicas train beside its coordinator; stays set once there were several."""
@@ -167,7 +167,7 @@ class JobState:
     """Whether its steps may be slow for lack of cores; such steps are not fitted."""
     spare_ticks: Mapping[str, int] = field(default_factory=dict[str, int])
     """By pool, consecutive ticks at which it had memory to spare."""
-    processes: Mapping[str, Process] = field(default_factory=dict[str, Process])
+    processes: Mapping[str, PoolProcess] = field(default_factory=dict[str, PoolProcess])
     built: frozenset[int] = frozenset()
     """Committed segments."""
     attempts: Mapping[str, int] = field(default_factory=dict[str, int])
@@ -229,11 +229,11 @@ class JobState:
         return [p.number for p in self.of_pool("store") if p.status == "running"]
 
     @property
-    def trainers(self) -> list[Process]:
+    def trainers(self) -> list[PoolProcess]:
         """The coordinator and the replicas."""
         return [*self.of_pool("coordinator"), *self.of_pool("replica")]
 
-    def of_pool(self, pool: PoolName) -> list[Process]:
+    def of_pool(self, pool: PoolName) -> list[PoolProcess]:
         """Return the live processes of one pool, by number."""
         processes = [p for p in self.processes.values() if p.pool == pool]
         return sorted(processes, key=lambda p: (p.number, p.name))
@@ -252,7 +252,7 @@ class JobState:
             return replace(self, store_memory=memory_bytes)
         return replace(self, replica_memory=memory_bytes)
 
-    def with_process(self, process: Process) -> JobState:
+    def with_process(self, process: PoolProcess) -> JobState:
         """Return the job with a process added or replaced."""
         return replace(self, processes={**self.processes, process.name: process})
 
@@ -318,7 +318,7 @@ class State:
 # What is booked.
 
 
-def booked_resources(job: JobState, sizes: Sizes | None) -> tuple[float, int]:
+def booked_resources(job: JobState, sizes: PoolSizes | None) -> tuple[float, int]:
     """Return the cores and bytes of the pools at these sizes; none while the job waits."""
     if sizes is None:
         return 0.0, 0
@@ -384,6 +384,6 @@ class Action:
     """Numbers behind the reason, and those that the driver needs."""
 
 
-def sizes_as_values(sizes: Sizes) -> dict[str, float]:
+def sizes_as_values(sizes: PoolSizes) -> dict[str, float]:
     """Return sizes as the values of a decision."""
     return {name: float(value) for name, value in asdict(sizes).items()}

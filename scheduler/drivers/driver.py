@@ -31,7 +31,7 @@ from scheduler.controller.events import (
 )
 from scheduler.controller.handle import num_turns
 from scheduler.controller.log import Log
-from scheduler.controller.state import ENDED_PHASES, JobState, Process, State
+from scheduler.controller.state import ENDED_PHASES, JobState, PoolProcess, State
 from scheduler.drivers.base import Platform, Processes, ResourceRequest
 from scheduler.drivers.job_files import (
     JobPaths,
@@ -304,7 +304,7 @@ class Driver:
         self._poll_resizes(name)
         observed.remove_ended(self.state.jobs[name].processes)
 
-    def _stop_leaving(self, name: str, processes: Sequence[Process]) -> None:
+    def _stop_leaving(self, name: str, processes: Sequence[PoolProcess]) -> None:
         """Request the stop of leaving processes until they end; kill those that take too long.
 
         An earlier request may have been lost with its scheduler, or have come too early.
@@ -346,7 +346,7 @@ class Driver:
             moved = move is not None and parse_result(processes.output(move)) is not None
             self._handle(Moved(time_sec=self._now(), job=name, moved=moved))
 
-    def _is_up(self, name: str, process: Process) -> bool:
+    def _is_up(self, name: str, process: PoolProcess) -> bool:
         if not self._processes[name].is_running(process.name):
             return False
         paths = self._paths[name]
@@ -435,7 +435,7 @@ class Driver:
             self._start_move(job, decision, processes)
 
     def _start(
-        self, job: JobState, process: Process, decision: Decision, processes: Processes
+        self, job: JobState, process: PoolProcess, decision: Decision, processes: Processes
     ) -> None:
         paths, endpoint, work = self._paths[job.name], processes.endpoint, processes.work
         is_new = not processes.was_started(process.name)
@@ -488,7 +488,7 @@ class Driver:
             discard_stores(paths, live | {*job.stores}, paths.folder / "work")
 
 
-def num_gpus_of(process: Process, config: TrainConfig) -> int:
+def num_gpus_of(process: PoolProcess, config: TrainConfig) -> int:
     """Return the GPUs of a process: one if it trains on one; a mere coordinator books nothing."""
     trains = process.pool in ("coordinator", "replica") and process.memory_bytes > 0
     return int(config.device == "cuda" and trains)

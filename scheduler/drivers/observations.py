@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 from scheduler.controller.events import Ended, Outcome, Stepped
-from scheduler.controller.state import JobState, Process
+from scheduler.controller.state import JobState, PoolProcess
 from scheduler.drivers.base import Processes
 from scheduler.drivers.job_files import JobPaths
 from scheduler.model.past_runs import PAST_JOBS, format_past_job
@@ -80,7 +80,7 @@ class StepTail:
 
 
 def ended_event(
-    paths: JobPaths, processes: Processes, job: str, process: Process, time_sec: float
+    paths: JobPaths, processes: Processes, job: str, process: PoolProcess, time_sec: float
 ) -> Ended:
     """Return how a process ended: its files decide before its exit status and its output.
 
@@ -153,7 +153,7 @@ def is_cluster_failure(line: str) -> bool:
     return match is not None and "[while running '" not in match[1]
 
 
-def _is_complete(paths: JobPaths, process: Process) -> bool:
+def _is_complete(paths: JobPaths, process: PoolProcess) -> bool:
     if process.pool == "segment":
         return is_built(paths, process.number)
     return process.pool == "coordinator" and is_trained(paths)

@@ -293,13 +293,13 @@ def probe_cluster(cluster: Path) -> str:
         SchemaError: the file is invalid.
         PlanError: the Pods cannot be listed.
     """
-    from scheduler.drivers.kubernetes.api_server import RefusedError, UnreachableError, connect
+    from scheduler.drivers.kubernetes.api_server import ApiRefusedError, UnreachableError, connect
 
     api = connect(read_cluster(cluster))
     try:
         pods, _ = api.list("")
         return f"{len(pods)} Pods at {api.host}"
-    except (RefusedError, UnreachableError) as error:
+    except (ApiRefusedError, UnreachableError) as error:
         raise PlanError(str(error)) from error
     finally:
         api.close()

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from scheduler.controller.events import Submitted
 from scheduler.drivers.job_files import JobPaths, environment, generate_command
 from scheduler.model.past_runs import History, read_history
-from scheduler.model.plan_inputs import Snapshot, facts_of_job
+from scheduler.model.plan_inputs import PlanInputs, facts_of_job
 from scheduler.planner.machine_sizes import machine_schedule
 from schemas.config.job import GenerateConfig, Job, parse_job
 from schemas.config.schedule import BudgetConfig
@@ -82,7 +82,7 @@ def submit(
     history = output / HISTORY
     facts = facts_of_job(job, features)
     parts = sum(-(-sum(entry.num_bytes for entry in files) // PART_BYTES) for files in segments)
-    snapshot = Snapshot(
+    snapshot = PlanInputs(
         job=job,
         facts=replace(facts, part_rows=facts.num_samples / max(1, parts)),
         history=read_history(history) if history.is_dir() else History(),

@@ -142,7 +142,7 @@ def estimate_need(readings: Sequence[Reading]) -> CoreNeed:
 # The pools of a job. A step is as slow as the pool that lacks most, so replicas and stores grow
 # together.
 
-PoolSizes = tuple[int, int]
+TrainingSizes = tuple[int, int]
 """Replicas and stores."""
 PoolReadings = tuple[Reading, ...]
 """Simultaneous readings of one replica and, if there are stores, of one store."""
@@ -156,9 +156,9 @@ class CoreReadings:
         readings: by sizes, the latest one last.
     """
 
-    sizes: PoolSizes = (0, 0)
-    readings: Mapping[PoolSizes, tuple[PoolReadings, ...]] = field(
-        default_factory=dict[PoolSizes, tuple[PoolReadings, ...]]
+    sizes: TrainingSizes = (0, 0)
+    readings: Mapping[TrainingSizes, tuple[PoolReadings, ...]] = field(
+        default_factory=dict[TrainingSizes, tuple[PoolReadings, ...]]
     )
 
     def latest(self) -> tuple[PoolReadings, ...]:
@@ -183,7 +183,7 @@ class CoreGrant:
     limited: bool
 
 
-def add_readings(readings: CoreReadings, sizes: PoolSizes, pools: PoolReadings) -> CoreReadings:
+def add_readings(readings: CoreReadings, sizes: TrainingSizes, pools: PoolReadings) -> CoreReadings:
     """Return the readings of a job with one more, measured at these sizes."""
     at_sizes = (*readings.readings.get(sizes, ()), pools)
     return CoreReadings(sizes, {**readings.readings, sizes: at_sizes})

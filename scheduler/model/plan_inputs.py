@@ -108,7 +108,7 @@ class DataFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
+class PlanInputs:
     """The inputs of `policy.plan`."""
 
     job: Job
@@ -122,7 +122,7 @@ def take_snapshot(
     history: Path | Location | None,
     *,
     allow_outside: bool = False,
-) -> Snapshot:
+) -> PlanInputs:
     """Read the inputs of a plan.
 
     Args:
@@ -142,9 +142,9 @@ def take_snapshot(
         opened = open_dataset(dataset)
         facts = facts_of_dataset(read, opened)
         if history is None:
-            return Snapshot(job=read, facts=facts, history=read_history_beside(opened))
+            return PlanInputs(job=read, facts=facts, history=read_history_beside(opened))
     past = History() if history is None else read_history(history)
-    return Snapshot(job=read, facts=facts, history=past)
+    return PlanInputs(job=read, facts=facts, history=past)
 
 
 def facts_of_job(job: Job, features: FeatureSet) -> DataFacts:

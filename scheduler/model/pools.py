@@ -47,9 +47,9 @@ class Grid:
         """Pipeline workers of all segment jobs."""
         return self.segment_jobs * self.workers_per_job
 
-    def sizes_at(self, index: int) -> Sizes:
+    def sizes_at(self, index: int) -> PoolSizes:
         """Return the sizes of one candidate."""
-        return Sizes(
+        return PoolSizes(
             segment_jobs=int(self.segment_jobs[index]),
             workers_per_job=int(self.workers_per_job[index]),
             num_replicas=int(self.num_replicas[index]),
@@ -58,7 +58,7 @@ class Grid:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
+class PoolSizes:
     """Sizes of both pools."""
 
     segment_jobs: int
@@ -466,19 +466,19 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
-def describe_sizes(sizes: Sizes) -> str:
+def describe_sizes(sizes: PoolSizes) -> str:
     """Return the sizes of both pools as text, or of training if only that is left."""
     training = describe_training(sizes)
     return f"{describe_preprocessing(sizes)}, {training}" if sizes.segment_jobs else training
 
 
-def describe_preprocessing(sizes: Sizes) -> str:
+def describe_preprocessing(sizes: PoolSizes) -> str:
     """Return the size of the preprocessing pool as text."""
     jobs = counted(sizes.segment_jobs, "segment job")
     return f"{jobs} x {counted(sizes.workers_per_job, 'worker')}"
 
 
-def describe_training(sizes: Sizes) -> str:
+def describe_training(sizes: PoolSizes) -> str:
     """Return the size of the training pool as text."""
     stores = counted(sizes.num_stores, "store")
     return f"{counted(sizes.num_replicas, 'replica')} and {stores}"

@@ -10,11 +10,11 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from scheduler.model.past_runs import BuildRecord, PastJob, RunRecord
-from scheduler.model.plan_inputs import DataFacts, Snapshot
+from scheduler.model.plan_inputs import DataFacts, PlanInputs
 from scheduler.model.pools import (
     TRAINER_BASE_BYTES,
     Grid,
-    Sizes,
+    PoolSizes,
     dense_multiplications,
     encoder_multiplications,
     num_segments,
@@ -140,7 +140,7 @@ MIN_WEIGHT = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WarmStart:
+class PriorCoefficients:
     """Coefficients of a job before it was measured."""
 
     training: tuple[float, ...]
@@ -151,7 +151,7 @@ class WarmStart:
     """Names and weights of the past jobs, by descending weight."""
 
 
-def features_of(snapshot: Snapshot) -> dict[str, float]:
+def features_of(snapshot: PlanInputs) -> dict[str, float]:
     """Return the numbers by which jobs are compared."""
     facts, train = snapshot.facts, snapshot.job.train
     numbers = {
@@ -167,7 +167,7 @@ def features_of(snapshot: Snapshot) -> dict[str, float]:
     return {name: max(float(value), 1e-6) for name, value in numbers.items()}
 
 
-def warm_start(snapshot: Snapshot, past: Sequence[PastJob]) -> WarmStart:
+def warm_start(snapshot: PlanInputs, past: Sequence[PastJob]) -> PriorCoefficients:
     """Return the coefficients that past jobs suggest, oldest first; without any, the defaults."""
     weights = np.array([similarity(snapshot, job) for job in past], np.float64)
     weights *= FADING ** np.arange(len(past))[::-1]
@@ -176,7 +176,7 @@ def warm_start(snapshot: Snapshot, past: Sequence[PastJob]) -> WarmStart:
     steps = np.log(np.array([job.step_ratio for job in past], np.float64))
     training = default_training(snapshot.facts, snapshot.job.train)
     order = np.argsort(-weights, kind="stable")
-    return WarmStart(
+    return PriorCoefficients(
         training=_scaled(training, [job.training for job in past], weights),
         segments=_scaled(default_segments(snapshot.facts), segments, weights[built]),
         spread=_spread(steps, weights),
@@ -186,7 +186,7 @@ def warm_start(snapshot: Snapshot, past: Sequence[PastJob]) -> WarmStart:
     )
 
 
-def similarity(snapshot: Snapshot, job: PastJob) -> float:
+def similarity(snapshot: PlanInputs, job: PastJob) -> float:
     """Return the weight of a past job for this one, 1 if all features are equal."""
     own = features_of(snapshot)
     both = [name for name in own if name in job.features]
@@ -196,7 +196,7 @@ def similarity(snapshot: Snapshot, job: PastJob) -> float:
     return float(np.exp(-0.5 * np.sum(np.square(away)) / WIDTH**2))
 
 
-def summarize_job(snapshot: Snapshot, training: Fit, segments: Fit) -> PastJob:
+def summarize_job(snapshot: PlanInputs, training: Fit, segments: Fit) -> PastJob:
     """Return the record of a finished job for later ones.
 
     Raises:
@@ -268,7 +268,7 @@ EMPTY_WINDOW = Window()
 
 
 def fit_models(
-    snapshot: Snapshot,
+    snapshot: PlanInputs,
     config: ScheduleConfig,
     steps: Window = EMPTY_WINDOW,
     built: Window = EMPTY_WINDOW,
@@ -357,7 +357,7 @@ def _fit_segments(
 
 
 def training_setting(
-    snapshot: Snapshot, config: ScheduleConfig, grid: Grid | Sizes
+    snapshot: PlanInputs, config: ScheduleConfig, grid: Grid | PoolSizes
 ) -> TrainingSetting:
     """Return the settings of full steps of the candidates, or of one."""
     facts, train, pool = snapshot.facts, snapshot.job.train, config.training
@@ -410,7 +410,7 @@ def training_start_sec(models: Models, config: ScheduleConfig, grid: Grid) -> Fl
 
 
 def segment_setting(
-    models: Models, snapshot: Snapshot, config: ScheduleConfig, grid: Grid
+    models: Models, snapshot: PlanInputs, config: ScheduleConfig, grid: Grid
 ) -> SegmentSetting:
     """Return the settings of segment jobs of the candidates; of one worker where none is left.
 

@@ -16,10 +16,10 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import ArrayLike
 
-from scheduler.model.plan_inputs import Snapshot
+from scheduler.model.plan_inputs import PlanInputs
 from scheduler.model.pools import (
     Grid,
-    Sizes,
+    PoolSizes,
     budget_error,
     budget_excess,
     cross,
@@ -42,7 +42,7 @@ NOTICE_SEC = 0.5
 
 
 def find_candidates(
-    snapshot: Snapshot,
+    snapshot: PlanInputs,
     config: ScheduleConfig,
     models: Models,
     largest_job: int | None = None,
@@ -172,7 +172,7 @@ class Predictions:
 
 
 def predict_candidates(
-    grid: Grid, snapshot: Snapshot, config: ScheduleConfig, models: Models
+    grid: Grid, snapshot: PlanInputs, config: ScheduleConfig, models: Models
 ) -> Predictions:
     """Return the resources, time and cost of each candidate."""
     facts, segments = snapshot.facts, models.num_segments
@@ -218,7 +218,7 @@ seeds 0 to 5; 2, 4 and 16 take 6, 13 and 16 %), and adds 4 % at 1.5. alibaba, 0.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate(Sizes):
+class Candidate(PoolSizes):
     """Sizes of both pools, their resources, and predictions."""
 
     preprocessing_cpus: float = 0.0
@@ -240,7 +240,7 @@ class Candidate(Sizes):
     cost_per_hour: float
 
     @property
-    def sizes(self) -> Sizes:
+    def sizes(self) -> PoolSizes:
         """The sizes alone."""
         return self.grid.sizes_at(0)
 

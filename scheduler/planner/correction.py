@@ -27,8 +27,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.special import stdtrit
 
-from scheduler.model.plan_inputs import Snapshot
-from scheduler.model.pools import Grid, Sizes
+from scheduler.model.plan_inputs import PlanInputs
+from scheduler.model.pools import Grid, PoolSizes
 from scheduler.model.predict import Models, segment_setting, training_setting
 from scheduler.model.throughput import LEVEL, Floats, predict_seconds
 from scheduler.planner.candidates import (
@@ -84,10 +84,10 @@ class SizeComparison:
 
 
 def compare_sizes(
-    snapshot: Snapshot,
+    snapshot: PlanInputs,
     config: ScheduleConfig,
     models: Models,
-    current: Sizes,
+    current: PoolSizes,
     pause_sec: float,
     largest_job: int | None = None,
     *,
@@ -132,7 +132,7 @@ def compare_sizes(
     )
 
 
-def _has_other(grid: Grid, current: Sizes) -> bool:
+def _has_other(grid: Grid, current: PoolSizes) -> bool:
     return len(grid) > 1 or (len(grid) == 1 and grid.sizes_at(0) != current)
 
 
@@ -152,7 +152,7 @@ def _gain(current: Candidate, best: Candidate, config: ScheduleConfig) -> float:
     return -delay_then if delay_then > 0.0 else 1.0 - best.cost / max(current.cost, 1e-12)
 
 
-def _within_reach(config: ScheduleConfig, current: Sizes) -> ScheduleConfig:
+def _within_reach(config: ScheduleConfig, current: PoolSizes) -> ScheduleConfig:
     """Return limits with which no size grows by more than MAX_GROWTH."""
     first, second = config.preprocessing, config.training
     workers = MAX_GROWTH * current.segment_jobs * current.workers_per_job
@@ -171,7 +171,7 @@ def _within_reach(config: ScheduleConfig, current: Sizes) -> ScheduleConfig:
 
 
 def _is_trusted(
-    grid: Grid, snapshot: Snapshot, config: ScheduleConfig, models: Models
+    grid: Grid, snapshot: PlanInputs, config: ScheduleConfig, models: Models
 ) -> np.ndarray:
     steps = predict_seconds(models.training, training_setting(snapshot, config, grid))
     segments = predict_seconds(models.segments, segment_setting(models, snapshot, config, grid))
@@ -202,7 +202,7 @@ BETTER = 0.95
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Forecast:
+class MemoryForecast:
     """Resident memory up to the end of a process."""
 
     confident: bool
@@ -225,7 +225,7 @@ def forecast(
     end_step: int,
     limit_bytes: int,
     load: ArrayLike | None = None,
-) -> Forecast:
+) -> MemoryForecast:
     """Predict when a process reaches its memory limit.
 
     Args:
@@ -250,7 +250,7 @@ def forecast(
     x, y = peaks(x[late], y[late])
     if len(x) < MIN_STRETCHES:
         needed = int(top)
-        return Forecast(
+        return MemoryForecast(
             confident=False,
             expected_step=None,
             earliest_step=None,
@@ -262,7 +262,7 @@ def forecast(
     fits, right = _fits(_columns(x, loads), y, _columns(future, loads))
     middle, high = (np.maximum(end, y.max()) for end in _extrapolate(fits[0], y, right))
     alarms = [np.maximum(_extrapolate(fit, y, right)[1], y.max()) for fit in fits[1:]]
-    return Forecast(
+    return MemoryForecast(
         confident=True,
         expected_step=_first(future, middle >= limit_bytes),
         earliest_step=_first(future, np.max([high, *alarms], axis=0) >= limit_bytes),
@@ -366,7 +366,7 @@ class MemoryWatch:
     """Forecast of the memory of one process."""
 
     pool: Pool
-    forecast: Forecast
+    forecast: MemoryForecast
     """Its memory, per worker of a segment job."""
     now_step: int
     lookahead_steps: int
@@ -380,7 +380,7 @@ class MemoryWatch:
 class Change:
     """A change of a job."""
 
-    sizes: Sizes
+    sizes: PoolSizes
     pool: Pool | None = None
     """The pool whose processes get more memory; None for a change of sizes."""
     memory_bytes: int = 0
@@ -464,7 +464,7 @@ def _needed_memory(watch: MemoryWatch) -> int:
     return int(MEMORY_HEADROOM * watch.forecast.needed_bytes)
 
 
-def _raise_memory(state: Correction, current: Sizes, watch: MemoryWatch) -> Verdict:
+def _raise_memory(state: Correction, current: PoolSizes, watch: MemoryWatch) -> Verdict:
     needed = _needed_memory(watch)
     given = min(needed, watch.room_bytes)
     step = watch.forecast.earliest_step

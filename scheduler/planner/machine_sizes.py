@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
-from scheduler.model.plan_inputs import Snapshot
+from scheduler.model.plan_inputs import PlanInputs
 from scheduler.model.pools import GIB, MIB, mib, trainer_memory, worker_bytes
 from scheduler.model.predict import Models, fit_models
 from scheduler.planner.candidates import find_candidates
@@ -38,7 +38,7 @@ def cluster_schedule(config: ScheduleConfig) -> ScheduleConfig:
 
 
 def machine_schedule(
-    snapshot: Snapshot,
+    snapshot: PlanInputs,
     budget: BudgetConfig,
     *,
     allow_oversubscription: bool = True,
@@ -63,7 +63,7 @@ def machine_schedule(
     return config, tuple(_changes(declared, config))
 
 
-def _fits(snapshot: Snapshot, config: ScheduleConfig, models: Models) -> bool:
+def _fits(snapshot: PlanInputs, config: ScheduleConfig, models: Models) -> bool:
     try:
         find_candidates(snapshot, config, models)
     except PlanError:
@@ -88,7 +88,7 @@ def _with_shared_cores(config: ScheduleConfig) -> ScheduleConfig:
 
 
 def _with_needed_memory(
-    snapshot: Snapshot, config: ScheduleConfig, models: Models
+    snapshot: PlanInputs, config: ScheduleConfig, models: Models
 ) -> ScheduleConfig:
     """Give workers and replicas the memory that they need, with as many workers as cores allow.
 

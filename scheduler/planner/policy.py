@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from scheduler.model.plan_inputs import Snapshot
+from scheduler.model.plan_inputs import PlanInputs
 from scheduler.model.pools import (
     SEGMENT_BATCHES,
     Grid,
@@ -60,7 +60,7 @@ class PlanDecision:
     models: Models
 
 
-def plan(snapshot: Snapshot, config: ScheduleConfig) -> PlanDecision:
+def plan(snapshot: PlanInputs, config: ScheduleConfig) -> PlanDecision:
     """Return the best plan within the limits and the budget.
 
     Raises:
@@ -86,7 +86,7 @@ def plan(snapshot: Snapshot, config: ScheduleConfig) -> PlanDecision:
 
 
 def predict_chosen(
-    snapshot: Snapshot, config: ScheduleConfig, decision: PlanDecision
+    snapshot: PlanInputs, config: ScheduleConfig, decision: PlanDecision
 ) -> tuple[Prediction, Prediction]:
     """Return the predictions of a plan's steps and segment jobs, with their intervals."""
     models, grid = decision.models, decision.chosen.grid
@@ -124,7 +124,7 @@ def _check_deadline(predictions: Predictions, best: int, config: ScheduleConfig)
 # Reasons.
 
 
-def reasons(snapshot: Snapshot, config: ScheduleConfig, decision: PlanDecision) -> list[str]:
+def reasons(snapshot: PlanInputs, config: ScheduleConfig, decision: PlanDecision) -> list[str]:
     """Return one line per choice, and one on the basis of the prediction."""
     return [
         _preprocessing_reason(config, decision),
@@ -136,12 +136,12 @@ def reasons(snapshot: Snapshot, config: ScheduleConfig, decision: PlanDecision) 
     ]
 
 
-def confident(snapshot: Snapshot, config: ScheduleConfig, decision: PlanDecision) -> bool:
+def confident(snapshot: PlanInputs, config: ScheduleConfig, decision: PlanDecision) -> bool:
     """Return whether both pools were measured near the chosen sizes."""
     return not caveats(snapshot, config, decision)
 
 
-def caveats(snapshot: Snapshot, config: ScheduleConfig, decision: PlanDecision) -> list[str]:
+def caveats(snapshot: PlanInputs, config: ScheduleConfig, decision: PlanDecision) -> list[str]:
     """Return the inputs of the prediction that were not measured, empty if there are none."""
     fit, chosen = decision.models.training, decision.chosen
     steps, segments = predict_chosen(snapshot, config, decision)
@@ -190,7 +190,7 @@ def _training_reason(config: ScheduleConfig, decision: PlanDecision) -> str:
     return f"{text}; runner-up {describe_training(other)}: {_why_not(chosen, other, config)}"
 
 
-def _balance_reason(snapshot: Snapshot, decision: PlanDecision) -> str:
+def _balance_reason(snapshot: PlanInputs, decision: PlanDecision) -> str:
     chosen = decision.chosen
     if decision.models.num_segments == 1:
         return (
@@ -205,7 +205,7 @@ def _balance_reason(snapshot: Snapshot, decision: PlanDecision) -> str:
     )
 
 
-def _tables_reason(snapshot: Snapshot, config: ScheduleConfig, decision: PlanDecision) -> str:
+def _tables_reason(snapshot: PlanInputs, config: ScheduleConfig, decision: PlanDecision) -> str:
     facts, train, chosen = snapshot.facts, snapshot.job.train, decision.chosen
     base = decision.models.base_bytes
     alone = trainer_memory(facts, train, 1, 0, base).total_bytes
@@ -254,7 +254,7 @@ def _weighting_rule(exponent: float, decision: PlanDecision) -> str:
     return f"{rule}; the smallest time x cost would be {describe_sizes(other)}: {sec} and {cost}"
 
 
-def _trust_reason(snapshot: Snapshot, config: ScheduleConfig, decision: PlanDecision) -> str:
+def _trust_reason(snapshot: PlanInputs, config: ScheduleConfig, decision: PlanDecision) -> str:
     items = caveats(snapshot, config, decision)
     fit, builds = decision.models.training, snapshot.history.builds
     compared = f"{counted(decision.num_candidates, 'plan')} compared"
@@ -320,7 +320,7 @@ class ProcessMemory:
     store_bytes: int
 
 
-def predicted_memory(snapshot: Snapshot, decision: PlanDecision) -> ProcessMemory:
+def predicted_memory(snapshot: PlanInputs, decision: PlanDecision) -> ProcessMemory:
     """Return the predicted peak of one process of each kind."""
     facts, train, chosen = snapshot.facts, snapshot.job.train, decision.chosen
     rows = facts.num_samples / decision.models.num_segments
@@ -336,7 +336,7 @@ def predicted_memory(snapshot: Snapshot, decision: PlanDecision) -> ProcessMemor
 
 
 def plan_to_json(
-    snapshot: Snapshot, config: ScheduleConfig, decision: PlanDecision
+    snapshot: PlanInputs, config: ScheduleConfig, decision: PlanDecision
 ) -> dict[str, object]:
     """Return the object that `plan --json` prints."""
     chosen = decision.chosen
@@ -374,7 +374,7 @@ def plan_summary(decision: PlanDecision) -> str:
 
 
 def explain_plan(
-    snapshot: Snapshot, config: ScheduleConfig, decision: PlanDecision
+    snapshot: PlanInputs, config: ScheduleConfig, decision: PlanDecision
 ) -> RenderableType:
     """Return the plan as a table of pools and a list of reasons."""
     chosen, memory = decision.chosen, predicted_memory(snapshot, decision)

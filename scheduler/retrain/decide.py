@@ -12,11 +12,11 @@ from scheduler.retrain.records import (
     Closed,
     Failed,
     Judged,
-    Metrics,
+    ModelMetrics,
     Removed,
+    RetrainState,
     Stage,
     Started,
-    State,
     started_from,
 )
 from schemas.config.schedule import ModelGateConfig, RetrainConfig
@@ -24,7 +24,7 @@ from schemas.errors import PlanError
 from schemas.run.records import EXIT_BEHIND, EXIT_HUNG, EXIT_LOST_ROWS
 
 
-def judge(new: Metrics, old: Metrics | None, limits: ModelGateConfig) -> tuple[str, ...]:
+def judge(new: ModelMetrics, old: ModelMetrics | None, limits: ModelGateConfig) -> tuple[str, ...]:
     """Return why a model is refused; empty if it passes."""
     if new.num_samples < limits.min_samples:
         return (
@@ -37,7 +37,7 @@ def judge(new: Metrics, old: Metrics | None, limits: ModelGateConfig) -> tuple[s
     return tuple(reason for reason in reasons if reason)
 
 
-def _absolute_reasons(new: Metrics, limits: ModelGateConfig) -> list[str]:
+def _absolute_reasons(new: ModelMetrics, limits: ModelGateConfig) -> list[str]:
     return [
         _above("NE", new.ne, limits.max_ne, "(gate.max_ne)"),
         _below("AUC", new.auc, limits.min_auc, "(gate.min_auc)"),
@@ -50,7 +50,7 @@ def _absolute_reasons(new: Metrics, limits: ModelGateConfig) -> list[str]:
     ]
 
 
-def _relative_reasons(new: Metrics, old: Metrics, limits: ModelGateConfig) -> list[str]:
+def _relative_reasons(new: ModelMetrics, old: ModelMetrics, limits: ModelGateConfig) -> list[str]:
     reasons: list[str] = []
     if old.ne is not None and limits.max_ne_increase is not None:
         most = old.ne * (1 + limits.max_ne_increase)
@@ -71,7 +71,7 @@ def _relative_reasons(new: Metrics, old: Metrics, limits: ModelGateConfig) -> li
 _CALIBRATION = "distance of the calibration from 1"
 
 
-def _calibration_error(metrics: Metrics) -> float | None:
+def _calibration_error(metrics: ModelMetrics) -> float | None:
     return None if metrics.calibration is None else abs(metrics.calibration - 1)
 
 
@@ -140,8 +140,8 @@ Action = Begun | Started | Await | Judged | Promote | Closed | Removed | Finishe
 
 def next_action(
     request: DayRequest,
-    before: State,
-    state: State,
+    before: RetrainState,
+    state: RetrainState,
     dataset: Sequence[SegmentFact],
     config: RetrainConfig,
 ) -> Action:
@@ -162,7 +162,7 @@ def next_action(
     return Removed(run=obsolete[0]) if obsolete else _finished(latest)
 
 
-def removable(state: State, keep: int | None) -> list[str]:
+def removable(state: RetrainState, keep: int | None) -> list[str]:
     """Return the runs whose folders can be removed, oldest first.
 
     Args:
@@ -181,7 +181,7 @@ def removable(state: State, keep: int | None) -> list[str]:
     ]
 
 
-def check_rollback(state: State, run: str) -> None:
+def check_rollback(state: RetrainState, run: str) -> None:
     """Raise PlanError unless the promotion of a run can be withdrawn."""
     if run not in state.promoted:
         known = ", ".join(state.promoted) or "none"
@@ -196,7 +196,7 @@ def check_rollback(state: State, run: str) -> None:
         )
 
 
-def _needs_new_attempt(request: DayRequest, before: State, latest: Attempt) -> bool:
+def _needs_new_attempt(request: DayRequest, before: RetrainState, latest: Attempt) -> bool:
     if latest.closed is not None and not latest.closed.final:
         return True
     if latest.run not in {a.run for a in before.attempts}:
@@ -206,7 +206,7 @@ def _needs_new_attempt(request: DayRequest, before: State, latest: Attempt) -> b
     return request.corrected or request.again
 
 
-def _begin(request: DayRequest, state: State) -> Action:
+def _begin(request: DayRequest, state: RetrainState) -> Action:
     for attempt in state.attempts:
         if attempt.is_open:
             reason = f"unfinished when {request.day} was started, which trains its segment"
@@ -222,8 +222,8 @@ def _begin(request: DayRequest, state: State) -> Action:
 
 def _continue(
     attempt: Attempt,
-    before: State,
-    state: State,
+    before: RetrainState,
+    state: RetrainState,
     dataset: Sequence[SegmentFact],
     config: RetrainConfig,
 ) -> Action:
@@ -246,7 +246,7 @@ def _continue(
     return _start(attempt, stage, state, dataset)
 
 
-def _rolled_back_bases(attempt: Attempt, state: State) -> list[str]:
+def _rolled_back_bases(attempt: Attempt, state: RetrainState) -> list[str]:
     bases = {started.base for started in attempt.started.values()}
     return sorted(a.run for a in state.attempts if a.rolled_back is not None and a.run in bases)
 
@@ -256,7 +256,7 @@ def _rewritten(attempt: Attempt, dataset: Sequence[SegmentFact]) -> list[str]:
     return sorted(used & frozenset[str]().union(*(s.former_ids for s in dataset)))
 
 
-def _failures(attempt: Attempt, before: State, stage: Stage) -> list[Failed]:
+def _failures(attempt: Attempt, before: RetrainState, stage: Stage) -> list[Failed]:
     earlier = next((len(a.failures) for a in before.attempts if a.run == attempt.run), 0)
     return [failed for failed in attempt.failures[earlier:] if failed.stage == stage]
 
@@ -276,7 +276,7 @@ def _end_after_failures(attempt: Attempt, failures: Sequence[Failed], tries: int
 
 
 def _first_train(
-    attempt: Attempt, state: State, dataset: Sequence[SegmentFact], config: RetrainConfig
+    attempt: Attempt, state: RetrainState, dataset: Sequence[SegmentFact], config: RetrainConfig
 ) -> Action:
     """Choose what a run starts from and trains; close it if that would change nothing."""
     base = choose_base(state, dataset)
@@ -291,7 +291,7 @@ def _first_train(
     return _started(attempt, "train", base, segments, reason)
 
 
-def _same_refusal(state: State, base: str | None, segments: tuple[str, ...]) -> str | None:
+def _same_refusal(state: RetrainState, base: str | None, segments: tuple[str, ...]) -> str | None:
     for a in reversed(state.attempts):
         same = a.base == base and a.segments == segments and a.compared_with == state.last_good
         if a.was_refused and same:
@@ -299,13 +299,15 @@ def _same_refusal(state: State, base: str | None, segments: tuple[str, ...]) -> 
     return None
 
 
-def _why_from_scratch(state: State) -> str:
+def _why_from_scratch(state: RetrainState) -> str:
     if not state.promoted:
         return "from scratch: no run was promoted before"
     return "from scratch: all promoted runs have trained segments that the dataset no longer has"
 
 
-def _start(attempt: Attempt, stage: Stage, state: State, dataset: Sequence[SegmentFact]) -> Action:
+def _start(
+    attempt: Attempt, stage: Stage, state: RetrainState, dataset: Sequence[SegmentFact]
+) -> Action:
     """Start a stage; a retry has the same arguments."""
     earlier = attempt.started.get(stage)
     if earlier is not None:
@@ -377,7 +379,7 @@ class SegmentFact:
         return self.former_ids | {self.id}
 
 
-def trained_segments(state: State, run: str | None) -> frozenset[str]:
+def trained_segments(state: RetrainState, run: str | None) -> frozenset[str]:
     """Return all segments that a run and the runs it started from have trained."""
     segments: frozenset[str] = frozenset()
     while run is not None:
@@ -387,7 +389,7 @@ def trained_segments(state: State, run: str | None) -> frozenset[str]:
     return segments
 
 
-def choose_base(state: State, dataset: Sequence[SegmentFact]) -> str | None:
+def choose_base(state: RetrainState, dataset: Sequence[SegmentFact]) -> str | None:
     """Return the newest promoted run to start from; None to train from scratch.
 
     Runs that have trained a segment which was since corrected are excluded, as they would carry its
@@ -401,7 +403,7 @@ def choose_base(state: State, dataset: Sequence[SegmentFact]) -> str | None:
 
 
 def segments_to_train(
-    state: State,
+    state: RetrainState,
     dataset: Sequence[SegmentFact],
     day: str,
     base: str | None,
@@ -419,13 +421,13 @@ def evaluation_segment(dataset: Sequence[SegmentFact]) -> str | None:
     return next((s.id for s in reversed(dataset) if s.has_evaluation), None)
 
 
-def newest_day(state: State, dataset: Sequence[SegmentFact], run: str) -> str:
+def newest_day(state: RetrainState, dataset: Sequence[SegmentFact], run: str) -> str:
     """Return the newest day that a run has trained."""
     trained = trained_segments(state, run)
     return max(s.day for s in dataset if s.ids & trained and s.day is not None)
 
 
-def _refused_segments(state: State, day: str) -> frozenset[str]:
+def _refused_segments(state: RetrainState, day: str) -> frozenset[str]:
     newest = {a.day: a for a in state.attempts if a.judged is not None}
     return frozenset(
         a.segment for a in newest.values() if a.was_refused and a.day != day and a.segment

@@ -16,7 +16,7 @@ from scheduler.drivers.base import Processes
 from scheduler.drivers.job_files import local_runner_options, module_command
 from scheduler.drivers.observations import parse_result
 from scheduler.model.past_runs import BUILD
-from scheduler.model.plan_inputs import Snapshot, take_snapshot
+from scheduler.model.plan_inputs import PlanInputs, take_snapshot
 from scheduler.planner.machine_sizes import machine_schedule
 from scheduler.planner.policy import plan, plan_summary
 from scheduler.retrain.decide import (
@@ -38,11 +38,11 @@ from scheduler.retrain.records import (
     Promoted,
     Record,
     Removed,
+    RetrainState,
     Started,
-    State,
     check_folder,
 )
-from scheduler.retrain.root_log import Log, read_state
+from scheduler.retrain.root_log import RetrainLog, read_state
 from schemas.config.schedule import RetrainConfig
 from schemas.dataset.manifest import canonical_json, find_root, previous_names
 from schemas.dataset.opened import open_dataset
@@ -64,11 +64,11 @@ class RetrainContext:
     """Dependencies of one command."""
 
     job_file: Path | Location
-    root: Root
+    root: RetrainRoot
     config: RetrainConfig
     allow_outside: bool
     processes: Processes
-    log: Log
+    log: RetrainLog
     stopped: Callable[[], bool]
     progress: Callable[[str], None]
     clock: Callable[[], float] = time.time
@@ -114,7 +114,7 @@ def retrain_day(context: RetrainContext, request: DayRequest) -> Finished:
     return Finished(EXIT_STOPPED, f"{request.day}: stopped; repeat the command to continue")
 
 
-def check_input(state: State, request: DayRequest) -> None:
+def check_input(state: RetrainState, request: DayRequest) -> None:
     """Raise PlanError if a day that is to be built has no folder."""
     if request.corrected or not state.of_day(request.day):
         check_folder(request.input, request.day)
@@ -126,7 +126,7 @@ def _record(context: RetrainContext, record: Record) -> bool:
 
 def _start(context: RetrainContext, started: Started) -> None:
     """Log the start of a stage with its sizes; `_await` starts its process."""
-    sizes = Sizes()
+    sizes = StageSizes()
     if started.stage in ("append", "train"):
         outside = context.allow_outside
         sizes = sizes_of(context.job_file, context.root, allow_outside=outside)
@@ -215,7 +215,7 @@ def _close(context: RetrainContext, closed: Closed) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
+class StageSizes:
     """Sizes of a stage."""
 
     workers: int = 1
@@ -224,7 +224,9 @@ class Sizes:
     """The plan in one line."""
 
 
-def sizes_of(job_file: Path | Location, root: Root, *, allow_outside: bool = False) -> Sizes:
+def sizes_of(
+    job_file: Path | Location, root: RetrainRoot, *, allow_outside: bool = False
+) -> StageSizes:
     """Return the sizes of the best plan for a mean day of the dataset.
 
     Raises:
@@ -242,14 +244,14 @@ def sizes_of(job_file: Path | Location, root: Root, *, allow_outside: bool = Fal
     config, changes = machine_schedule(snapshot, machine_budget())
     decision = plan(snapshot, config)
     chosen = decision.chosen
-    return Sizes(
+    return StageSizes(
         workers=chosen.workers_per_job,
         num_replicas=chosen.num_replicas,
         summary="; ".join([plan_summary(decision), *changes]),
     )
 
 
-def _snapshot_of_one_day(snapshot: Snapshot, root: Root) -> Snapshot:
+def _snapshot_of_one_day(snapshot: PlanInputs, root: RetrainRoot) -> PlanInputs:
     if not snapshot.facts.measured:
         return snapshot
     facts, num_days = snapshot.facts, len(read_segments(root))
@@ -267,7 +269,7 @@ def command_of(
     started: Started,
     attempt: Attempt,
     job_file: Path | Location,
-    root: Root,
+    root: RetrainRoot,
     config: RetrainConfig,
     allow_outside: bool,
 ) -> list[str]:
@@ -285,7 +287,9 @@ def command_of(
     return [*evaluate, "--json"]
 
 
-def _append(started: Started, attempt: Attempt, job_file: Path | Location, root: Root) -> list[str]:
+def _append(
+    started: Started, attempt: Attempt, job_file: Path | Location, root: RetrainRoot
+) -> list[str]:
     source = ["--input", attempt.input, "--day", attempt.day, "--json"]
     source += local_runner_options(started.workers)
     if not root.has_dataset:
@@ -298,7 +302,7 @@ def _append(started: Started, attempt: Attempt, job_file: Path | Location, root:
 
 
 def _train(
-    started: Started, job_file: Path | Location, root: Root, config: RetrainConfig
+    started: Started, job_file: Path | Location, root: RetrainRoot, config: RetrainConfig
 ) -> list[str]:
     train = [*module_command("trainer"), "train", str(job_file), "--dataset", str(root.dataset)]
     train += ["--output", str(root.run(started.run)), "--segments", ",".join(started.segments)]
@@ -320,7 +324,7 @@ POINTER = "PROMOTED"
 
 
 @dataclass(frozen=True, slots=True)
-class Root:
+class RetrainRoot:
     """Places of a retrained job."""
 
     location: Location
@@ -358,7 +362,7 @@ class Root:
         return (run / RUN_FILE).stat() is not None or read_newest_state(run) is not None
 
 
-def read_segments(root: Root) -> tuple[SegmentFact, ...]:
+def read_segments(root: RetrainRoot) -> tuple[SegmentFact, ...]:
     """Return the segments of the dataset in order; empty without a dataset.
 
     Raises:
@@ -378,7 +382,7 @@ def read_segments(root: Root) -> tuple[SegmentFact, ...]:
     )
 
 
-def find_segment_of_day(root: Root, day: str) -> str:
+def find_segment_of_day(root: RetrainRoot, day: str) -> str:
     """Return the segment of a day.
 
     Raises:
@@ -392,7 +396,7 @@ def find_segment_of_day(root: Root, day: str) -> str:
     return ids[-1]
 
 
-def newest_checkpoint(root: Root, run: str) -> tuple[str, str]:
+def newest_checkpoint(root: RetrainRoot, run: str) -> tuple[str, str]:
     """Return the newest checkpoint of a run.
 
     Returns:
@@ -427,7 +431,7 @@ def _manifest_hash(checkpoint: Location) -> str | None:
         return None
 
 
-def write_pointer(root: Root) -> None:
+def write_pointer(root: RetrainRoot) -> None:
     """Replace the pointer by that of the log, if it differs.
 
     Of several processes the one that writes last reads the newest log.
@@ -441,7 +445,7 @@ def write_pointer(root: Root) -> None:
             return
 
 
-def read_pointer(root: Root) -> dict[str, Any] | None:
+def read_pointer(root: RetrainRoot) -> dict[str, Any] | None:
     """Return the pointer; None before the first promotion.
 
     Raises:
@@ -455,11 +459,11 @@ def read_pointer(root: Root) -> dict[str, Any] | None:
         raise SchemaError("pointer is not JSON; restore it", file=str(root.pointer)) from error
 
 
-def save_build(root: Root, run: str, result: Mapping[str, Any]) -> None:
+def save_build(root: RetrainRoot, run: str, result: Mapping[str, Any]) -> None:
     """Store the measurements of a build for the next plan."""
     (root.location / "builds" / run / BUILD).write_bytes(f"{canonical_json(result)}\n".encode())
 
 
-def remove_run(root: Root, run: str) -> None:
+def remove_run(root: RetrainRoot, run: str) -> None:
     """Remove a run, or the rest of it after an interrupted removal."""
     root.run(run).remove_all()

@@ -183,7 +183,7 @@ class Removed(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Metrics:
+class ModelMetrics:
     """Metrics from `python -m trainer evaluate --json`; None if undefined."""
 
     num_samples: int
@@ -272,12 +272,12 @@ class Attempt:
         started = self.started.get("train")
         return None if started is None else started.base
 
-    def metrics(self, stage: Stage) -> Metrics | None:
+    def metrics(self, stage: Stage) -> ModelMetrics | None:
         """Return the result of `evaluate` or `compare`, None before it is completed."""
         if stage not in self.results:
             return None
         result = self.results[stage]
-        return Metrics(
+        return ModelMetrics(
             num_samples=result["num_samples"],
             ne=result["ne"],
             auc=result["auc"],
@@ -286,7 +286,7 @@ class Attempt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class State:
+class RetrainState:
     """The state of all days."""
 
     attempts: tuple[Attempt, ...] = ()
@@ -311,7 +311,7 @@ class State:
         return self.promoted[-1] if self.promoted else None
 
 
-def apply_record(state: State, record: Record) -> State:
+def apply_record(state: RetrainState, record: Record) -> RetrainState:
     """Return the state after one more record.
 
     Raises:
@@ -341,7 +341,7 @@ def apply_record(state: State, record: Record) -> State:
     return state
 
 
-def started_from(state: State, run: str) -> tuple[str, ...]:
+def started_from(state: RetrainState, run: str) -> tuple[str, ...]:
     """Return the run, and all attempts whose training starts from it or from one of them."""
     runs = (run,)
     for attempt in state.attempts:
@@ -350,7 +350,7 @@ def started_from(state: State, run: str) -> tuple[str, ...]:
     return runs
 
 
-def _roll_back(state: State, record: RolledBack) -> State:
+def _roll_back(state: RetrainState, record: RolledBack) -> RetrainState:
     runs = started_from(state, record.run)
     promoted = tuple(run for run in state.promoted if run not in runs)
     last = state.attempt(promoted[-1]).promoted if promoted else None

@@ -16,14 +16,14 @@ from scheduler.drivers.children import ThisMachine
 from scheduler.retrain.decide import EXIT_REFUSED, DayRequest, Finished
 from scheduler.retrain.drive import (
     RetrainContext,
-    Root,
+    RetrainRoot,
     check_input,
     read_pointer,
     retrain_day,
     write_pointer,
 )
-from scheduler.retrain.records import Attempt, State, days_between, folder_of_day, parse_days
-from scheduler.retrain.root_log import Log, read_state, roll_back
+from scheduler.retrain.records import Attempt, RetrainState, days_between, folder_of_day, parse_days
+from scheduler.retrain.root_log import RetrainLog, read_state, roll_back
 from schemas.config.job import Job, load_job
 from schemas.errors import PlanError, SchemaError
 from schemas.paths import ALLOW_OUTSIDE, ALLOW_OUTSIDE_HELP, path_or_url, resolve_beside
@@ -32,7 +32,7 @@ from schemas.storage.location import Location
 COLUMNS = ("day", "segment", "version", "run", "NE", "AUC", "calibration", "promoted", "why not")
 
 
-def run_rows(state: State) -> list[dict[str, Any]]:
+def run_rows(state: RetrainState) -> list[dict[str, Any]]:
     """Return a JSON object for each run, by day and attempt."""
     rows: list[dict[str, Any]] = []
     for attempt in sorted(state.attempts, key=lambda a: (a.day, state.attempts.index(a))):
@@ -57,7 +57,7 @@ def run_rows(state: State) -> list[dict[str, Any]]:
     return rows
 
 
-def version_of(state: State, attempt: Attempt) -> int | None:
+def version_of(state: RetrainState, attempt: Attempt) -> int | None:
     """Return the version of its day's segment that an attempt has, from 1; None without one."""
     versions: list[str] = []
     for other in state.of_day(attempt.day):
@@ -83,7 +83,7 @@ def why_not(attempt: Attempt) -> str:
     return status if last is None else f"{status}; {last.stage} failed: {last.reason}"
 
 
-def render_table(state: State) -> Table:
+def render_table(state: RetrainState) -> Table:
     """Return a table of all runs."""
     table = Table(box=None, pad_edge=False)
     for name in COLUMNS:
@@ -110,7 +110,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RetrainResult:
     """The result of one command.
 
     Attributes:
@@ -162,7 +162,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--list", action="store_true", help="list all runs")
 
 
-def read_log_state(arguments: argparse.Namespace) -> State:
+def read_log_state(arguments: argparse.Namespace) -> RetrainState:
     """Return the state of all days.
 
     Raises:
@@ -173,7 +173,7 @@ def read_log_state(arguments: argparse.Namespace) -> State:
     return read_state(root.location)
 
 
-def rollback(arguments: argparse.Namespace, now: float) -> Outcome:
+def rollback(arguments: argparse.Namespace, now: float) -> RetrainResult:
     """Withdraw the promotion of a run, also while another host retrains a day.
 
     Raises:
@@ -187,10 +187,12 @@ def rollback(arguments: argparse.Namespace, now: float) -> Outcome:
     write_pointer(root)
     message = f"{arguments.rollback} is rolled back: {state.last_good} is promoted"
     day = state.attempt(arguments.rollback).day
-    return Outcome([(day, Finished(0, message))], read_pointer(root))
+    return RetrainResult([(day, Finished(0, message))], read_pointer(root))
 
 
-def retrain(arguments: argparse.Namespace, today: date, progress: Callable[[str], None]) -> Outcome:
+def retrain(
+    arguments: argparse.Namespace, today: date, progress: Callable[[str], None]
+) -> RetrainResult:
     """Retrain days in order.
 
     Raises:
@@ -212,7 +214,7 @@ def retrain(arguments: argparse.Namespace, today: date, progress: Callable[[str]
     ]
     check_input(read_state(root.location), requests[0])  # nothing is written yet
     results: list[tuple[str, Finished]] = []
-    with Log(root.location) as log, stop_signals() as stopped:
+    with RetrainLog(root.location) as log, stop_signals() as stopped:
         context = RetrainContext(
             job_file=arguments.job.resolve(),
             root=root,
@@ -228,7 +230,7 @@ def retrain(arguments: argparse.Namespace, today: date, progress: Callable[[str]
             results.append((request.day, result))
             if result.status not in (0, EXIT_REFUSED):
                 break
-    return Outcome(results, read_pointer(root))
+    return RetrainResult(results, read_pointer(root))
 
 
 def _days(arguments: argparse.Namespace, today: date) -> list[str]:
@@ -239,13 +241,13 @@ def _days(arguments: argparse.Namespace, today: date) -> list[str]:
     return days_between(arguments.first, arguments.last or "yesterday", today)
 
 
-def _root_of(arguments: argparse.Namespace, job: Job) -> Root:
+def _root_of(arguments: argparse.Namespace, job: Job) -> RetrainRoot:
     configured = job.schedule.retrain.output
     if arguments.output is not None:
-        return Root(arguments.output)
+        return RetrainRoot(arguments.output)
     if configured is None:
         raise PlanError("neither --output nor schedule.retrain.output is set; name the root")
-    return Root(Location.parse(resolve_beside(arguments.job, configured).resolve()))
+    return RetrainRoot(Location.parse(resolve_beside(arguments.job, configured).resolve()))
 
 
 def _input_of(arguments: argparse.Namespace, job: Job, day: str, num_days: int) -> str:

@@ -24,8 +24,8 @@ from scheduler.controller.log import decode, encode
 from scheduler.retrain.decide import check_rollback
 from scheduler.retrain.records import (
     Record,
+    RetrainState,
     RolledBack,
-    State,
     apply_record,
     record_from_json,
     record_to_json,
@@ -75,10 +75,10 @@ class _Position:
     version: Version | None = None
     owner: str = ""
     snapshots: tuple[int, int] = (0, 0)
-    state: State = field(default_factory=State)
+    state: RetrainState = field(default_factory=RetrainState)
 
 
-class Log:
+class RetrainLog:
     """The log, owned by this process, and the state of its records; a context."""
 
     def __init__(self, root: Location) -> None:
@@ -89,7 +89,7 @@ class Log:
         self._read_again_at = 0.0  # on the monotonic clock
 
     @property
-    def state(self) -> State:
+    def state(self) -> RetrainState:
         """The state after the last record."""
         return self._at.state
 
@@ -183,7 +183,7 @@ def _commit(
     manifest = LogManifest(
         owner=owner,
         writer=writer_id(),
-        state=encode(State, state) if is_snapshot else None,
+        state=encode(RetrainState, state) if is_snapshot else None,
         record=None if is_snapshot or record is None else record_to_json(record),
         snapshot=at.snapshots[1],
         parent_sha256=None if at.version is None else at.version.sha256,
@@ -197,7 +197,7 @@ def _commit(
     return _Position(version, owner, (at.snapshots[1], number), state)
 
 
-def roll_back(root: Location, run: str, now: float) -> State:
+def roll_back(root: Location, run: str, now: float) -> RetrainState:
     """Withdraw the promotion of a run, and of all runs that started from it; return the state.
 
     Nothing is done if it was withdrawn before. The owner of the log continues: it closes an attempt
@@ -219,7 +219,7 @@ def roll_back(root: Location, run: str, now: float) -> State:
     raise AssertionError("`backoff` does not end")
 
 
-def read_state(root: Location) -> State:
+def read_state(root: Location) -> RetrainState:
     """Return the state of a log; a missing log is empty.
 
     Raises:
@@ -239,7 +239,7 @@ def _read(versions: Versions) -> _Position:
         owner = owner or manifest.owner
         try:
             if manifest.state is not None:
-                state = decode(State, manifest.state)
+                state = decode(RetrainState, manifest.state)
                 for body in reversed(records):
                     state = apply_record(state, record_from_json(body))
                 return _Position(newest, owner, (manifest.snapshot, version.number), state)

@@ -11,23 +11,30 @@ from scipy.optimize import nnls
 
 from scheduler.model.throughput import Floats, Window
 from scheduler.simulator.kind_models import MIN_CELLS, KindModels, allowed_sizes
-from scheduler.simulator.views import Capacity, FailurePolicy, JobView, Measurement, Sizes, Snapshot
+from scheduler.simulator.views import (
+    Allocation,
+    Capacity,
+    ClusterView,
+    FailurePolicy,
+    Measurement,
+    SimulatedJob,
+)
 
 RESTART_SEC = 60.0
 """Time to restart all processes of a job from its checkpoint."""
 
 
-def free_resources(given: Mapping[int, Sizes], capacity: Capacity) -> tuple[float, float]:
+def free_resources(given: Mapping[int, Allocation], capacity: Capacity) -> tuple[float, float]:
     """Return the cores and bytes of a cluster that are left beside these sizes."""
     cpus = capacity.cpus - sum(sizes.cpus for sizes in given.values())
     return cpus, capacity.memory_bytes - sum(sizes.memory_bytes for sizes in given.values())
 
 
 def grow_greedily(
-    sizes: dict[int, Sizes],
+    sizes: dict[int, Allocation],
     jobs: Iterable[int],
     capacity: Capacity,
-    next_step: Callable[[int, tuple[float, float]], tuple[float, Sizes] | None],
+    next_step: Callable[[int, tuple[float, float]], tuple[float, Allocation] | None],
 ) -> None:
     """Distribute the free resources to some jobs, the step with the largest gain first.
 
@@ -38,7 +45,7 @@ def grow_greedily(
         next_step: returns the gain and the sizes of a job's next step, given the free resources.
     """
     free = free_resources(sizes, capacity)
-    heap: list[tuple[float, int, Sizes]] = []
+    heap: list[tuple[float, int, Allocation]] = []
 
     def offer(job: int) -> None:
         step = next_step(job, free)
@@ -57,8 +64,10 @@ def grow_greedily(
 
 
 def admit(
-    waiting: Iterable[tuple[JobView, Sizes]], given: Mapping[int, Sizes], capacity: Capacity
-) -> dict[int, Sizes]:
+    waiting: Iterable[tuple[SimulatedJob, Allocation]],
+    given: Mapping[int, Allocation],
+    capacity: Capacity,
+) -> dict[int, Allocation]:
     """Return the given sizes with those of waiting jobs that fit beside them.
 
     By priority, then arrival; a job that does not fit does not block later ones.
@@ -73,8 +82,8 @@ def admit(
 
 
 def release_excess(
-    kept: dict[int, Sizes],
-    wanted: Mapping[int, Sizes],
+    kept: dict[int, Allocation],
+    wanted: Mapping[int, Allocation],
     held: Sequence[tuple[float, int]],
     capacity: Capacity,
 ) -> None:
@@ -103,7 +112,7 @@ class StaticPolicy:
     failure_policy = FailurePolicy(RESTART_SEC, RESTART_SEC, keeps_steps=False, replaces_slow=False)
     interval_sec = float("inf")
 
-    def decide(self, snapshot: Snapshot) -> dict[int, Sizes]:
+    def decide(self, snapshot: ClusterView) -> dict[int, Allocation]:
         """Return the requests of all jobs that fit."""
         given = {view.job: view.current for view in snapshot.jobs if view.current is not None}
         waiting = [(view, view.request) for view in snapshot.jobs if view.current is None]
@@ -131,7 +140,7 @@ class _Climb:
         step_sec: seconds per step there.
     """
 
-    best: Sizes | None = None
+    best: Allocation | None = None
     step_sec: float = float("inf")
     ended: bool = False
 
@@ -156,7 +165,7 @@ class ThresholdPolicy:
     def __init__(self) -> None:
         self.climbs: dict[int, _Climb] = {}
 
-    def decide(self, snapshot: Snapshot) -> dict[int, Sizes]:
+    def decide(self, snapshot: ClusterView) -> dict[int, Allocation]:
         """Return the scaled sizes of running jobs, and the requests of others."""
         views = {view.job: view for view in snapshot.jobs}
         self.climbs = {job: self.climbs.get(job, _Climb()) for job in views}
@@ -172,7 +181,9 @@ class ThresholdPolicy:
             sizes.setdefault(measured.job, given[measured.job])
         return sizes
 
-    def _scaled(self, view: JobView, measured: Measurement, snapshot: Snapshot) -> Sizes:
+    def _scaled(
+        self, view: SimulatedJob, measured: Measurement, snapshot: ClusterView
+    ) -> Allocation:
         climb, current = self.climbs[view.job], view.current
         assert current is not None, "a measured job runs"
         if climb.ended:
@@ -190,7 +201,7 @@ class ThresholdPolicy:
         return replace(current, num_replicas=max(wanted, current.num_replicas))
 
 
-def _request_after_oom(view: JobView) -> Sizes:
+def _request_after_oom(view: SimulatedJob) -> Allocation:
     factor, request = MORE_MEMORY**view.num_oom, view.request
     return replace(
         request,
@@ -244,7 +255,7 @@ class MarginalPolicy:
         self.models = KindModels(fit_optimus)
         self.next_sec = 0.0
 
-    def decide(self, snapshot: Snapshot) -> dict[int, Sizes]:
+    def decide(self, snapshot: ClusterView) -> dict[int, Allocation]:
         """Return new sizes of all jobs each interval; in between, only of waiting jobs."""
         self.models.update(snapshot)
         given = {view.job: view.current for view in snapshot.jobs if view.current is not None}
@@ -261,7 +272,7 @@ class MarginalPolicy:
         self._grow(sizes, views, snapshot)
         return sizes
 
-    def _first(self, view: JobView, allowed: np.ndarray) -> Sizes:
+    def _first(self, view: SimulatedJob, allowed: np.ndarray) -> Allocation:
         """Return the initial sizes of a job: the smallest, or some to be measured."""
         sampled = self.models.sample(view, allowed)
         if sampled is not None:
@@ -270,16 +281,18 @@ class MarginalPolicy:
             return replace(view.request, num_replicas=1, num_stores=1)
         return view.request
 
-    def _grow(self, sizes: dict[int, Sizes], views: list[JobView], snapshot: Snapshot) -> None:
+    def _grow(
+        self, sizes: dict[int, Allocation], views: list[SimulatedJob], snapshot: ClusterView
+    ) -> None:
         times = {view.job: self._times(view, snapshot) for view in views}
         by_job = {view.job: view for view in views}
 
-        def next_step(job: int, free: tuple[float, float]) -> tuple[float, Sizes] | None:
+        def next_step(job: int, free: tuple[float, float]) -> tuple[float, Allocation] | None:
             return _best_step(by_job[job], sizes[job], times[job], snapshot.capacity, free)
 
         grow_greedily(sizes, by_job, snapshot.capacity, next_step)
 
-    def _times(self, view: JobView, snapshot: Snapshot) -> Floats:
+    def _times(self, view: SimulatedJob, snapshot: ClusterView) -> Floats:
         """Return the remaining seconds at each size, (stores + 1, replicas + 1); nan if unknown."""
         allowed = snapshot.allowed[view.kind]
         times = np.full(allowed.shape, np.nan)
@@ -289,11 +302,15 @@ class MarginalPolicy:
 
 
 def _best_step(
-    view: JobView, sizes: Sizes, times: Floats, capacity: Capacity, free: tuple[float, float]
-) -> tuple[float, Sizes] | None:
+    view: SimulatedJob,
+    sizes: Allocation,
+    times: Floats,
+    capacity: Capacity,
+    free: tuple[float, float],
+) -> tuple[float, Allocation] | None:
     """Return the larger gain per dominant share of one more replica or store, with its sizes."""
     now = times[sizes.num_stores, sizes.num_replicas]
-    best: tuple[float, Sizes] | None = None
+    best: tuple[float, Allocation] | None = None
     for stores, replicas in ((0, 1), (1, 0)):
         at = sizes.num_stores + stores, sizes.num_replicas + replicas
         if at[0] >= times.shape[0] or at[1] >= times.shape[1] or not times[at] < now:
@@ -371,7 +388,7 @@ class GoodputPolicy:
     def __init__(self) -> None:
         self.models = KindModels(fit_pollux)
 
-    def decide(self, snapshot: Snapshot) -> dict[int, Sizes]:
+    def decide(self, snapshot: ClusterView) -> dict[int, Allocation]:
         """Return new sizes of all jobs; a job that gains little keeps its sizes."""
         self.models.update(snapshot)
         firsts = [
@@ -382,7 +399,7 @@ class GoodputPolicy:
         self._grow(wanted, speeds, snapshot)
         return self._keep_small_changes(wanted, speeds, snapshot)
 
-    def _speeds(self, view: JobView, snapshot: Snapshot) -> dict[int, float]:
+    def _speeds(self, view: SimulatedJob, snapshot: ClusterView) -> dict[int, float]:
         """Return the speedup over the smallest size, by possible replicas."""
         allowed = snapshot.allowed[view.kind]
         seconds = np.full(allowed.shape, np.nan)
@@ -397,12 +414,15 @@ class GoodputPolicy:
         return speedups
 
     def _grow(
-        self, wanted: dict[int, Sizes], speeds: dict[int, dict[int, float]], snapshot: Snapshot
+        self,
+        wanted: dict[int, Allocation],
+        speeds: dict[int, dict[int, float]],
+        snapshot: ClusterView,
     ) -> None:
         """Add replicas where -1 / speedup rises most for the dominant share."""
         capacity, views = snapshot.capacity, {view.job: view for view in snapshot.jobs}
 
-        def next_step(job: int, free: tuple[float, float]) -> tuple[float, Sizes] | None:
+        def next_step(job: int, free: tuple[float, float]) -> tuple[float, Allocation] | None:
             now = wanted[job].num_replicas
             larger = next((size for size in speeds[job] if size > now), None)
             if larger is None or not speeds[job][larger] > speeds[job][now]:
@@ -418,8 +438,11 @@ class GoodputPolicy:
         grow_greedily(wanted, list(wanted), capacity, next_step)
 
     def _keep_small_changes(
-        self, wanted: dict[int, Sizes], speeds: dict[int, dict[int, float]], snapshot: Snapshot
-    ) -> dict[int, Sizes]:
+        self,
+        wanted: dict[int, Allocation],
+        speeds: dict[int, dict[int, float]],
+        snapshot: ClusterView,
+    ) -> dict[int, Allocation]:
         """Keep the sizes of jobs that would gain less than ENOUGH, as far as all fit."""
         kept = dict(wanted)
         held: list[tuple[float, int]] = []
@@ -436,10 +459,10 @@ class GoodputPolicy:
         return kept
 
 
-def _smallest_size(view: JobView, snapshot: Snapshot) -> int:
+def _smallest_size(view: SimulatedJob, snapshot: ClusterView) -> int:
     allowed = snapshot.allowed[view.kind]
     return next(size for size in range(1, min(allowed.shape)) if allowed[size, size])
 
 
-def _request_at(view: JobView, size: int) -> Sizes:
+def _request_at(view: SimulatedJob, size: int) -> Allocation:
     return replace(view.request, num_replicas=size, num_stores=size)

@@ -26,14 +26,14 @@ import numpy as np
 
 from scheduler.simulator.jobs import ACCIDENTS, JobSpec, Table
 from scheduler.simulator.views import (
+    Allocation,
     Capacity,
+    ClusterView,
     FailurePolicy,
-    JobView,
     Measurement,
     Policy,
     Readings,
-    Sizes,
-    Snapshot,
+    SimulatedJob,
 )
 
 EMPTY = 0.5
@@ -97,7 +97,7 @@ class JobRun:
     failure_policy: FailurePolicy
     used: ResourceUse
     """Resource use of all jobs, updated in place."""
-    sizes: Sizes | None = None
+    sizes: Allocation | None = None
     """None while it waits."""
     since_sec: float = 0.0
     now_sec: float = 0.0
@@ -154,7 +154,7 @@ class JobRun:
             self.slow_left -= process_sec
         self._account(sizes, elapsed, active, middle)
 
-    def _account(self, sizes: Sizes, elapsed: float, active: float, middle: float) -> None:
+    def _account(self, sizes: Allocation, elapsed: float, active: float, middle: float) -> None:
         busy = sizes.num_replicas * self.busy[0] + sizes.num_stores * self.busy[1]
         peak = sizes.num_replicas * self.spec.replica_bytes + self.spec.tables_bytes
         used = self.used
@@ -163,7 +163,7 @@ class JobRun:
         used.memory_given += elapsed * sizes.memory_bytes
         used.memory_held += elapsed * min(sizes.memory_bytes, middle * peak)
 
-    def place(self, sizes: Sizes | None, now_sec: float) -> None:
+    def place(self, sizes: Allocation | None, now_sec: float) -> None:
         """Set its sizes, or none; a start or a change pauses it."""
         if sizes == self.sizes:
             return
@@ -182,7 +182,7 @@ class JobRun:
         self.most_replicas = max(self.most_replicas, sizes.num_replicas)
         self._set_rate(sizes)
 
-    def _set_rate(self, sizes: Sizes) -> None:
+    def _set_rate(self, sizes: Allocation) -> None:
         table, at = self.spec.table, (sizes.num_stores, sizes.num_replicas)
         replica = self.spec.cpu_scale * float(table.replica_busy[at])
         store = self.spec.cpu_scale * float(table.store_busy[at])
@@ -272,7 +272,7 @@ class EndedJob:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
+class PolicyMetrics:
     """Metrics of one simulation. JCT: job completion time of finished jobs, from submission."""
 
     jct_mean_sec: float | None
@@ -289,7 +289,7 @@ class Outcome:
     """Share of jobs with a deadline that missed it or failed; None if no job has one."""
 
 
-def outcome_of(ended: Sequence[EndedJob], used: ResourceUse) -> Outcome:
+def outcome_of(ended: Sequence[EndedJob], used: ResourceUse) -> PolicyMetrics:
     """Return the metrics of one simulation."""
     times = np.array([job.end_sec - job.submit_sec for job in ended if job.completed])
     dated = [job for job in ended if job.deadline_sec is not None]
@@ -298,7 +298,7 @@ def outcome_of(ended: Sequence[EndedJob], used: ResourceUse) -> Outcome:
         for job in dated
     ]
     any_finished = len(times) > 0
-    return Outcome(
+    return PolicyMetrics(
         jct_mean_sec=float(times.mean()) if any_finished else None,
         jct_p50_sec=float(np.median(times)) if any_finished else None,
         jct_p95_sec=float(np.quantile(times, 0.95)) if any_finished else None,
@@ -334,7 +334,7 @@ class Result:
     used: ResourceUse
 
 
-class Cluster:
+class SimulatedCluster:
     """A cluster on which a policy places jobs."""
 
     def __init__(self, specs: Sequence[JobSpec], policy: Policy, capacity: Capacity) -> None:
@@ -428,7 +428,7 @@ class Cluster:
         self._apply(self.policy.decide(self._snapshot(now)), now)
         self._round_at(now + max(ROUND_SEC, self.policy.interval_sec))
 
-    def _apply(self, decided: Mapping[int, Sizes], now: float) -> None:
+    def _apply(self, decided: Mapping[int, Allocation], now: float) -> None:
         self._check(decided)
         for run in self.active.values():
             sizes = decided.get(run.job)
@@ -442,7 +442,7 @@ class Cluster:
             for run in list(self.active.values()):
                 self._end(run, now, completed=False)
 
-    def _check(self, decided: Mapping[int, Sizes]) -> None:
+    def _check(self, decided: Mapping[int, Allocation]) -> None:
         cpus = sum(sizes.cpus for sizes in decided.values()) / self.capacity.cpus
         memory = sum(sizes.memory_bytes for sizes in decided.values()) / self.capacity.memory_bytes
         name = self.policy.name
@@ -451,8 +451,8 @@ class Cluster:
         )
         assert decided.keys() <= self.active.keys(), f"{name} places jobs that do not exist"
 
-    def _snapshot(self, now: float) -> Snapshot:
-        return Snapshot(
+    def _snapshot(self, now: float) -> ClusterView:
+        return ClusterView(
             now,
             self.capacity,
             tuple(self._view(run) for run in self.active.values()),
@@ -462,9 +462,9 @@ class Cluster:
             self._readings,
         )
 
-    def _view(self, run: JobRun) -> JobView:
+    def _view(self, run: JobRun) -> SimulatedJob:
         spec = run.spec
-        return JobView(
+        return SimulatedJob(
             run.job,
             spec.table.kind,
             spec.priority,

@@ -17,7 +17,7 @@ from scheduler.simulator.baselines import (
     StaticPolicy,
     ThresholdPolicy,
 )
-from scheduler.simulator.cluster import Cluster, Outcome, Result, outcome_of
+from scheduler.simulator.cluster import PolicyMetrics, Result, SimulatedCluster, outcome_of
 from scheduler.simulator.jobs import (
     GIB,
     JobSpec,
@@ -137,14 +137,14 @@ def simulate(specs: Sequence[JobSpec], policy: Policy, capacity: Capacity) -> Re
                 f"cpus={request.cpus:g} of {capacity.cpus:g}, memory={request.memory_bytes:.4g} "
                 f"of {capacity.memory_bytes:.4g}; enlarge it"
             )
-    return Cluster(specs, policy, capacity).simulate()
+    return SimulatedCluster(specs, policy, capacity).simulate()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class PolicyComparison:
     """Results of several policies on one trace."""
 
-    policies: dict[str, Outcome]
+    policies: dict[str, PolicyMetrics]
     bound_sec: float
     """Lower bound of the mean JCT of any policy that finishes all jobs."""
     num_jobs: int
@@ -187,7 +187,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(option, type=float, default=field.default, help="see docs/simulator.md")
 
 
-def run(arguments: argparse.Namespace) -> Comparison:
+def run(arguments: argparse.Namespace) -> PolicyComparison:
     """Run the command.
 
     Raises:
@@ -210,7 +210,7 @@ def run(arguments: argparse.Namespace) -> Comparison:
             capacity.memory_bytes if arguments.memory_gib is None else GIB * arguments.memory_gib,
         )
     results = {name: simulate(specs, POLICIES[name](), capacity) for name in names}
-    return Comparison(
+    return PolicyComparison(
         policies={name: outcome_of(r.ended, r.used) for name, r in results.items()},
         bound_sec=lower_bound_sec(specs, capacity.cpus),
         num_jobs=len(specs),
@@ -219,7 +219,7 @@ def run(arguments: argparse.Namespace) -> Comparison:
     )
 
 
-def to_json(comparison: Comparison) -> dict[str, dict[str, Any]]:
+def to_json(comparison: PolicyComparison) -> dict[str, dict[str, Any]]:
     """Return the object of `--json`: by policy its numbers and those of the trace."""
     shared = {
         "jct_bound_sec": comparison.bound_sec,
@@ -230,7 +230,7 @@ def to_json(comparison: Comparison) -> dict[str, dict[str, Any]]:
     return {name: {**asdict(outcome), **shared} for name, outcome in comparison.policies.items()}
 
 
-def summary_lines(comparison: Comparison) -> list[str]:
+def summary_lines(comparison: PolicyComparison) -> list[str]:
     """Return one line per policy, and one for the bound."""
     lines = [_line(name, outcome) for name, outcome in comparison.policies.items()]
     return [
@@ -239,7 +239,7 @@ def summary_lines(comparison: Comparison) -> list[str]:
     ]
 
 
-def notes(comparison: Comparison) -> list[str]:
+def notes(comparison: PolicyComparison) -> list[str]:
     """Return one line per correction of the trace."""
     return [
         text
@@ -257,7 +257,7 @@ def notes(comparison: Comparison) -> list[str]:
     ]
 
 
-def _line(name: str, outcome: Outcome) -> str:
+def _line(name: str, outcome: PolicyMetrics) -> str:
     def sec(value: float | None) -> str:
         return "-" if value is None else f"{value:,.0f} s"
 

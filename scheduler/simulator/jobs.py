@@ -22,7 +22,7 @@ from scipy.interpolate import griddata
 
 from scheduler.model.measurements import read_measurements
 from scheduler.model.throughput import Floats, TrainingSetting
-from scheduler.simulator.views import Sizes
+from scheduler.simulator.views import Allocation
 from schemas.errors import SchemaError, suggest_name
 
 REQUIRED = ("job", "submit_sec", "duration_sec", "num_replicas")
@@ -335,7 +335,7 @@ class JobSpec:
     priority: int
     deadline_sec: float | None
     table: Table
-    request: Sizes
+    request: Allocation
     num_samples: float
     """Samples that the requested sizes train in the trace's duration."""
     cpu_scale: float
@@ -403,7 +403,7 @@ def _draw(job: TraceJob, table: Table, knobs: Knobs, rng: np.random.Generator) -
         priority=job.priority,
         deadline_sec=job.deadline_sec,
         table=table,
-        request=Sizes(
+        request=Allocation(
             replicas,
             stores,
             float(scale * busy[0]),

@@ -20,7 +20,7 @@ from scheduler.model.throughput import (
     observe,
 )
 from scheduler.planner.correction import MAX_GROWTH
-from scheduler.simulator.views import JobView, Measurement, Sizes, Snapshot
+from scheduler.simulator.views import Allocation, ClusterView, Measurement, SimulatedJob
 
 REFIT = 1.25
 """Growth of the number of measurements at which a kind is fitted again."""
@@ -82,7 +82,7 @@ class KindModels:
         self.seconds: dict[str, Floats] = {}
         self.versions: dict[str, int] = {}
 
-    def update(self, snapshot: Snapshot, suspect: Collection[int] = ()) -> None:
+    def update(self, snapshot: ClusterView, suspect: Collection[int] = ()) -> None:
         """Add the measurements since the last decision.
 
         Args:
@@ -97,7 +97,7 @@ class KindModels:
         for kind in sorted({measured.kind for measured in snapshot.measured}):
             self._refit(kind, snapshot)
 
-    def _refit(self, kind: str, snapshot: Snapshot) -> None:
+    def _refit(self, kind: str, snapshot: ClusterView) -> None:
         """Fit a kind again if it has many more measurements than at its last fit."""
         window, count = self.window(kind), self._count(kind)
         before, cells = self.fitted.get(kind, (0, 0))
@@ -119,7 +119,7 @@ class KindModels:
         )
         return merge_windows(suspect.window, trusted.window)
 
-    def sample(self, view: JobView, allowed: np.ndarray) -> Sizes | None:
+    def sample(self, view: SimulatedJob, allowed: np.ndarray) -> Allocation | None:
         """Return the sizes at which a new job is measured; None if enough sizes were measured."""
         if len(self.window(view.kind)) >= MIN_CELLS:
             return None

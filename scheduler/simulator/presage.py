@@ -43,7 +43,14 @@ from scheduler.planner.correction import (
 from scheduler.planner.share import WAITING, Options, share_budget, urgencies
 from scheduler.simulator.baselines import release_excess
 from scheduler.simulator.kind_models import KindModel, KindModels, build_kind, fit_presage
-from scheduler.simulator.views import FailurePolicy, JobView, Measurement, Readings, Sizes, Snapshot
+from scheduler.simulator.views import (
+    Allocation,
+    ClusterView,
+    FailurePolicy,
+    Measurement,
+    Readings,
+    SimulatedJob,
+)
 from schemas.config.schedule import BudgetConfig
 
 
@@ -112,7 +119,7 @@ class Estimates:
         self.kinds: dict[str, KindModel] = {}
         self.jobs: dict[int, JobEstimate] = {}
 
-    def update(self, snapshot: Snapshot) -> None:
+    def update(self, snapshot: ClusterView) -> None:
         """Update all estimates with the measurements since the last decision."""
         self.jobs = {view.job: self.jobs.get(view.job) or JobEstimate() for view in snapshot.jobs}
         views = {view.job: view for view in snapshot.jobs}
@@ -127,7 +134,7 @@ class Estimates:
         for view in snapshot.jobs:
             self._update_memory(view, snapshot)
 
-    def _add_measurement(self, measured: Measurement, view: JobView) -> None:
+    def _add_measurement(self, measured: Measurement, view: SimulatedJob) -> None:
         estimate = self.jobs[measured.job]
         estimate.version += 1
         at = measured.num_replicas, measured.num_stores
@@ -141,7 +148,7 @@ class Estimates:
         grant = self.jobs[job].grant
         return grant is not None and (grant.trying or grant.slower)
 
-    def cores(self, view: JobView, kind: KindModel) -> tuple[Floats, Floats]:
+    def cores(self, view: SimulatedJob, kind: KindModel) -> tuple[Floats, Floats]:
         """Return the cores of one replica and of one store at each trusted size.
 
         A size at which the job was not measured gets as many core seconds a step as its latest
@@ -170,12 +177,12 @@ class Estimates:
                 replica[at], store[at] = given
         return replica, store
 
-    def memory(self, view: JobView) -> tuple[float, float]:
+    def memory(self, view: SimulatedJob) -> tuple[float, float]:
         """Return the bytes of one replica, and of all stores together."""
         estimate, request = self.jobs[view.job].memory, view.request
         return (request.replica_memory, request.tables_memory) if estimate is None else estimate
 
-    def _update_memory(self, view: JobView, snapshot: Snapshot) -> None:
+    def _update_memory(self, view: SimulatedJob, snapshot: ClusterView) -> None:
         """Forecast the memory of a job at the next of `FORECAST_POINTS`, or after a failure."""
         estimate = self.jobs[view.job]
         killed = view.num_oom > estimate.oom
@@ -194,14 +201,14 @@ class Estimates:
             estimate.memory = wanted, wanted * readings.tables_share
             estimate.version += 1
 
-    def request_sizes(self, view: JobView) -> Sizes:
+    def request_sizes(self, view: SimulatedJob) -> Allocation:
         """Return the current sizes, or the request, with the estimated memory."""
         memory = self.memory(view)
         sizes = view.current or view.request
         return replace(sizes, replica_memory=memory[0], tables_memory=memory[1])
 
 
-def readings_of(measured: Measurement, given: Sizes) -> PoolReadings:
+def readings_of(measured: Measurement, given: Allocation) -> PoolReadings:
     """Return the readings of a job's pools."""
     return (
         Reading(given.replica_cpus, measured.replica_busy, measured.step_sec),
@@ -261,7 +268,7 @@ class Plans:
     """
 
     key: Key
-    sizes: tuple[Sizes, ...]
+    sizes: tuple[Allocation, ...]
     seconds: Floats
     options: Options
 
@@ -280,7 +287,7 @@ class PresagePolicy:
         self.corrections: dict[int, Correction] = {}
         self.shared: tuple[tuple[tuple[int, Key], ...], tuple[int, ...]] = ((), ())
 
-    def decide(self, snapshot: Snapshot) -> Mapping[int, Sizes]:
+    def decide(self, snapshot: ClusterView) -> Mapping[int, Allocation]:
         """Return all sizes: newly shared, but running jobs that gain little keep theirs."""
         self.estimates.update(snapshot)
         if not self.features.move_stores:
@@ -297,7 +304,7 @@ class PresagePolicy:
         }
         return self._settle(targets, snapshot)
 
-    def _share(self, snapshot: Snapshot) -> tuple[int, ...]:
+    def _share(self, snapshot: ClusterView) -> tuple[int, ...]:
         """Return the plan of each job; recomputed when the jobs or their estimates changed."""
         key = tuple((view.job, self.plans[view.job].key) for view in snapshot.jobs)
         if key != self.shared[0]:
@@ -306,7 +313,7 @@ class PresagePolicy:
             self.shared = key, share_budget(self._options(snapshot), budget, exchanges=0)
         return self.shared[1]
 
-    def _options(self, snapshot: Snapshot) -> list[Options]:
+    def _options(self, snapshot: ClusterView) -> list[Options]:
         all_plans = [self.plans[view.job] for view in snapshot.jobs]
         if not self.features.urgent:
             return [plans.options for plans in all_plans]
@@ -319,7 +326,7 @@ class PresagePolicy:
             for plans, urgency in zip(all_plans, weights, strict=True)
         ]
 
-    def _plans(self, view: JobView, snapshot: Snapshot) -> Plans:
+    def _plans(self, view: SimulatedJob, snapshot: ClusterView) -> Plans:
         """Return the plans of a job; recomputed only when its estimates changed."""
         kind = self.estimates.kinds.get(view.kind)
         stores = self.stores.get(view.job, 0)
@@ -339,7 +346,7 @@ class PresagePolicy:
         cores = cores[0][known], cores[1][known]
         return self._trusted_plans(view, usable.at(known), cores, key)
 
-    def _ends_soon(self, view: JobView, kind: KindModel, snapshot: Snapshot) -> bool:
+    def _ends_soon(self, view: SimulatedJob, kind: KindModel, snapshot: ClusterView) -> bool:
         """Return whether a running job ends so soon that no change of it pays for itself."""
         current = view.current
         at = None if current is None else kind.index_of(current.num_replicas, current.num_stores)
@@ -349,7 +356,7 @@ class PresagePolicy:
         return steps * float(kind.seconds[at]) < MIN_REMAINING_SEC
 
     def _trusted_plans(
-        self, view: JobView, kind: KindModel, cores: tuple[Floats, Floats], key: Key
+        self, view: SimulatedJob, kind: KindModel, cores: tuple[Floats, Floats], key: Key
     ) -> Plans:
         memory = self.estimates.memory(view)
         cpus = kind.replicas * cores[0] + kind.stores * cores[1]
@@ -365,7 +372,7 @@ class PresagePolicy:
         indices = np.append(_spaced(slower, kind.seconds), preferred)
         seconds = kind.seconds[indices]
         sizes = tuple(
-            Sizes(
+            Allocation(
                 int(kind.replicas[i]),
                 int(kind.stores[i]),
                 float(cores[0][i]),
@@ -382,7 +389,9 @@ class PresagePolicy:
         )
         return Plans(key, sizes, seconds, options)
 
-    def _settle(self, targets: dict[int, Sizes], snapshot: Snapshot) -> dict[int, Sizes]:
+    def _settle(
+        self, targets: dict[int, Allocation], snapshot: ClusterView
+    ) -> dict[int, Allocation]:
         """Keep the sizes of running jobs if a change is not worth it and all fit."""
         running = [view for view in snapshot.jobs if view.current is not None]
         wanted = dict(targets)
@@ -400,7 +409,7 @@ class PresagePolicy:
         self.interval_sec = CONFIRM_SEC if counting else INTERVAL_SEC
         return wanted
 
-    def _try_cores(self, wanted: dict[int, Sizes], snapshot: Snapshot) -> None:
+    def _try_cores(self, wanted: dict[int, Allocation], snapshot: ClusterView) -> None:
         """Give free cores to running jobs of which more cores may shorten the steps."""
         free = snapshot.capacity.cpus - sum(sizes.cpus for sizes in wanted.values())
         for view in snapshot.jobs:
@@ -411,7 +420,7 @@ class PresagePolicy:
             if not ends and 0.0 < more <= free:
                 wanted[view.job], free = tried, free - more
 
-    def _with_trial(self, view: JobView) -> Sizes | None:
+    def _with_trial(self, view: SimulatedJob) -> Allocation | None:
         """Return the current sizes of a job with the cores of a trial; None without one."""
         current, own = view.current, self.estimates.jobs[view.job].grant
         if current is None or own is None or not own.trying:
@@ -420,7 +429,7 @@ class PresagePolicy:
             return None
         return replace(current, replica_cpus=own.cpus[0], store_cpus=own.cpus[1])
 
-    def _is_worth_it(self, view: JobView, target: Sizes, snapshot: Snapshot) -> bool:
+    def _is_worth_it(self, view: SimulatedJob, target: Allocation, snapshot: ClusterView) -> bool:
         current = view.current
         assert current is not None, "the job runs"
         if target == current:
@@ -465,7 +474,7 @@ class PresagePolicy:
         return verdict.change is not None
 
 
-def _single_plan(sizes: Sizes, kind: KindModel | None, view: JobView, key: Key) -> Plans:
+def _single_plan(sizes: Allocation, kind: KindModel | None, view: SimulatedJob, key: Key) -> Plans:
     one = np.ones(1)
     options = Options(
         priority=view.priority,
@@ -489,16 +498,16 @@ def _spaced(indices: np.ndarray, seconds: Floats) -> np.ndarray:
     return indices[np.diff(steps, prepend=-np.inf) > 0]
 
 
-def _is_far_off(current: Sizes, target: Sizes) -> bool:
+def _is_far_off(current: Allocation, target: Allocation) -> bool:
     cpus, memory = target.cpus / current.cpus, target.memory_bytes / current.memory_bytes
     return min(cpus, memory) < 1.0 - MIN_GAIN or cpus > 1.0 + MIN_GAIN / 2.0
 
 
-def _price(sizes: Sizes) -> float:
+def _price(sizes: Allocation) -> float:
     return PRICES.cpu_hour_price * sizes.cpus + PRICES.gib_hour_price * sizes.memory_bytes / GIB
 
 
-def _candidate(sizes: Sizes, seconds: float) -> Candidate:
+def _candidate(sizes: Allocation, seconds: float) -> Candidate:
     price = _price(sizes)
     return Candidate(
         segment_jobs=0,

@@ -12,7 +12,7 @@ from scheduler.model.throughput import Floats
 
 
 @dataclass(frozen=True, slots=True)
-class Sizes:
+class Allocation:
     """Resources of a job.
 
     Attributes:
@@ -83,7 +83,7 @@ class Measurement:
 
 
 @dataclass(frozen=True, slots=True)
-class JobView:
+class SimulatedJob:
     """One waiting or running job.
 
     Attributes:
@@ -95,8 +95,8 @@ class JobView:
     job: int
     kind: str
     priority: int
-    request: Sizes
-    current: Sizes | None
+    request: Allocation
+    current: Allocation | None
     since_sec: float
     left_samples: float
     progress: float
@@ -122,7 +122,7 @@ class Readings:
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot:
+class ClusterView:
     """Input of a decision.
 
     Attributes:
@@ -135,7 +135,7 @@ class Snapshot:
 
     now_sec: float
     capacity: Capacity
-    jobs: tuple[JobView, ...]
+    jobs: tuple[SimulatedJob, ...]
     measured: tuple[Measurement, ...]
     allowed: Mapping[str, np.ndarray]
     batch_samples: Mapping[str, float]
@@ -152,6 +152,6 @@ class Policy(Protocol):
     """Time between decisions on running jobs without events; waiting jobs are decided on each
     round."""
 
-    def decide(self, snapshot: Snapshot) -> Mapping[int, Sizes]:
+    def decide(self, snapshot: ClusterView) -> Mapping[int, Allocation]:
         """Return the sizes of the jobs to run by number; the others wait."""
         ...

@@ -28,7 +28,7 @@ from scheduler.controller.state import (
     JobState,
     Phase,
     PoolName,
-    Process,
+    PoolProcess,
     State,
     Status,
     available_budget,
@@ -98,7 +98,7 @@ class JobView:
     stores: Stores | None
     speeds: tuple[Speed, ...]
     """Measured speeds, oldest first."""
-    forecast: Forecast | None
+    forecast: JobForecast | None
     """None unless it runs."""
     spent: float
     hour_price: float
@@ -181,7 +181,7 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Forecast:
+class JobForecast:
     """Predictions for a job at its current sizes."""
 
     left_sec: float
@@ -277,7 +277,7 @@ def _target_size(job: JobState, name: PoolName) -> int:
     return {"coordinator": 1, "replica": replicas, "store": stores}[name]
 
 
-def _process_view(process: Process) -> ProcessView:
+def _process_view(process: PoolProcess) -> ProcessView:
     return ProcessView(
         name=process.name,
         status=process.status,
@@ -289,13 +289,13 @@ def _process_view(process: Process) -> ProcessView:
     )
 
 
-def _forecast(job: JobState, remaining: RemainingWork | None) -> Forecast | None:
+def _forecast(job: JobState, remaining: RemainingWork | None) -> JobForecast | None:
     if remaining is None or job.sizes is None:
         return None
     snapshot, config, grid = remaining.snapshot, remaining.config, job.sizes.grid
     steps = predict_seconds(remaining.models.training, training_setting(snapshot, config, grid))
     predictions = predict_candidates(grid, snapshot, config, remaining.models)
-    return Forecast(
+    return JobForecast(
         left_sec=float(predictions.predicted_sec[0]),
         left_cost=float(predictions.cost[0]),
         samples_per_sec=float(predictions.samples_per_sec[0]),

@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
-from scheduler.retrain.records import State
+from scheduler.retrain.records import RetrainState
 from scheduler.retrain.root_log import read_state
 from schemas.storage.location import Location
 from tests.fork_server import FORKS_STAGES
@@ -61,7 +61,7 @@ class Site:
         return self.folder / "root"
 
     @property
-    def state(self) -> State:
+    def state(self) -> RetrainState:
         return read_state(Location.parse(self.root))
 
     @property

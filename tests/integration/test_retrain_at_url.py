@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.retrain.records import State
+from scheduler.retrain.records import RetrainState
 from scheduler.retrain.root_log import read_state
 from schemas.storage.location import Location
 from tests.integration.days import DAYS, Site
@@ -77,7 +77,7 @@ def start(site: Site, root: Location, host: Path, *words: str) -> subprocess.Pop
         )
 
 
-def results_of(state: State) -> dict[str, object]:
+def results_of(state: RetrainState) -> dict[str, object]:
     """Return what the last attempt of each day came to, without the names of segments."""
     return {
         attempt.day: (attempt.results["evaluate"], attempt.base, attempt.promoted is not None)

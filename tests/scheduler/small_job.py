@@ -9,7 +9,7 @@ import numpy as np
 
 from scheduler.drivers.job_files import JobPaths
 from scheduler.model.past_runs import History, RunRecord
-from scheduler.model.plan_inputs import DataFacts, Snapshot
+from scheduler.model.plan_inputs import DataFacts, PlanInputs
 from scheduler.planner.candidates import pareto_front
 from schemas.config.job import load_job
 from schemas.config.schedule import ScheduleConfig
@@ -94,10 +94,10 @@ FACTS = DataFacts(
 
 def snapshot(
     folder: Path, schedule: ScheduleConfig, facts: DataFacts = FACTS, history: History | None = None
-) -> Snapshot:
+) -> PlanInputs:
     """Return the job with these limits, this data and this history."""
     job = replace(load_job(write_job(folder)), schedule=schedule)
-    return Snapshot(job=job, facts=facts, history=history or History())
+    return PlanInputs(job=job, facts=facts, history=history or History())
 
 
 def make_run(

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from scheduler.model.plan_inputs import Snapshot
+from scheduler.model.plan_inputs import PlanInputs
 from scheduler.model.pools import Grid, budget_excess
 from scheduler.model.predict import fit_models
 from scheduler.planner import candidates as module
@@ -38,13 +38,13 @@ WIDE = ScheduleConfig(
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> Snapshot:
+def measured(tmp_path_factory: pytest.TempPathFactory) -> PlanInputs:
     """A job of a hundred million samples."""
     facts = replace(FACTS, num_samples=10**8, num_train_samples=10**8)
     return snapshot(tmp_path_factory.mktemp("job"), ScheduleConfig(), facts)
 
 
-def objectives(grid: Grid, measured: Snapshot) -> np.ndarray:
+def objectives(grid: Grid, measured: PlanInputs) -> np.ndarray:
     """Return price an hour and the negative of throughput, from start to trained model."""
     found = predict_candidates(grid, measured, WIDE, fit_models(measured, WIDE))
     return np.stack([found.cost_per_hour, -FACTS.num_samples / found.predicted_sec], axis=1)
@@ -52,7 +52,7 @@ def objectives(grid: Grid, measured: Snapshot) -> np.ndarray:
 
 @pytest.mark.slow
 def test_candidates_of_a_large_grid_cover_its_front_to_a_hundredth(
-    measured: Snapshot, monkeypatch: pytest.MonkeyPatch
+    measured: PlanInputs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     models = fit_models(measured, WIDE)
     thinned = find_candidates(measured, WIDE, models)
@@ -68,7 +68,7 @@ def test_candidates_of_a_large_grid_cover_its_front_to_a_hundredth(
 
 @pytest.mark.parametrize("largest", [1, 3])
 def test_candidates_of_bounded_segment_jobs_are_those_of_all_that_are_small_enough(
-    measured: Snapshot, largest: int
+    measured: PlanInputs, largest: int
 ) -> None:
     config = ScheduleConfig(budget=BudgetConfig(cpus=64.0, memory=1024 * GIB))
     usual = replace(measured, facts=FACTS)
@@ -83,7 +83,7 @@ def test_candidates_of_bounded_segment_jobs_are_those_of_all_that_are_small_enou
 @pytest.mark.slow
 @pytest.mark.parametrize("hours", [None, 3.0])
 def test_plan_of_a_large_grid_is_nearly_the_best_of_all(
-    measured: Snapshot, monkeypatch: pytest.MonkeyPatch, hours: float | None
+    measured: PlanInputs, monkeypatch: pytest.MonkeyPatch, hours: float | None
 ) -> None:
     deadline = None if hours is None else timedelta(hours=hours)
     config = replace(WIDE, deadline=deadline)

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.model.plan_inputs import Snapshot
-from scheduler.model.pools import Sizes
+from scheduler.model.plan_inputs import PlanInputs
+from scheduler.model.pools import PoolSizes
 from scheduler.model.predict import (
     Models,
     default_segments,
@@ -28,7 +28,7 @@ from scheduler.planner.correction import (
     NUM_TICKS,
     Change,
     Correction,
-    Forecast,
+    MemoryForecast,
     MemoryWatch,
     SizeComparison,
     compare_sizes,
@@ -39,11 +39,11 @@ from scheduler.planner.policy import plan
 from schemas.config.schedule import BudgetConfig, ScheduleConfig, TrainingPoolConfig
 from tests.scheduler.small_job import FACTS, GIB, snapshot
 
-SMALL = Sizes(segment_jobs=1, workers_per_job=1, num_replicas=1, num_stores=0)
+SMALL = PoolSizes(segment_jobs=1, workers_per_job=1, num_replicas=1, num_stores=0)
 LARGE = replace(SMALL, num_replicas=2)
 
 
-def candidate(sizes: Sizes, price: float) -> Candidate:
+def candidate(sizes: PoolSizes, price: float) -> Candidate:
     """Return a candidate of which only sizes and price matter."""
     return Candidate(
         segment_jobs=sizes.segment_jobs,
@@ -148,7 +148,7 @@ def test_correct_that_takes_back_the_last_change_must_gain_twice_as_much() -> No
 
 def watch(*, urgent: bool, room: int = 10 * GIB, confident: bool = True) -> MemoryWatch:
     step = 105 if urgent else 500
-    prediction = Forecast(
+    prediction = MemoryForecast(
         confident=confident,
         expected_step=step,
         earliest_step=step if confident else None,
@@ -224,13 +224,13 @@ def test_correct_never_acts_twice_within_the_cool_down_or_without_confidence(
 class Loop:
     """A job that is measured with noise, and changed as `correct` says."""
 
-    measured: Snapshot
+    measured: PlanInputs
     config: ScheduleConfig
     truth: Callable[[float], Models]
-    sizes: Sizes
+    sizes: PoolSizes
     seed: int = 0
 
-    def run(self, num_ticks: int, every_sec: float = 20.0) -> list[tuple[float, Sizes]]:
+    def run(self, num_ticks: int, every_sec: float = 20.0) -> list[tuple[float, PoolSizes]]:
         """Return when which sizes were taken."""
         rng = np.random.default_rng(self.seed)
         steps, built, state = Window(), Window(), Correction()
@@ -262,12 +262,12 @@ ROOMY = ScheduleConfig(
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> Snapshot:
+def measured(tmp_path_factory: pytest.TempPathFactory) -> PlanInputs:
     facts = replace(FACTS, num_samples=20_000_000, num_train_samples=20_000_000)
     return snapshot(tmp_path_factory.mktemp("job"), ROOMY, facts)
 
 
-def truth_of(measured: Snapshot, compute: float, exchange: float, build: float) -> Models:
+def truth_of(measured: PlanInputs, compute: float, exchange: float, build: float) -> Models:
     """Return the models of a job whose terms take so many times what is assumed."""
     factors = np.array([compute, compute, 1, exchange, exchange, 1, 1, 1, 1])
     training = np.array(default_training(measured.facts, measured.job.train)) * factors
@@ -280,7 +280,7 @@ def truth_of(measured: Snapshot, compute: float, exchange: float, build: float) 
     )
 
 
-def regret(measured: Snapshot, truth: Models, sizes: Sizes) -> float:
+def regret(measured: PlanInputs, truth: Models, sizes: PoolSizes) -> float:
     """Return what the best sizes in reach of the last ones would still save, by the truth."""
     return compare_sizes(measured, ROOMY, truth, sizes, pause_sec=0.0).gain
 
@@ -289,7 +289,7 @@ def regret(measured: Snapshot, truth: Models, sizes: Sizes) -> float:
 @pytest.mark.parametrize("exponent", [1.0, TIME_COST_EXPONENT])
 @pytest.mark.parametrize("seed", range(3))
 def test_loop_from_the_smallest_pools_comes_near_the_best_and_stays(
-    measured: Snapshot, seed: int, exponent: float
+    measured: PlanInputs, seed: int, exponent: float
 ) -> None:
     truth = truth_of(measured, compute=3.0, exchange=0.5, build=1.0)
     config = replace(ROOMY, budget=replace(ROOMY.budget, time_cost_exponent=exponent))
@@ -305,7 +305,7 @@ def test_loop_from_the_smallest_pools_comes_near_the_best_and_stays(
 
 
 @pytest.mark.slow
-def test_loop_of_a_job_that_becomes_lighter_gives_processes_back(measured: Snapshot) -> None:
+def test_loop_of_a_job_that_becomes_lighter_gives_processes_back(measured: PlanInputs) -> None:
     heavy = truth_of(measured, compute=6.0, exchange=0.3, build=1.0)
     light = truth_of(measured, compute=0.3, exchange=6.0, build=1.0)
     loop = Loop(measured, ROOMY, lambda now: heavy if now < 1200 else light, SMALL)
@@ -316,7 +316,7 @@ def test_loop_of_a_job_that_becomes_lighter_gives_processes_back(measured: Snaps
     assert regret(measured, light, loop.sizes) < 0.25
 
 
-def test_outlook_of_the_planned_sizes_sees_nothing_to_gain(measured: Snapshot) -> None:
+def test_outlook_of_the_planned_sizes_sees_nothing_to_gain(measured: PlanInputs) -> None:
     truth = truth_of(measured, 1.0, 1.0, 1.0)
     chosen = plan(measured, ROOMY).chosen.sizes
     found = compare_sizes(measured, ROOMY, truth, chosen, pause_sec=10.0)
@@ -324,7 +324,7 @@ def test_outlook_of_the_planned_sizes_sees_nothing_to_gain(measured: Snapshot) -
     assert found.confident
 
 
-def test_outlook_of_a_job_that_was_never_measured_has_no_confidence(measured: Snapshot) -> None:
+def test_outlook_of_a_job_that_was_never_measured_has_no_confidence(measured: PlanInputs) -> None:
     found = compare_sizes(measured, ROOMY, fit_models(measured, ROOMY), SMALL, pause_sec=10.0)
     assert not found.confident
     assert found.current.predicted_sec > 0
@@ -336,7 +336,7 @@ def test_outlook_of_a_job_that_was_never_measured_has_no_confidence(measured: Sn
     assert found.not_compared == "no other size within reach fits the limits and the budget"
 
 
-def test_outlook_never_doubles_a_size_twice(measured: Snapshot) -> None:
+def test_outlook_never_doubles_a_size_twice(measured: PlanInputs) -> None:
     truth = truth_of(measured, compute=30.0, exchange=0.1, build=0.1)
     found = compare_sizes(measured, ROOMY, truth, SMALL, pause_sec=10.0)
     assert found.best.num_replicas == 2

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.model.plan_inputs import Snapshot, take_snapshot
+from scheduler.model.plan_inputs import PlanInputs, take_snapshot
 from scheduler.planner.machine_sizes import CLUSTER_CPUS, cluster_schedule, machine_schedule
 from scheduler.planner.policy import plan
 from schemas.config.schedule import BudgetConfig, ScheduleConfig
@@ -71,13 +71,13 @@ def test_this_machine_has_something() -> None:
 
 
 @pytest.fixture(scope="module")
-def demo(repository: Path) -> Snapshot:
+def demo(repository: Path) -> PlanInputs:
     return take_snapshot(repository / "schemas" / "demo" / "job.yaml", None, None)
 
 
 @pytest.mark.parametrize("cpus", [0.5, 1.0, 1.5, 2.0, 3.0])
 @pytest.mark.parametrize("memory", [4 * GIB, 24 * GIB])
-def test_demo_is_planned_on_small_machines(demo: Snapshot, cpus: float, memory: int) -> None:
+def test_demo_is_planned_on_small_machines(demo: PlanInputs, cpus: float, memory: int) -> None:
     config, changes = machine_schedule(
         demo, BudgetConfig(cpus=cpus, memory=memory), allow_oversubscription=True
     )
@@ -93,13 +93,13 @@ def test_demo_is_planned_on_small_machines(demo: Snapshot, cpus: float, memory: 
         )
 
 
-def wide(snapshot: Snapshot, **facts: float) -> Snapshot:
+def wide(snapshot: PlanInputs, **facts: float) -> PlanInputs:
     """A job whose worker needs more than its 2 GiB, as of a log of text with long lists."""
     return replace(snapshot, facts=replace(snapshot.facts, **facts))  # pyright: ignore[reportArgumentType]: of a table
 
 
 def test_worker_that_needs_more_than_its_memory_gets_it_where_no_second_fits(
-    demo: Snapshot,
+    demo: PlanInputs,
 ) -> None:
     budget = BudgetConfig(cpus=2.0, memory=24 * GIB)
     demo = replace(demo, facts=replace(demo.facts, row_bytes=8_000.0))
@@ -110,7 +110,9 @@ def test_worker_that_needs_more_than_its_memory_gets_it_where_no_second_fits(
     assert changes == ("preprocessing.worker has 2182MiB instead of 2048MiB, which the data need",)
 
 
-def test_replica_that_needs_more_than_its_memory_gets_it_instead_of_a_store(demo: Snapshot) -> None:
+def test_replica_that_needs_more_than_its_memory_gets_it_instead_of_a_store(
+    demo: PlanInputs,
+) -> None:
     needing = wide(demo)
     needing = replace(
         needing, facts=replace(needing.facts, table_rows={"items": 30_000_000}, measured=True)
@@ -146,7 +148,7 @@ REFUSED: dict[str, tuple[dict[str, float], BudgetConfig]] = {
 
 @pytest.mark.parametrize(("facts", "budget"), REFUSED.values(), ids=REFUSED)
 def test_budget_that_a_refusal_advises_is_enough(
-    demo: Snapshot, facts: dict[str, float], budget: BudgetConfig
+    demo: PlanInputs, facts: dict[str, float], budget: BudgetConfig
 ) -> None:
     snapshot = wide(demo, **facts)
     config, _ = machine_schedule(snapshot, budget, allow_oversubscription=False, num_segments=1)

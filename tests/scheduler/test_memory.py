@@ -21,7 +21,7 @@ from scheduler.model.pools import (
     trainer_memory,
     worker_bytes,
 )
-from scheduler.planner.correction import Forecast, forecast
+from scheduler.planner.correction import MemoryForecast, forecast
 from schemas.config.train import CacheConfig, ModelConfig, SparseOptimizerConfig, TrainConfig
 from tests.scheduler.small_job import FACTS
 
@@ -240,7 +240,7 @@ def test_forecast_of_errors_that_follow_one_another_is_late_as_seldom() -> None:
 
 def test_forecast_of_a_few_readings_says_nothing_yet() -> None:
     found = forecast(np.arange(5), np.arange(5) * MIB, end_step=100, limit_bytes=6 * MIB)
-    assert found == Forecast(
+    assert found == MemoryForecast(
         confident=False,
         expected_step=None,
         earliest_step=None,

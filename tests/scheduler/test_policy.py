@@ -14,7 +14,7 @@ from hypothesis import given, reject
 from hypothesis import strategies as st
 
 from scheduler.model.past_runs import BuildRecord, History
-from scheduler.model.plan_inputs import Snapshot
+from scheduler.model.plan_inputs import PlanInputs
 from scheduler.model.pools import Grid, store_bytes, trainer_memory, worker_bytes
 from scheduler.model.predict import TRAINER_START_SEC, fit_models, training_setting
 from scheduler.model.throughput import (
@@ -82,12 +82,12 @@ schedules = st.builds(
 
 
 @pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> Snapshot:
+def demo(tmp_path_factory: pytest.TempPathFactory) -> PlanInputs:
     """A job of one million samples without a history."""
     return snapshot(tmp_path_factory.mktemp("job"), ScheduleConfig())
 
 
-def brute_force(demo: Snapshot, config: ScheduleConfig) -> dict[Sizes, tuple[float, float]]:
+def brute_force(demo: PlanInputs, config: ScheduleConfig) -> dict[Sizes, tuple[float, float]]:
     """Return (seconds, cost) of every size that fits, one by one with plain loops."""
     facts, train, models = demo.facts, demo.job.train, fit_models(demo, config)
     pre, pool, budget = config.preprocessing, config.training, config.budget
@@ -189,7 +189,7 @@ def sizes_of(candidate: Candidate) -> Sizes:
 
 @pytest.mark.slow
 @given(config=schedules)
-def test_plan_is_the_best_of_all_that_fit(demo: Snapshot, config: ScheduleConfig) -> None:
+def test_plan_is_the_best_of_all_that_fit(demo: PlanInputs, config: ScheduleConfig) -> None:
     found = brute_force(demo, config)
     wanted = math.inf if config.deadline is None else config.deadline.total_seconds()
     in_time = {k: v for k, v in found.items() if v[0] <= wanted}
@@ -215,7 +215,7 @@ def test_plan_is_the_best_of_all_that_fit(demo: Snapshot, config: ScheduleConfig
 
 
 @given(config=schedules)
-def test_plan_never_exceeds_the_budget_or_a_limit(demo: Snapshot, config: ScheduleConfig) -> None:
+def test_plan_never_exceeds_the_budget_or_a_limit(demo: PlanInputs, config: ScheduleConfig) -> None:
     try:
         decision = plan(demo, config)
     except PlanError:
@@ -239,7 +239,7 @@ def test_plan_never_exceeds_the_budget_or_a_limit(demo: Snapshot, config: Schedu
 
 @given(config=schedules, cpus=st.floats(0.1, 6.0), memory=st.integers(GIB, 16 * GIB))
 def test_plan_with_the_named_smallest_budget_works_and_with_less_does_not(
-    demo: Snapshot, config: ScheduleConfig, cpus: float, memory: int
+    demo: PlanInputs, config: ScheduleConfig, cpus: float, memory: int
 ) -> None:
     config = replace(config, budget=BudgetConfig(cpus=cpus, memory=memory), deadline=None)
     message = refusal(demo, config)
@@ -256,7 +256,7 @@ def test_plan_with_the_named_smallest_budget_works_and_with_less_does_not(
         assert refusal(demo, replace(config, budget=less)).startswith("budget does not hold")
 
 
-def refusal(demo: Snapshot, config: ScheduleConfig) -> str:
+def refusal(demo: PlanInputs, config: ScheduleConfig) -> str:
     """Return why there is no plan, or nothing when there is one."""
     try:
         plan(demo, config)
@@ -265,7 +265,7 @@ def refusal(demo: Snapshot, config: ScheduleConfig) -> str:
     return ""
 
 
-def test_plan_with_too_small_a_budget_says_so_in_one_line(demo: Snapshot) -> None:
+def test_plan_with_too_small_a_budget_says_so_in_one_line(demo: PlanInputs) -> None:
     config = ScheduleConfig(budget=BudgetConfig(cpus=1.0, memory=GIB))
     message = (
         "budget does not hold the smallest pools: cpus=1 and memory=1024MiB; use at least "
@@ -275,7 +275,7 @@ def test_plan_with_too_small_a_budget_says_so_in_one_line(demo: Snapshot) -> Non
         plan(demo, config)
 
 
-def fastest_sec(demo: Snapshot) -> int:
+def fastest_sec(demo: PlanInputs) -> int:
     """Return the smallest deadline that the planner says it can meet, in whole seconds."""
     with pytest.raises(PlanError, match="deadline cannot be met") as caught:
         plan(demo, ScheduleConfig(deadline=timedelta(seconds=1)))
@@ -284,7 +284,7 @@ def fastest_sec(demo: Snapshot) -> int:
     return int(found[1])
 
 
-def test_plan_with_the_named_deadline_works_and_with_less_does_not(demo: Snapshot) -> None:
+def test_plan_with_the_named_deadline_works_and_with_less_does_not(demo: PlanInputs) -> None:
     least = fastest_sec(demo)
     chosen = plan(demo, ScheduleConfig(deadline=timedelta(seconds=least))).chosen
     assert least - 1 < chosen.predicted_sec <= least
@@ -293,7 +293,7 @@ def test_plan_with_the_named_deadline_works_and_with_less_does_not(demo: Snapsho
 
 
 @pytest.mark.slow
-def test_plan_with_a_tighter_deadline_costs_no_less(demo: Snapshot) -> None:
+def test_plan_with_a_tighter_deadline_costs_no_less(demo: PlanInputs) -> None:
     least = fastest_sec(demo)
     loose = plan(demo, ScheduleConfig(deadline=timedelta(days=30))).chosen
     before = loose.cost
@@ -307,7 +307,7 @@ def test_plan_with_a_tighter_deadline_costs_no_less(demo: Snapshot) -> None:
 
 
 @pytest.mark.parametrize("flops", [2, 40], ids=["light model", "heavy model"])
-def test_plan_that_follows_lets_neither_pool_wait_long(demo: Snapshot, flops: int) -> None:
+def test_plan_that_follows_lets_neither_pool_wait_long(demo: PlanInputs, flops: int) -> None:
     """With many segments the pools keep step, whichever of the two has more to do."""
     facts = replace(demo.facts, num_samples=10**8, num_train_samples=10**8)
     train = demo.job.train
@@ -325,7 +325,7 @@ def test_plan_that_follows_lets_neither_pool_wait_long(demo: Snapshot, flops: in
     assert 0.5 < c.rows_per_sec / c.samples_per_sec < 2.0
 
 
-def test_plan_of_tables_larger_than_a_replica_takes_stores(demo: Snapshot) -> None:
+def test_plan_of_tables_larger_than_a_replica_takes_stores(demo: PlanInputs) -> None:
     facts = replace(FACTS, table_rows={"users": 50_000_000})
     training = TrainingPoolConfig(replica=WorkerConfig(memory=4 * GIB), max_stores=16)
     decision = plan(replace(demo, facts=facts), ScheduleConfig(training=training))
@@ -334,7 +334,7 @@ def test_plan_of_tables_larger_than_a_replica_takes_stores(demo: Snapshot) -> No
     assert store_bytes(facts, demo.job.train, stores) <= 2 * GIB
 
 
-def test_plan_of_tables_larger_than_all_stores_names_how_many_are_needed(demo: Snapshot) -> None:
+def test_plan_of_tables_larger_than_all_stores_names_how_many_are_needed(demo: PlanInputs) -> None:
     large = replace(demo, facts=replace(FACTS, table_rows={"users": 50_000_000}))
     few = TrainingPoolConfig(max_stores=1)
     message = (
@@ -376,7 +376,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("config", "message"), REFUSED.values(), ids=REFUSED.keys())
 def test_plan_that_cannot_fit_names_the_limit(
-    demo: Snapshot, config: ScheduleConfig, message: str
+    demo: PlanInputs, config: ScheduleConfig, message: str
 ) -> None:
     with pytest.raises(PlanError, match=f"^{re.escape(message)}") as caught:
         plan(demo, config)
@@ -390,7 +390,7 @@ def test_plan_twice_is_equal(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("part_rows", "busy"), [(None, 3), (10_000.0, 1), (6_000.0, 2)])
 def test_predict_leaves_workers_without_a_part_idle(
-    demo: Snapshot, part_rows: float | None, busy: int
+    demo: PlanInputs, part_rows: float | None, busy: int
 ) -> None:
     """A segment of 10,000 rows keeps no more workers busy than it has parts."""
     facts = replace(FACTS, num_samples=10_000, num_train_samples=10_000, part_rows=part_rows)
@@ -403,7 +403,7 @@ def test_predict_leaves_workers_without_a_part_idle(
 
 
 def test_replicas_without_a_block_of_the_batch_change_nothing_but_the_exchange(
-    demo: Snapshot,
+    demo: PlanInputs,
 ) -> None:
     blocks = demo.job.train.batch_samples // demo.job.data.block_samples
     config, models = ScheduleConfig(), fit_models(demo, ScheduleConfig())
@@ -415,7 +415,7 @@ def test_replicas_without_a_block_of_the_batch_change_nothing_but_the_exchange(
     assert (np.diff(models.training.seconds(setting)[2:]) > 0).all()
 
 
-def test_start_of_training_is_predicted_until_it_trains(demo: Snapshot) -> None:
+def test_start_of_training_is_predicted_until_it_trains(demo: PlanInputs) -> None:
     config = ScheduleConfig()
     models = replace(fit_models(demo, config), num_segments=1)
     one = np.ones(2, np.int64)
@@ -425,7 +425,7 @@ def test_start_of_training_is_predicted_until_it_trains(demo: Snapshot) -> None:
     assert (before - after).tolist() == pytest.approx([TRAINER_START_SEC, 2 * TRAINER_START_SEC])
 
 
-def test_fit_models_of_a_run_that_took_more_memory_raises_the_base(demo: Snapshot) -> None:
+def test_fit_models_of_a_run_that_took_more_memory_raises_the_base(demo: PlanInputs) -> None:
     run = make_run([(1, 256, 0.1)])
     before = fit_models(demo, ScheduleConfig())
     peak = trainer_memory(FACTS, demo.job.train, 1, 0).total_bytes + GIB
@@ -436,7 +436,9 @@ def test_fit_models_of_a_run_that_took_more_memory_raises_the_base(demo: Snapsho
     assert memory == peak
 
 
-def test_fit_models_of_a_running_job_trusts_its_own_steps_over_its_history(demo: Snapshot) -> None:
+def test_fit_models_of_a_running_job_trusts_its_own_steps_over_its_history(
+    demo: PlanInputs,
+) -> None:
     history = History((BuildRecord(100_000, 1.0, 10_000.0),), (make_run([(1, 256, 0.1)] * 40),))
     before = fit_models(replace(demo, history=history), ScheduleConfig())
     one = np.ones(1, np.int64)
@@ -473,7 +475,7 @@ def test_weigh_scales_alike_for_any_exponent(
 
 @pytest.mark.parametrize("exponent", [0.0, 0.5, 1.0, 3.0, 8.0, 100.0])
 def test_objective_is_least_where_time_to_the_power_x_cost_is(
-    demo: Snapshot, exponent: float
+    demo: PlanInputs, exponent: float
 ) -> None:
     config = weighted(exponent)
     models = fit_models(demo, config)
@@ -485,7 +487,7 @@ def test_objective_is_least_where_time_to_the_power_x_cost_is(
     np.testing.assert_allclose(np.log(wanted), logs * 2.0 / (1.0 + exponent), atol=1e-9)
 
 
-def test_plan_of_a_larger_exponent_takes_no_longer_and_costs_no_less(demo: Snapshot) -> None:
+def test_plan_of_a_larger_exponent_takes_no_longer_and_costs_no_less(demo: PlanInputs) -> None:
     chosen = [plan(demo, weighted(exponent)).chosen for exponent in (0.0, 1.0, 8.0, 60.0)]
     for slow, fast in pairwise(chosen):
         # Two plans that are as good within TOLERANCE may come in either order.
@@ -495,11 +497,11 @@ def test_plan_of_a_larger_exponent_takes_no_longer_and_costs_no_less(demo: Snaps
     assert chosen[-1].cost > 1.2 * chosen[0].cost
 
 
-def test_plan_without_an_exponent_has_the_measured_one(demo: Snapshot) -> None:
+def test_plan_without_an_exponent_has_the_measured_one(demo: PlanInputs) -> None:
     assert plan(demo, weighted(None)).chosen == plan(demo, weighted(TIME_COST_EXPONENT)).chosen
 
 
-def test_plan_names_what_time_x_cost_would_have_chosen(demo: Snapshot) -> None:
+def test_plan_names_what_time_x_cost_would_have_chosen(demo: PlanInputs) -> None:
     even, fast = plan(demo, weighted(1.0)), plan(demo, weighted(20.0))
     assert even.unweighted is None
     assert fast.unweighted == even.chosen != fast.chosen
@@ -512,7 +514,7 @@ def test_plan_names_what_time_x_cost_would_have_chosen(demo: Snapshot) -> None:
     assert "rule: the smallest time x cost, as" in reasons(demo, weighted(1.0), even)[-2]
 
 
-def test_plan_of_a_pool_of_one_says_that_the_exponent_changes_nothing(demo: Snapshot) -> None:
+def test_plan_of_a_pool_of_one_says_that_the_exponent_changes_nothing(demo: PlanInputs) -> None:
     config = ScheduleConfig(budget=BudgetConfig(cpus=2.0, memory=8 * GIB, time_cost_exponent=8.0))
     text = reasons(demo, config, plan(demo, config))
     assert "the smallest time x cost would be the same plan" in text[-2]

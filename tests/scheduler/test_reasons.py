@@ -6,7 +6,7 @@ from datetime import timedelta
 import pytest
 
 from scheduler.model.past_runs import BuildRecord, History
-from scheduler.model.plan_inputs import Snapshot
+from scheduler.model.plan_inputs import PlanInputs
 from scheduler.model.throughput import Fit
 from scheduler.planner.policy import PlanDecision, caveats, confident, plan, reasons
 from schemas.config.schedule import (
@@ -22,7 +22,7 @@ ROOMY = ScheduleConfig(budget=BudgetConfig(cpus=32.0, memory=128 * GIB, time_cos
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> Snapshot:
+def measured(tmp_path_factory: pytest.TempPathFactory) -> PlanInputs:
     builds = (BuildRecord(100_000, 1.0, 10_000.0),) * 7
     folder = tmp_path_factory.mktemp("job")
     return snapshot(folder, ScheduleConfig(), history=History(builds))
@@ -44,7 +44,9 @@ def as_measured(decision: PlanDecision, **changes: float) -> PlanDecision:
     return replace(decision, models=models, chosen=chosen)
 
 
-def test_confident_of_a_measured_job_is_true_and_says_what_was_measured(measured: Snapshot) -> None:
+def test_confident_of_a_measured_job_is_true_and_says_what_was_measured(
+    measured: PlanInputs,
+) -> None:
     decision = as_measured(plan(measured, ROOMY))
     assert confident(measured, ROOMY, decision)
     assert reasons(measured, ROOMY, decision)[-1].startswith(
@@ -60,7 +62,7 @@ RULES = {
 
 @pytest.mark.parametrize("deadline", RULES)
 def test_reasons_name_the_rule_and_what_is_taken_of_the_budget(
-    measured: Snapshot, deadline: timedelta | None
+    measured: PlanInputs, deadline: timedelta | None
 ) -> None:
     config = replace(ROOMY, deadline=deadline)
     decision = plan(measured, config)
@@ -81,14 +83,14 @@ DOUBTS = {
 
 @pytest.mark.parametrize(("changes", "text"), DOUBTS.values(), ids=DOUBTS.keys())
 def test_doubts_of_a_poor_history_name_what_is_poor(
-    measured: Snapshot, changes: dict[str, float], text: str
+    measured: PlanInputs, changes: dict[str, float], text: str
 ) -> None:
     found = caveats(measured, ROOMY, as_measured(plan(measured, ROOMY), **changes))
     assert len(found) == 1
     assert found[0].startswith(text)
 
 
-def test_doubts_of_stores_and_unmeasured_workers_name_them(measured: Snapshot) -> None:
+def test_doubts_of_stores_and_unmeasured_workers_name_them(measured: PlanInputs) -> None:
     decision = as_measured(plan(measured, ROOMY))
     chosen = replace(decision.chosen, num_stores=2, workers_per_job=9)
     assert caveats(measured, ROOMY, replace(decision, chosen=chosen)) == [
@@ -97,7 +99,7 @@ def test_doubts_of_stores_and_unmeasured_workers_name_them(measured: Snapshot) -
     ]
 
 
-def test_doubts_without_dataset_and_build_name_both(measured: Snapshot) -> None:
+def test_doubts_without_dataset_and_build_name_both(measured: PlanInputs) -> None:
     bare = replace(measured, facts=replace(FACTS, measured=False), history=History())
     assert caveats(bare, ROOMY, as_measured(plan(bare, ROOMY))) == [
         "sizes of the data come from the job file, not from a dataset",
@@ -105,7 +107,7 @@ def test_doubts_without_dataset_and_build_name_both(measured: Snapshot) -> None:
     ]
 
 
-def test_reasons_quote_the_runner_up_that_was_compared(measured: Snapshot) -> None:
+def test_reasons_quote_the_runner_up_that_was_compared(measured: PlanInputs) -> None:
     decision = plan(measured, ROOMY)
     other = decision.other_training
     assert other is not None
@@ -117,14 +119,14 @@ def test_reasons_quote_the_runner_up_that_was_compared(measured: Snapshot) -> No
     assert f"{abs(product) * 100:.1f} % {'more' if product > 0 else 'less'} time x cost" in text
 
 
-def test_reasons_with_a_deadline_speak_of_it(measured: Snapshot) -> None:
+def test_reasons_with_a_deadline_speak_of_it(measured: PlanInputs) -> None:
     config = replace(ROOMY, deadline=timedelta(hours=2))
     text = reasons(measured, config, plan(measured, config))
     assert "also meets the deadline of 7,200 s" in text[0]
     assert "also meets the deadline of 7,200 s" in text[1]
 
 
-def test_reasons_of_the_only_plan_say_that_there_is_no_other(measured: Snapshot) -> None:
+def test_reasons_of_the_only_plan_say_that_there_is_no_other(measured: PlanInputs) -> None:
     config = ScheduleConfig(
         preprocessing=PreprocessingPoolConfig(max_workers=1),
         training=TrainingPoolConfig(max_replicas=1, max_stores=0),
@@ -135,7 +137,7 @@ def test_reasons_of_the_only_plan_say_that_there_is_no_other(measured: Snapshot)
     assert text[3].endswith("so no store")
 
 
-def test_reasons_of_large_tables_say_why_there_are_stores(measured: Snapshot) -> None:
+def test_reasons_of_large_tables_say_why_there_are_stores(measured: PlanInputs) -> None:
     large = replace(measured, facts=replace(FACTS, table_rows={"items": 30_000_000}))
     training = TrainingPoolConfig(replica=WorkerConfig(memory=2 * GIB), max_replicas=1)
     config = replace(ROOMY, training=training)

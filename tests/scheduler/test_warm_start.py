@@ -17,7 +17,7 @@ from scheduler.model.past_runs import (
     read_history,
     read_past_jobs,
 )
-from scheduler.model.plan_inputs import Snapshot
+from scheduler.model.plan_inputs import PlanInputs
 from scheduler.model.predict import (
     default_segments,
     default_training,
@@ -43,17 +43,17 @@ SIZES = TrainingSetting(num_replicas=[1, 2, 4, 8], batch_samples=256, unique_row
 
 
 @pytest.fixture(scope="module")
-def measured(tmp_path_factory: pytest.TempPathFactory) -> Snapshot:
+def measured(tmp_path_factory: pytest.TempPathFactory) -> PlanInputs:
     return snapshot(tmp_path_factory.mktemp("job"), ScheduleConfig())
 
 
-def scaled(measured: Snapshot, factors: Iterable[float]) -> Fit:
+def scaled(measured: PlanInputs, factors: Iterable[float]) -> Fit:
     """Return the truth of a job whose terms take so many times what is assumed."""
     assumed = default_training(measured.facts, measured.job.train)
     return Fit(coefficients=tuple(a * f for a, f in zip(assumed, factors, strict=True)))
 
 
-def finished(measured: Snapshot, factors: Iterable[float]) -> PastJob:
+def finished(measured: PlanInputs, factors: Iterable[float]) -> PastJob:
     """Return what a run of this truth at four sizes teaches."""
     seconds = scaled(measured, factors).seconds(SIZES)
     window = observe(Window(), SIZES, seconds, 0.0)
@@ -62,14 +62,14 @@ def finished(measured: Snapshot, factors: Iterable[float]) -> PastJob:
     return summarize_job(measured, fit, Fit(coefficients=default_segments(measured.facts)))
 
 
-def larger(measured: Snapshot, factor: int) -> Snapshot:
+def larger(measured: PlanInputs, factor: int) -> PlanInputs:
     """Return the same job with more data."""
     facts = replace(FACTS, num_samples=factor * FACTS.num_samples)
     return replace(measured, facts=facts)
 
 
 def test_warm_start_from_similar_jobs_is_nearer_to_the_truth_than_the_defaults(
-    measured: Snapshot,
+    measured: PlanInputs,
 ) -> None:
     rng = np.random.default_rng(0)
     for _ in range(10):
@@ -87,7 +87,7 @@ def test_warm_start_from_similar_jobs_is_nearer_to_the_truth_than_the_defaults(
         assert [name for name, _ in start.similar_jobs] == ["small"] * 4
 
 
-def test_warm_start_without_past_jobs_is_the_defaults(measured: Snapshot) -> None:
+def test_warm_start_without_past_jobs_is_the_defaults(measured: PlanInputs) -> None:
     start = warm_start(measured, [])
     assert start.training == default_training(measured.facts, measured.job.train)
     assert start.segments == default_segments(measured.facts)
@@ -95,7 +95,7 @@ def test_warm_start_without_past_jobs_is_the_defaults(measured: Snapshot) -> Non
     assert start.similar_jobs == ()
 
 
-def test_warm_start_from_unlike_jobs_is_nearly_the_defaults(measured: Snapshot) -> None:
+def test_warm_start_from_unlike_jobs_is_nearly_the_defaults(measured: PlanInputs) -> None:
     other = replace(finished(measured, [5.0] * 9), model="attention")
     far = {name: value * 64 for name, value in other.features.items()}
     start = warm_start(measured, [replace(other, features=far)])
@@ -106,13 +106,13 @@ def test_warm_start_from_unlike_jobs_is_nearly_the_defaults(measured: Snapshot) 
     assert start.similar_jobs == ()
 
 
-def test_warm_start_from_jobs_that_disagree_is_less_certain(measured: Snapshot) -> None:
+def test_warm_start_from_jobs_that_disagree_is_less_certain(measured: PlanInputs) -> None:
     alike = warm_start(measured, [finished(measured, [2.0] * 9)] * 4)
     apart = warm_start(measured, [finished(measured, [f] * 9) for f in (0.5, 1.0, 4.0, 8.0)])
     assert apart.spread > 2 * alike.spread
 
 
-def test_similarity_falls_with_each_doubling_and_with_another_model(measured: Snapshot) -> None:
+def test_similarity_falls_with_each_doubling_and_with_another_model(measured: PlanInputs) -> None:
     job = finished(measured, [1.0] * 9)
     weights = [similarity(larger(measured, 2**i), job) for i in range(5)]
     assert weights[0] == 1.0
@@ -121,7 +121,7 @@ def test_similarity_falls_with_each_doubling_and_with_another_model(measured: Sn
 
 
 def test_fit_models_of_a_job_that_never_ran_predicts_what_its_neighbours_took(
-    measured: Snapshot,
+    measured: PlanInputs,
 ) -> None:
     past = tuple(finished(measured, [3.0] * 9) for _ in range(8))
     models = fit_models(replace(measured, history=History(jobs=past)), ScheduleConfig())
@@ -135,14 +135,14 @@ def test_fit_models_of_a_job_that_never_ran_predicts_what_its_neighbours_took(
     assert "no run was measured, similar jobs are used: small" in text
 
 
-def test_remember_of_a_job_that_never_ran_is_refused(measured: Snapshot) -> None:
+def test_remember_of_a_job_that_never_ran_is_refused(measured: PlanInputs) -> None:
     cold = Fit(coefficients=default_training(measured.facts, measured.job.train))
     with pytest.raises(ValueError, match="job has no measured step"):
         summarize_job(measured, cold, cold)
 
 
 def test_read_past_gives_back_what_was_written_and_leaves_out_a_torn_line(
-    measured: Snapshot, tmp_path: Path
+    measured: PlanInputs, tmp_path: Path
 ) -> None:
     jobs = [finished(measured, [f] * 9) for f in (1.0, 2.0)]
     text = "\n".join(map(format_past_job, jobs))
@@ -162,7 +162,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("change", BROKEN.values(), ids=BROKEN.keys())
 def test_read_past_of_a_broken_line_names_it(
-    measured: Snapshot, tmp_path: Path, change: str | dict[str, object]
+    measured: PlanInputs, tmp_path: Path, change: str | dict[str, object]
 ) -> None:
     line = format_past_job(finished(measured, [1.0] * 9))
     bad = change if isinstance(change, str) else json.dumps({**json.loads(line), **change})

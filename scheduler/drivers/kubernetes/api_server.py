@@ -32,7 +32,7 @@ class UnreachableError(Exception):
     """The API server does not answer, or asks to retry later."""
 
 
-class RefusedError(Exception):
+class ApiRefusedError(Exception):
     """The API server rejects a request."""
 
     def __init__(self, status: int, message: str) -> None:
@@ -47,7 +47,7 @@ class RefusedError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
+class PodUsage:
     """Use of resources by a Pod, from the metrics server."""
 
     memory_bytes: int
@@ -79,7 +79,7 @@ class Api:
         """Return a Pod, None if it does not exist."""
         try:
             return self._call("GET", f"{self._pods}/{name}")
-        except RefusedError as error:
+        except ApiRefusedError as error:
             if error.status == NOT_FOUND:
                 return None
             raise
@@ -96,7 +96,7 @@ class Api:
         body = {"gracePeriodSeconds": grace_sec, "preconditions": {"uid": uid}}
         try:
             self._call("DELETE", f"{self._pods}/{name}", body=body)
-        except RefusedError as error:
+        except ApiRefusedError as error:
             if error.status not in (NOT_FOUND, CONFLICT):  # a new Pod has the name
                 raise
 
@@ -109,7 +109,7 @@ class Api:
         """Create a Secret, unless one of this name exists; it is not read or changed."""
         try:
             self._call("POST", self._secrets, {"fieldManager": MANAGER}, secret)
-        except RefusedError as error:
+        except ApiRefusedError as error:
             if error.status != CONFLICT:
                 raise
 
@@ -117,16 +117,16 @@ class Api:
         """Delete a Secret, if it exists."""
         try:
             self._call("DELETE", f"{self._secrets}/{name}")
-        except RefusedError as error:
+        except ApiRefusedError as error:
             if error.status != NOT_FOUND:
                 raise
 
-    def usage(self, selector: str) -> dict[str, Usage]:
+    def usage(self, selector: str) -> dict[str, PodUsage]:
         """Return the use of resources by Pod name."""
         path = f"/apis/metrics.k8s.io/v1beta1/namespaces/{self._namespace}/pods"
         metrics = self._call("GET", path, {"labelSelector": selector})
         return {
-            pod["metadata"]["name"]: Usage(
+            pod["metadata"]["name"]: PodUsage(
                 memory_bytes=sum(quantity(c["usage"]["memory"]) for c in pod["containers"]),
                 cores=sum(float(parse_quantity(c["usage"]["cpu"])) for c in pod["containers"]),
             )
@@ -209,7 +209,7 @@ def _converted_errors() -> Generator[None]:
         status, message = int(error.status or 0), _message(error)
         if status in (0, 401, 429) or status >= 500:  # 401: the token is being renewed
             raise UnreachableError(message) from error
-        raise RefusedError(status, message) from error
+        raise ApiRefusedError(status, message) from error
     except (urllib3.exceptions.HTTPError, OSError, json.JSONDecodeError) as error:
         raise UnreachableError(_cause(error)) from error
 
@@ -233,7 +233,7 @@ def _events(response: urllib3.HTTPResponse) -> Generator[tuple[str, dict[str, An
             event: Any = json.loads(line)
             if event["type"] == "ERROR":
                 status = event["object"]
-                raise RefusedError(int(status["code"]), status["message"])
+                raise ApiRefusedError(int(status["code"]), status["message"])
             yield event["type"], event["object"]
 
 
@@ -299,7 +299,7 @@ class Listed:
 
 
 @dataclass(frozen=True, slots=True)
-class Changed:
+class PodChange:
     """A Pod was created, changed or deleted."""
 
     pod: dict[str, Any]
@@ -317,7 +317,7 @@ class Unreachable:
     reason: str
 
 
-WatchEvent = Listed | Changed | Unreachable
+WatchEvent = Listed | PodChange | Unreachable
 
 
 class Watch:
@@ -362,7 +362,7 @@ class Watch:
                 self._follow()
             except UnreachableError as error:
                 self._on_failure(str(error))
-            except RefusedError as error:
+            except ApiRefusedError as error:
                 if error.status == GONE:  # the version has expired
                     self._version = None
                 else:
@@ -381,7 +381,7 @@ class Watch:
         self._on_answer()
         for kind, pod in events:
             if kind != "BOOKMARK":
-                self._events.put(Changed(pod, gone=kind == "DELETED"))
+                self._events.put(PodChange(pod, gone=kind == "DELETED"))
             self._version = pod["metadata"]["resourceVersion"]
 
     def _on_answer(self) -> None:

@@ -22,11 +22,11 @@ from scheduler.drivers.base import (
 from scheduler.drivers.kubernetes.api_server import (
     CONFLICT,
     INVALID,
-    Changed,
-    RefusedError,
+    ApiRefusedError,
+    PodChange,
+    PodUsage,
     Unreachable,
     UnreachableError,
-    Usage,
     Watch,
     connect,
 )
@@ -82,7 +82,7 @@ class Cluster:
         self._unconfirmed = set[str]()
         self._quiet_until = self._confirm_at = 0.0
         self._usage_at = -USAGE_SEC
-        self._usage: dict[str, Usage] = {}
+        self._usage: dict[str, PodUsage] = {}
 
     def __enter__(self) -> Cluster:
         """List the Pods and start the watch.
@@ -96,7 +96,7 @@ class Cluster:
         self._watch = Watch(connect(self._config), self._selector)
         try:
             pods = self._watch.start()
-        except (RefusedError, UnreachableError) as error:
+        except (ApiRefusedError, UnreachableError) as error:
             raise PlanError(
                 f"Pods of namespace {self._config.namespace!r} cannot be listed: {error}; check "
                 "the kubeconfig, and the rights in deploy/kubernetes/base/rbac.yaml"
@@ -137,7 +137,7 @@ class Cluster:
         for event in self._watch.take():
             if isinstance(event, Unreachable):
                 self._set_reachable("watch", event.reason)
-            elif isinstance(event, Changed):
+            elif isinstance(event, PodChange):
                 self._on_changed(event)
             else:
                 self._on_listed(event.pods)
@@ -215,7 +215,7 @@ class Cluster:
             self._quiet_until = time.monotonic() + RETRY_SEC
             self._set_reachable("calls", str(error) or repr(error))
             return None
-        except RefusedError as error:
+        except ApiRefusedError as error:
             self._report(f"{problem}: {error.message}")
             accepted = False
         self._set_reachable("calls")
@@ -230,14 +230,14 @@ class Cluster:
 
         return self._send(f"Pod {pod.name} cannot be resized", request_limits) is not False
 
-    def usage(self, pod: TrackedPod) -> Usage | None:
+    def usage(self, pod: TrackedPod) -> PodUsage | None:
         """Return the resources that a Pod uses, None while no metrics server answers."""
         now = time.monotonic()
         if now - self._usage_at >= USAGE_SEC and now > self._quiet_until:
             try:
                 self._usage = self._api.usage(self._selector)
                 self._set_reachable("calls")
-            except (RefusedError, UnreachableError) as error:
+            except (ApiRefusedError, UnreachableError) as error:
                 self._usage = {}
                 self._report(f"memory cannot be read from metrics.k8s.io: {str(error).strip()}")
             self._usage_at = time.monotonic()  # the answer may take longer than `USAGE_SEC`
@@ -263,7 +263,7 @@ class Cluster:
                 endpoint = self.endpoint(job)
                 self._api.ensure_secret(secret_of(self._config, self._instance, job, endpoint))
             pod.observed = self._api.apply(pod.manifest or {})
-        except RefusedError as error:
+        except ApiRefusedError as error:
             if error.is_quota:
                 quota = error.message.partition("exceeded quota: ")[2].partition(",")[0]
                 self._report(f"the namespace's quota {quota} is exceeded")
@@ -302,7 +302,7 @@ class Cluster:
             if pod.observed is not None and not pod.is_gone and name not in listed
         }
 
-    def _on_changed(self, event: Changed) -> None:
+    def _on_changed(self, event: PodChange) -> None:
         self._on_observed(event.pod)
         metadata = event.pod["metadata"]
         pod = self._pods[metadata["name"]]
@@ -483,7 +483,7 @@ class Pods:
     def _find(self, name: str) -> TrackedPod | None:
         return self._cluster.find(self._job, name)
 
-    def _usage(self, name: str) -> Usage | None:
+    def _usage(self, name: str) -> PodUsage | None:
         pod = self._find(name)
         return None if pod is None or not pod.is_running else self._cluster.usage(pod)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.controller.state import JobState, PoolName, Process
+from scheduler.controller.state import JobState, PoolName, PoolProcess
 from scheduler.drivers.base import Endpoint, ExitStatus
 from scheduler.drivers.children import Children
 from scheduler.drivers.driver import num_gpus_of
@@ -21,8 +21,8 @@ from tests.scheduler.drivers.test_children import until
 from tests.scheduler.small_job import damage, paths_of
 
 
-def process(pool: PoolName, name: str) -> Process:
-    return Process(
+def process(pool: PoolName, name: str) -> PoolProcess:
+    return PoolProcess(
         name=name, pool=pool, number=0, status="running", cpus=1.0, memory_bytes=1, began_sec=0.0
     )
 

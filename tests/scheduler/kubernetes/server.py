@@ -5,7 +5,7 @@ from collections.abc import Generator, Mapping
 from queue import SimpleQueue
 from typing import Any
 
-from scheduler.drivers.kubernetes.api_server import RefusedError, UnreachableError, Usage
+from scheduler.drivers.kubernetes.api_server import ApiRefusedError, PodUsage, UnreachableError
 
 SILENT = UnreachableError("timed out")
 
@@ -59,7 +59,7 @@ class Server:
         self._called("delete_secret")
         self.secrets.pop(name, None)
 
-    def usage(self, selector: str) -> dict[str, Usage]:
+    def usage(self, selector: str) -> dict[str, PodUsage]:
         self._called("usage")
         return {}
 
@@ -94,4 +94,4 @@ class Server:
             raise self.fails[call]
 
 
-FORBIDDEN = RefusedError(403, "no right")
+FORBIDDEN = ApiRefusedError(403, "no right")

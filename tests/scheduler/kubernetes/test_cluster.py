@@ -12,7 +12,7 @@ import pytest
 
 from scheduler.drivers.base import NO_RESOURCES, ExitStatus, instance_of
 from scheduler.drivers.kubernetes import cluster as asked
-from scheduler.drivers.kubernetes.api_server import RefusedError, Usage
+from scheduler.drivers.kubernetes.api_server import ApiRefusedError, PodUsage
 from scheduler.drivers.kubernetes.cluster import USAGE_SEC, Cluster, Pods
 from scheduler.drivers.kubernetes.pod_manifest import ClusterConfig, Task, pod_name, pod_of
 from tests.scheduler.kubernetes.server import FORBIDDEN, SILENT, Server
@@ -189,7 +189,7 @@ def test_a_reading_of_usage_that_took_long_is_not_begun_again_at_once(
     clock = [time.monotonic()]
     answer = server.usage
 
-    def usage(selector: str) -> dict[str, Usage]:
+    def usage(selector: str) -> dict[str, PodUsage]:
         clock[0] += 2 * USAGE_SEC
         return answer(selector)
 
@@ -221,7 +221,7 @@ def test_usage_that_was_refused_once_is_read_again(
         assert followed.pods.resident_bytes("coordinator-0.1") == 0
     assert followed.messages == ["memory cannot be read from metrics.k8s.io: 403: no right"]
     server.fails.clear()
-    monkeypatch.setattr(server, "usage", lambda _: {name: Usage(memory_bytes=7, cores=0.5)})
+    monkeypatch.setattr(server, "usage", lambda _: {name: PodUsage(memory_bytes=7, cores=0.5)})
     assert followed.pods.resident_bytes("coordinator-0.1") == 7
 
 
@@ -281,7 +281,7 @@ def test_a_full_quota_is_said_once_however_often_it_is_met(followed: Followed) -
         message = (
             f'pods "coordinator-{attempt}" is forbidden: exceeded quota: small, requested: cpu=1'
         )
-        followed.server.fails["apply"] = RefusedError(403, message)
+        followed.server.fails["apply"] = ApiRefusedError(403, message)
         followed.pods.start(f"coordinator-0.{attempt}", [])
         assert followed.pods.exit_status(f"coordinator-0.{attempt}") == ExitStatus(
             lost="quota exceeded"

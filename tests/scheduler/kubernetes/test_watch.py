@@ -8,9 +8,9 @@ import pytest
 from scheduler.drivers.kubernetes.api_server import (
     GONE,
     Api,
-    Changed,
+    ApiRefusedError,
     Listed,
-    RefusedError,
+    PodChange,
     Watch,
     WatchEvent,
     connect,
@@ -51,7 +51,7 @@ def test_a_watch_from_a_version_that_is_forgotten_lists_again(
 ) -> None:
     config = config_of(cluster, namespace, tmp_path)
     cluster.restart_api_server()  # what it remembers begins here
-    with pytest.raises(RefusedError) as found:
+    with pytest.raises(ApiRefusedError) as found:
         list(connect(config).watch(SELECTOR, "1"))
     assert found.value.status == GONE
     late = Late(connect(config))
@@ -63,8 +63,8 @@ def test_a_watch_from_a_version_that_is_forgotten_lists_again(
         metadata = {"name": "new", "labels": {"app": "followed"}}
         body = {"metadata": metadata, "spec": {"containers": [container]}}
         cluster.core().create_namespaced_pod(namespace, body)
-        news = until(watch, Changed)
-        assert isinstance(news, Changed)
+        news = until(watch, PodChange)
+        assert isinstance(news, PodChange)
         assert (news.pod["metadata"]["name"], news.gone) == ("new", False)
         assert late.lists == 2
     finally:

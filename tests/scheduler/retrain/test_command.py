@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from scheduler.__main__ import main
-from scheduler.retrain.drive import Root, command_of, sizes_of
+from scheduler.retrain.drive import RetrainRoot, command_of, sizes_of
 from scheduler.retrain.records import Attempt, Started
 from scheduler.retrain.retrain import run_rows
-from scheduler.retrain.root_log import Log
+from scheduler.retrain.root_log import RetrainLog
 from schemas.config.schedule import RetrainConfig
 from schemas.machine import machine_budget
 from schemas.run.records import RUN_FILE
@@ -109,7 +109,7 @@ def test_rows_of_a_log_have_version_metrics_and_why_not(world: World) -> None:
 
 def test_main_retrain_list_prints_a_line_for_each_run(world: World, tmp_path: Path) -> None:
     job = job_of(tmp_path)
-    with Log(Location.parse(tmp_path / "root")) as log:
+    with RetrainLog(Location.parse(tmp_path / "root")) as log:
         for record in world.records:
             log.append(record)
     words = ["retrain", str(job), "--output", str(tmp_path / "root"), "--list"]
@@ -126,13 +126,15 @@ def test_main_retrain_list_prints_a_line_for_each_run(world: World, tmp_path: Pa
 
 def test_sizes_of_a_first_day_are_those_of_the_plan_within_this_machine(tmp_path: Path) -> None:
     schedule = "  budget: {cpus: 1000, memory: 1000GiB}\n  training: {min_replicas: 1}"
-    sizes = sizes_of(job_of(tmp_path, schedule), Root(Location.parse(tmp_path)))
+    sizes = sizes_of(job_of(tmp_path, schedule), RetrainRoot(Location.parse(tmp_path)))
     assert 1 <= sizes.workers <= machine_budget().cpus
     assert 1 <= sizes.num_replicas <= machine_budget().cpus
     assert re.match(r"1 segment job x \d+ workers?, \d+ replicas? and 0 stores: ", sizes.summary)
 
 
-def command(stage: str, root: Root, *, allow_outside: bool = False, **more: object) -> list[str]:
+def command(
+    stage: str, root: RetrainRoot, *, allow_outside: bool = False, **more: object
+) -> list[str]:
     """The words of a stage after `python -m`."""
     sizes = {"workers": 2, "num_replicas": 3}
     started = Started(time_sec=0.0, run=f"{TWO}.1", process="p", stage=stage, **sizes, **more)  # pyright: ignore[reportArgumentType]: of a table
@@ -142,14 +144,14 @@ def command(stage: str, root: Root, *, allow_outside: bool = False, **more: obje
 
 
 def test_append_alone_may_read_a_schema_outside(tmp_path: Path) -> None:
-    root = Root(Location.parse(tmp_path))
+    root = RetrainRoot(Location.parse(tmp_path))
     assert command("append", root, allow_outside=True)[-1] == "--allow-outside"
     for stage in ("train", "evaluate"):
         assert "--allow-outside" not in command(stage, root, allow_outside=True, segments=("a",))
 
 
 def test_command_of_each_stage_says_what_is_done(tmp_path: Path) -> None:
-    root = Root(Location.parse(tmp_path))
+    root = RetrainRoot(Location.parse(tmp_path))
     dataset, runs = str(root.dataset), tmp_path / "runs"
     workers = ["--direct_num_workers=2"]
     source = ["--input", "logs", "--day", TWO, "--json", *workers]

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.retrain.drive import Root, newest_checkpoint, read_pointer, write_pointer
-from scheduler.retrain.records import Begun, Promoted, Record, State, apply_record
-from scheduler.retrain.root_log import SNAPSHOT_RECORDS, Log, read_state, roll_back
+from scheduler.retrain.drive import RetrainRoot, newest_checkpoint, read_pointer, write_pointer
+from scheduler.retrain.records import Begun, Promoted, Record, RetrainState, apply_record
+from scheduler.retrain.root_log import SNAPSHOT_RECORDS, RetrainLog, read_state, roll_back
 from schemas.config.schedule import RetrainConfig
 from schemas.errors import PlanError, SchemaError
 from schemas.layout import MANIFEST
@@ -57,11 +57,11 @@ def world() -> World:
 
 
 def test_records_that_are_written_are_read(world: World, root: Location) -> None:
-    with Log(root) as log:
+    with RetrainLog(root) as log:
         for record in world.records:
             log.append(record)
     assert read_state(root) == world.state == log.state
-    with Log(root) as log:
+    with RetrainLog(root) as log:
         assert log.state == world.state
     newest = Versions(root).newest()
     assert newest is not None
@@ -74,7 +74,7 @@ def test_log_of_a_record_is_as_long_as_the_record(root: Location) -> None:
     world = World()
     for day in range(1, 29):
         world.retrain(f"2026-02-{day:02d}")
-    with Log(root) as log:
+    with RetrainLog(root) as log:
         for record in world.records:
             log.append(record)
     versions = Versions(root)
@@ -87,7 +87,7 @@ def test_log_of_a_record_is_as_long_as_the_record(root: Location) -> None:
     assert len(kept) < 2 * SNAPSHOT_RECORDS
     assert max(len(str(b)) for n, b in kept.items() if n not in snapshots) < 2000
     for _ in range(2):
-        with Log(root) as log:
+        with RetrainLog(root) as log:
             assert log.state == world.state
         newest = versions.newest()
         assert newest is not None
@@ -95,17 +95,17 @@ def test_log_of_a_record_is_as_long_as_the_record(root: Location) -> None:
 
 
 def test_log_of_a_run_that_was_never_begun_is_refused(world: World, root: Location) -> None:
-    with Log(root) as log, pytest.raises(KeyError):
+    with RetrainLog(root) as log, pytest.raises(KeyError):
         log.append(world.records[1])
-    assert read_state(root) == State()
+    assert read_state(root) == RetrainState()
     assert isinstance(world.records[0], Begun)
-    with Log(root) as log:
+    with RetrainLog(root) as log:
         log.append(replace(world.records[0], run="a.1"))
     assert read_state(root).attempts[0].run == "a.1"
 
 
 def _hold(root: Location, path: Path) -> None:
-    with Log(root):
+    with RetrainLog(root):
         path.write_text("held")
         time.sleep(600)
 
@@ -125,28 +125,28 @@ def test_root_that_another_process_owns_is_refused_until_it_dies(
             f"another retraining uses this root: {socket.gethostname()}:{holder.pid} in {root}; "
             "wait for it, or stop it"
         )
-        with pytest.raises(SchemaError) as error, Log(root):
+        with pytest.raises(SchemaError) as error, RetrainLog(root):
             pass
         assert str(error.value) == message
     finally:
         holder.kill()
         holder.join()
-    with Log(root):  # whoever was killed owns nothing
+    with RetrainLog(root):  # whoever was killed owns nothing
         pass
 
 
 def test_owner_whose_lease_has_ended_cannot_append_any_more(world: World, root: Location) -> None:
-    with Log(root) as first:
+    with RetrainLog(root) as first:
         first.append(world.records[0])
         (root / LEASES).remove(
             [entry.path for entry in (root / LEASES).entries()]
         )  # as if suspended
-        with Log(root) as second:
+        with RetrainLog(root) as second:
             second.append(world.records[1])
             message = f"another retraining has taken over this root in {root}; repeat the command"
             with pytest.raises(SchemaError, match=re.escape(message)):
                 first.append(world.records[1])
-    assert read_state(root) == reduce(apply_record, world.records[:2], State())
+    assert read_state(root) == reduce(apply_record, world.records[:2], RetrainState())
 
 
 def test_owner_reads_a_rollback_before_its_next_record(root: Location) -> None:
@@ -155,7 +155,7 @@ def test_owner_reads_a_rollback_before_its_next_record(root: Location) -> None:
         world.retrain(day)
     run, previous = f"{DAYS[1]}.1", f"{DAYS[0]}.1"
     begun = replace(world.records[0], run=f"{DAYS[2]}.1")
-    with Log(root) as log:
+    with RetrainLog(root) as log:
         for record in world.records:
             log.append(record)
         assert not log.is_rolled_back(run)
@@ -169,8 +169,8 @@ def test_owner_reads_a_rollback_before_its_next_record(root: Location) -> None:
         assert log.state == states[0] == read_state(root)
         assert log.state.pointer == {"run": previous}
         assert log.append(begun)
-    write_pointer(Root(root))
-    assert read_pointer(Root(root)) == {"run": previous}
+    write_pointer(RetrainRoot(root))
+    assert read_pointer(RetrainRoot(root)) == {"run": previous}
     assert [a.run for a in read_state(root).attempts] == [previous, run, f"{DAYS[2]}.1"]
     message = f"run is not promoted: {DAYS[2]}.1; promoted are: {previous}"
     with pytest.raises(PlanError) as error:
@@ -181,7 +181,7 @@ def test_owner_reads_a_rollback_before_its_next_record(root: Location) -> None:
 class StoredWorld(World):
     """Days whose records are appended to the log of a root."""
 
-    log: Log
+    log: RetrainLog
 
     def append(self, record: Record) -> None:
         assert self.log.append(record)
@@ -197,7 +197,7 @@ def test_month_that_hosts_retrain_in_turn_at_a_store_is_that_of_one() -> None:
         alone.retrain(day)
     while world.state.last_good != f"{month[-1]}.1":
         num_hosts += 1
-        with suppress(KilledError), Log(root) as world.log:
+        with suppress(KilledError), RetrainLog(root) as world.log:
             assert world.log.state == world.state
             ends = len(world.records) + 100
             for day in month:
@@ -211,7 +211,7 @@ def test_of_processes_that_begin_at_once_one_becomes_the_owner(root: Location) -
     over = threading.Event()
 
     def own(number: int) -> None:
-        with suppress(SchemaError), Log(root):
+        with suppress(SchemaError), RetrainLog(root):
             won.append(number)
             over.wait()
 
@@ -227,8 +227,8 @@ def test_of_processes_that_begin_at_once_one_becomes_the_owner(root: Location) -
 
 
 def test_pointer_is_that_of_the_last_promotion(world: World, root: Location) -> None:
-    place = Root(root)
-    with Log(root) as log:
+    place = RetrainRoot(root)
+    with RetrainLog(root) as log:
         write_pointer(place)
         assert read_pointer(place) is None
         for record in world.records:
@@ -247,7 +247,7 @@ def test_pointer_is_that_of_the_last_promotion(world: World, root: Location) -> 
 
 
 def test_checkpoint_of_a_run_is_its_newest_complete_one(tmp_path: Path) -> None:
-    root = Root(Location.parse(tmp_path))
+    root = RetrainRoot(Location.parse(tmp_path))
     (root.run("a.1") / "checkpoints" / "11" / "x").write_bytes(b"")  # without a manifest
     for step in ("9", "10"):
         (root.run("a.1") / "checkpoints" / step / MANIFEST).write_bytes(step.encode())

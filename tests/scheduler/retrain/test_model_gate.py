@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler.retrain.decide import judge
-from scheduler.retrain.records import Metrics
+from scheduler.retrain.records import ModelMetrics
 from schemas.config.schedule import ModelGateConfig
 
-OLD = Metrics(num_samples=500, ne=0.8, auc=0.75, calibration=1.02)
+OLD = ModelMetrics(num_samples=500, ne=0.8, auc=0.75, calibration=1.02)
 LIMITS = ModelGateConfig()
 OFF = ModelGateConfig(
     **{f.name: None for f in fields(ModelGateConfig) if f.name != "min_samples"}  # pyright: ignore[reportArgumentType]: of a table
@@ -66,7 +66,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("change", "old", "reasons"), REFUSED.values(), ids=REFUSED.keys())
 def test_judge_of_a_model_beyond_a_limit_names_value_limit_and_key(
-    change: dict[str, float], old: Metrics | None, reasons: tuple[str, ...]
+    change: dict[str, float], old: ModelMetrics | None, reasons: tuple[str, ...]
 ) -> None:
     new = replace(OLD, **change)  # pyright: ignore[reportArgumentType]: of a table
     assert judge(new, old, LIMITS) == reasons
@@ -85,13 +85,17 @@ def test_judge_against_a_model_without_values_has_the_absolute_limits_alone() ->
 
 NUMBERS = st.floats(0.01, 2.0)
 METRICS = st.builds(
-    Metrics, num_samples=st.integers(1, 9), ne=NUMBERS, auc=st.floats(0, 1), calibration=NUMBERS
+    ModelMetrics,
+    num_samples=st.integers(1, 9),
+    ne=NUMBERS,
+    auc=st.floats(0, 1),
+    calibration=NUMBERS,
 )
 
 
 @given(new=METRICS, old=st.none() | METRICS, worse=st.floats(0, 1))
 def test_law_a_model_that_is_worse_has_no_fewer_reasons(
-    new: Metrics, old: Metrics | None, worse: float
+    new: ModelMetrics, old: ModelMetrics | None, worse: float
 ) -> None:
     assert new.ne is not None
     assert new.auc is not None
@@ -106,6 +110,6 @@ def test_law_a_model_that_is_worse_has_no_fewer_reasons(
 
 
 @given(new=METRICS, old=st.none() | METRICS)
-def test_law_without_limits_everything_passes(new: Metrics, old: Metrics | None) -> None:
+def test_law_without_limits_everything_passes(new: ModelMetrics, old: ModelMetrics | None) -> None:
     assert judge(new, old, OFF) == ()
     assert judge(replace(new, ne=None, auc=None, calibration=None), old, OFF) == ()

@@ -21,24 +21,24 @@ from scheduler.retrain.records import (
     Done,
     Failed,
     Judged,
-    Metrics,
+    ModelMetrics,
     Promoted,
     Record,
     Removed,
+    RetrainState,
     RolledBack,
     Started,
-    State,
     apply_record,
 )
 from schemas.config.schedule import RetrainConfig
 from schemas.errors import PlanError
 
-GOOD = Metrics(num_samples=1000, ne=0.9, auc=0.7, calibration=1.0)
-BAD = Metrics(num_samples=1000, ne=1.5, auc=0.4, calibration=3.0)
+GOOD = ModelMetrics(num_samples=1000, ne=0.9, auc=0.7, calibration=1.0)
+BAD = ModelMetrics(num_samples=1000, ne=1.5, auc=0.4, calibration=3.0)
 MAX_STEPS = 200
 
 
-def good_but_for(*bad: str) -> Callable[[frozenset[str]], Metrics]:
+def good_but_for(*bad: str) -> Callable[[frozenset[str]], ModelMetrics]:
     """Return the quality of models: bad where they know one of these segments."""
     return lambda segments: BAD if segments & set(bad) else GOOD
 
@@ -52,13 +52,15 @@ class World:
     """What is on disk, and what would happen."""
 
     config: RetrainConfig = field(default_factory=RetrainConfig)
-    quality: Callable[[frozenset[str]], Metrics] = field(default_factory=lambda: good_but_for())
+    quality: Callable[[frozenset[str]], ModelMetrics] = field(
+        default_factory=lambda: good_but_for()
+    )
     versions: dict[str, int] = field(default_factory=dict[str, int])
     """Version of each day's input, 1 where nothing is said."""
     failing: Mapping[str, tuple[int | None, str]] = field(default_factory=dict)
     """Status and last words of processes that fail, by name."""
     records: list[Record] = field(default_factory=list[Record])
-    state: State = field(default_factory=State)
+    state: RetrainState = field(default_factory=RetrainState)
     segments: dict[str, str] = field(default_factory=dict)
     before: dict[str, frozenset[str]] = field(default_factory=dict)
     """Names that the segment of a day had before ids were erased from it."""

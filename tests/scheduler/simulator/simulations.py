@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from scheduler.simulator.cluster import Cluster, Result
+from scheduler.simulator.cluster import Result, SimulatedCluster
 from scheduler.simulator.command import POLICIES
 from scheduler.simulator.jobs import ACCIDENTS, GIB, PEAK, JobSpec, Table
-from scheduler.simulator.views import Capacity, Sizes
+from scheduler.simulator.views import Allocation, Capacity
 
 NEVER = 1e15
 """Process seconds in which nothing goes wrong."""
@@ -29,7 +29,7 @@ def spec(number: int, submit_sec: float, length: float, **changes: object) -> Jo
         priority=0,
         deadline_sec=None,
         table=table(),
-        request=Sizes(1, 1, PEAK, PEAK, GIB, GIB),
+        request=Allocation(1, 1, PEAK, PEAK, GIB, GIB),
         num_samples=length,
         cpu_scale=1.0,
         replica_bytes=GIB,
@@ -45,7 +45,7 @@ def spec(number: int, submit_sec: float, length: float, **changes: object) -> Jo
 
 def run(policy: str, specs: list[JobSpec], cpus: float = 100.0, gib: float = 100.0) -> Result:
     """Simulate under a new policy."""
-    return Cluster(specs, POLICIES[policy](), Capacity(cpus, gib * GIB)).simulate()
+    return SimulatedCluster(specs, POLICIES[policy](), Capacity(cpus, gib * GIB)).simulate()
 
 
 def times(result: Result) -> list[float]:

@@ -18,9 +18,9 @@ from scheduler.simulator.cluster import (
     MAX_OOM,
     ROUND_SEC,
     START_SEC,
-    Cluster,
     JobRun,
     ResourceUse,
+    SimulatedCluster,
     outcome_of,
     progress_at_share,
 )
@@ -34,7 +34,7 @@ from scheduler.simulator.jobs import (
     draw_jobs,
     synthetic_tables,
 )
-from scheduler.simulator.views import Capacity, Sizes, Snapshot
+from scheduler.simulator.views import Allocation, Capacity, ClusterView
 from tests.scheduler.simulator.simulations import NEVER, run, spec, times
 
 TABLES = synthetic_tables()
@@ -81,7 +81,7 @@ def test_lost_process_costs_what_was_trained_since_the_checkpoint() -> None:
 def test_lost_process_of_two_replicas_costs_a_pause_where_steps_are_kept() -> None:
     failures = np.full(ACCIDENTS, NEVER)
     failures[0] = 3 * (CHECKPOINT_SEC + 100.0)  # three processes
-    request = Sizes(2, 1, PEAK, PEAK, GIB, GIB)
+    request = Allocation(2, 1, PEAK, PEAK, GIB, GIB)
     kept = run("threshold", [spec(0, 0.0, 10_000.0, request=request, failures=failures)])
     without = run("threshold", [spec(0, 0.0, 10_000.0, request=request)])
     assert times(kept)[0] == pytest.approx(times(without)[0] + THRESHOLD_CHANGE_SEC)
@@ -89,7 +89,7 @@ def test_lost_process_of_two_replicas_costs_a_pause_where_steps_are_kept() -> No
 
 def test_accident_never_ends_a_pause_sooner() -> None:
     failure_policy = ThresholdPolicy.failure_policy
-    request = Sizes(2, 1, PEAK, PEAK, GIB, GIB)
+    request = Allocation(2, 1, PEAK, PEAK, GIB, GIB)
     one = JobRun(
         job=0,
         spec=spec(0, 0.0, 100.0),
@@ -118,7 +118,7 @@ def test_straggler_slows_a_job_until_it_is_replaced() -> None:
 
 
 def test_job_without_the_memory_fails_under_a_policy_that_gives_no_more() -> None:
-    request = Sizes(1, 1, 1.2, 1.2, 0.8 * GIB, 0.8 * GIB)
+    request = Allocation(1, 1, 1.2, 1.2, 0.8 * GIB, 0.8 * GIB)
     job = spec(0, 0.0, 4000.0, request=request)
     found = run("static", [job])
     assert [one.completed for one in found.ended] == [False]
@@ -144,7 +144,7 @@ def test_larger_peak_asks_for_more_cores_that_are_busy_no_more() -> None:
 
 
 def test_too_few_cores_stretch_a_job_in_proportion() -> None:
-    request = Sizes(1, 1, 0.6, 1.2, GIB, GIB)
+    request = Allocation(1, 1, 0.6, 1.2, GIB, GIB)
     found = run("static", [spec(0, 0.0, 1000.0, request=request)])
     assert times(found)[0] == pytest.approx(ROUND_SEC + START_SEC + 2000.0)
 
@@ -198,13 +198,13 @@ def test_larger_knob_never_makes_things_better_for_users_sizes(knob: str) -> Non
 class Greedy(StaticPolicy):
     """Gives what is not there."""
 
-    def decide(self, snapshot: Snapshot) -> dict[int, Sizes]:
+    def decide(self, snapshot: ClusterView) -> dict[int, Allocation]:
         return {view.job: view.request for view in snapshot.jobs}
 
 
 def test_policy_that_takes_more_than_there_is_is_found_out() -> None:
     specs = [spec(i, 0.0, 1000.0) for i in range(3)]
-    cluster = Cluster(specs, Greedy(), Capacity(6.0, 100 * GIB))
+    cluster = SimulatedCluster(specs, Greedy(), Capacity(6.0, 100 * GIB))
     with pytest.raises(
         AssertionError, match=re.escape("static exceeds the capacity: 1.2000, 0.0600")
     ):
@@ -220,6 +220,6 @@ def test_job_does_not_depend_on_the_jobs_behind_it() -> None:
 
 @pytest.mark.parametrize("policy", ["threshold", "presage"])
 def test_job_whose_memory_outgrows_the_cluster_fails_and_ends(policy: str) -> None:
-    request = Sizes(1, 1, 1.2, 1.2, 0.7 * GIB, 0.7 * GIB)
+    request = Allocation(1, 1, 1.2, 1.2, 0.7 * GIB, 0.7 * GIB)
     found = run(policy, [spec(0, 0.0, 4000.0, request=request)], gib=1.45)
     assert [one.completed for one in found.ended] == [False]

@@ -17,14 +17,21 @@ from scheduler.model.throughput import MAX_PER_CELL, Window, observe
 from scheduler.simulator.jobs import GIB, PEAK, Table
 from scheduler.simulator.kind_models import KindModels, allowed_sizes, fit_presage, make_setting
 from scheduler.simulator.presage import ALL, OFF, Estimates, readings_of
-from scheduler.simulator.views import Capacity, JobView, Measurement, Readings, Sizes, Snapshot
+from scheduler.simulator.views import (
+    Allocation,
+    Capacity,
+    ClusterView,
+    Measurement,
+    Readings,
+    SimulatedJob,
+)
 from tests.scheduler.simulator.simulations import table
 
-TIGHT = Sizes(1, 1, PEAK, PEAK, GIB, GIB)
+TIGHT = Allocation(1, 1, PEAK, PEAK, GIB, GIB)
 KIND = table(replicas=8, stores=16)
 
 
-def measured(sizes: Sizes, need: float, job: int = 0, noise: float = 1.0) -> Measurement:
+def measured(sizes: Allocation, need: float, job: int = 0, noise: float = 1.0) -> Measurement:
     """Return what a job measures that keeps one core busy and needs so many in its bursts."""
     kept = min(1.0, sizes.replica_cpus / need, sizes.store_cpus / need)
     busy = kept
@@ -32,16 +39,19 @@ def measured(sizes: Sizes, need: float, job: int = 0, noise: float = 1.0) -> Mea
     return Measurement(job, "made", sizes.num_replicas, sizes.num_stores, noise / speed, busy, busy)
 
 
-def view(job: int, current: Sizes | None, request: Sizes = TIGHT) -> JobView:
-    return JobView(job, "made", 0, request, current, 0.0, 1e6, 0.5, 0, 1)
+def view(job: int, current: Allocation | None, request: Allocation = TIGHT) -> SimulatedJob:
+    return SimulatedJob(job, "made", 0, request, current, 0.0, 1e6, 0.5, 0, 1)
 
 
 def snapshot(
-    views: list[JobView], found: tuple[Measurement, ...] = (), peak: float = GIB, kind: Table = KIND
-) -> Snapshot:
+    views: list[SimulatedJob],
+    found: tuple[Measurement, ...] = (),
+    peak: float = GIB,
+    kind: Table = KIND,
+) -> ClusterView:
     steps = np.arange(0.0, 501.0)
     readings = Readings(steps, np.full(501, peak), np.linspace(0.0, 1.0, 1001), 1.0)
-    return Snapshot(
+    return ClusterView(
         0.0,
         Capacity(1e6, 1e18),
         tuple(views),
@@ -52,18 +62,20 @@ def snapshot(
     )
 
 
-def add_measurement(core_readings: CoreReadings, found: Measurement, given: Sizes) -> CoreReadings:
+def add_measurement(
+    core_readings: CoreReadings, found: Measurement, given: Allocation
+) -> CoreReadings:
     at = found.num_replicas, found.num_stores
     return add_readings(core_readings, at, readings_of(found, given))
 
 
-def next_sizes(sizes: Sizes, core_readings: CoreReadings) -> Sizes:
+def next_sizes(sizes: Allocation, core_readings: CoreReadings) -> Allocation:
     given = fit_pool_cores(core_readings)
     assert given is not None
     return replace(sizes, replica_cpus=given.cpus[0], store_cpus=given.cpus[1])
 
 
-def simulate_job(sizes: Sizes, need: float, count: int) -> tuple[CoreReadings, Sizes]:
+def simulate_job(sizes: Allocation, need: float, count: int) -> tuple[CoreReadings, Allocation]:
     """Return what is known of a job without noise, and its sizes, after so many measurements."""
     core_readings = CoreReadings()
     for _ in range(count):

@@ -18,26 +18,26 @@ from scheduler.simulator.command import (
 from scheduler.simulator.jobs import GIB, Knobs, draw_jobs, synthetic_tables
 from scheduler.simulator.kind_models import allowed_sizes, fit_presage, make_setting
 from scheduler.simulator.presage import ALL, PresagePolicy
-from scheduler.simulator.views import Capacity, JobView, Measurement, Sizes, Snapshot
+from scheduler.simulator.views import Allocation, Capacity, ClusterView, Measurement, SimulatedJob
 from tests.scheduler.simulator.simulations import run, spec, table, times
 from tests.scheduler.simulator.test_cluster import trace
 
-REQUEST = Sizes(1, 1, 2.0, 2.0, GIB, GIB)
+REQUEST = Allocation(1, 1, 2.0, 2.0, GIB, GIB)
 KIND = table(stores=4)
 
 
-def view(job: int, **changes: object) -> JobView:
-    found = JobView(job, "made", 0, REQUEST, None, 0.0, 1000.0, 0.0, 0, 1)
+def view(job: int, **changes: object) -> SimulatedJob:
+    found = SimulatedJob(job, "made", 0, REQUEST, None, 0.0, 1000.0, 0.0, 0, 1)
     return replace(found, **changes)  # pyright: ignore[reportArgumentType] by name
 
 
 def snapshot(
-    jobs: list[JobView], cpus: float, measured: tuple[Measurement, ...] = (), now: float = 0.0
-) -> Snapshot:
+    jobs: list[SimulatedJob], cpus: float, measured: tuple[Measurement, ...] = (), now: float = 0.0
+) -> ClusterView:
     def readings(job: int) -> None:
         raise AssertionError(f"nothing is read of {job}")
 
-    return Snapshot(
+    return ClusterView(
         now,
         Capacity(cpus, 1000 * GIB),
         tuple(jobs),
@@ -125,7 +125,7 @@ def test_presage_takes_the_request_of_a_kind_that_it_does_not_know() -> None:
 
 
 def test_presage_keeps_a_running_job_where_too_little_is_gained() -> None:
-    running = Sizes(3, 1, 1.37, 1.37, GIB, GIB)
+    running = Allocation(3, 1, 1.37, 1.37, GIB, GIB)
     for left, changed in ((90.0, False), (100_000.0, True)):
         policy = POLICIES["presage"]()
         found = running
@@ -145,7 +145,7 @@ def test_presage_keeps_a_running_job_where_too_little_is_gained() -> None:
 
 def test_presage_leaves_a_job_alone_that_has_nothing_left() -> None:
     policy = PresagePolicy()
-    running = Sizes(1, 1, 1.3, 1.3, GIB, GIB)
+    running = Allocation(1, 1, 1.3, 1.3, GIB, GIB)
     policy.decide(snapshot([view(0, current=running)], 100.0, everything()))
     found = policy.decide(snapshot([view(0, current=running, left_samples=0.0)], 100.0))
     assert found == {0: running}
@@ -166,7 +166,7 @@ def test_presage_shares_anew_only_when_a_job_came_or_something_was_measured() ->
 
 def test_presage_takes_back_what_a_running_job_holds_when_another_comes() -> None:
     policy = PresagePolicy()
-    running = Sizes(4, 4, 1.3, 1.3, GIB, GIB)
+    running = Allocation(4, 4, 1.3, 1.3, GIB, GIB)
     alone = policy.decide(snapshot([view(0, current=running)], 10.4, everything()))
     assert alone[0] == running
     # Another one has much less to do: it goes first, and what runs gives back.
@@ -253,7 +253,7 @@ def test_live_takes_spare_cores_of_jobs_that_last(left: float, cpus: float) -> N
 @pytest.mark.parametrize(("left", "kept"), [(100.0, True), (1e6, False)])
 def test_live_changes_no_job_that_ends_soon_for_another(left: float, kept: bool) -> None:
     policy = PresagePolicy()
-    running = Sizes(4, 4, 2.0, 2.0, GIB, GIB)
+    running = Allocation(4, 4, 2.0, 2.0, GIB, GIB)
     policy.decide(snapshot([view(0, current=running, left_samples=1e6)], 18.0, everything()))
     jobs = [view(0, current=running, left_samples=left), view(1, left_samples=10.0)]
     found = policy.decide(snapshot(jobs, 18.0))
