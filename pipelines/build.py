@@ -20,11 +20,10 @@ import pyarrow.compute as pc
 from pipelines import executor
 from pipelines.autogroup.choose import with_groups
 from pipelines.autogroup.costs import LEAST_DEDUP_FACTOR
-from pipelines.build_context import BuildContext
 from pipelines.build_request import BuildOptions, BuildRequest
 from pipelines.clustering.part import PartResult
+from pipelines.exchange import Progress, num_processes
 from pipelines.prepare import holds_in_memory, prepare
-from pipelines.progress import Progress
 from pipelines.quality.gate import GateError, keep_rejects
 from pipelines.quality.segment_statistics import segment_statistics
 from pipelines.runner_options import beam_build, local_options
@@ -36,6 +35,7 @@ from pipelines.sources.rejects import (
     rejects_summary,
     summary_lines,
 )
+from pipelines.stages import BuildContext
 from pipelines.table.commit import (
     check_admissible,
     commit_segment,
@@ -57,7 +57,6 @@ from pipelines.table.segment import (
 )
 from pipelines.table.target import JobFiles, SegmentTarget, load_job_files
 from pipelines.transforms.fit import publish_fitted, returned_files, stage_fitted
-from pipelines.workers import num_processes
 from schemas.config.job import DataConfig, GateConfig, SplitConfig
 from schemas.dataset.manifest import (
     InputFile,

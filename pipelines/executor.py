@@ -12,38 +12,52 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from pipelines.build_context import BuildContext
 from pipelines.clustering.part import PartResult, build_part, sum_statistics
 from pipelines.clustering.writer import SegmentLayout, choose_segment_layout
-from pipelines.exchange import ElementRef, Exchange, ReadElements, TaskResult
+from pipelines.exchange import (
+    Counts,
+    ElementRef,
+    Exchange,
+    Progress,
+    ReadElements,
+    TaskResult,
+    Worker,
+    keep_freed_memory,
+    num_processes,
+)
 from pipelines.oracle.numbering import NumberedTable, number_table, training_blocks
 from pipelines.prepare import holds_in_memory
-from pipelines.progress import Counts, Progress
 from pipelines.runner_options import LocalOptions
 from pipelines.samples.event_join import add_counts
-from pipelines.samples.tuples import Tuples, batches_by_size, concat_tuples
+from pipelines.samples.tuples import (
+    Tuples,
+    batches_by_size,
+    concat_tuples,
+    partition_of_session,
+    partition_tuples,
+)
 from pipelines.shuffle import SHUFFLE, Element, group_rows
 from pipelines.sources.raw_rows import InputSplit
-from pipelines.sources.rejects import range_keys, write_rejects
+from pipelines.sources.rejects import range_keys, rejects_from_table, write_rejects
 from pipelines.stages import (
     REJECTS,
     SAMPLES,
-    Outputs,
+    BuildContext,
+    MadeSamples,
     SampleStage,
     good_side_rows,
     keyed_rows,
     look_up_broadcast,
     look_up_partition,
     num_lookup_partitions,
-    partition_by_session,
     partition_samples,
     partition_side,
     read_rows,
@@ -60,7 +74,6 @@ from pipelines.transforms.fit import (
     write_fitted,
     write_shard,
 )
-from pipelines.workers import Worker, Workers, keep_freed_memory, num_processes
 from schemas.machine import num_cores
 
 BUNDLE_BYTES = 128 << 20
@@ -111,16 +124,14 @@ def disk_line(directory: Path, num_bytes: int) -> str:
     return f"disk: {needed} below {directory}, {free / 1e9:.1f} GB are free"
 
 
-@contextmanager
 def open_exchange(
     context: BuildContext, num_workers: int, in_memory: bool, progress: Progress | None = None
-) -> Iterator[Exchange]:
-    """Yield the exchange of a build, with at most `num_workers`; 0 for all that fit the machine."""
+) -> Exchange:
+    """Return the exchange of a build, of at most `num_workers`; 0 for all that fit the machine."""
     keep_freed_memory()
     num_workers = num_workers or (num_cores() if in_memory else num_processes())
     scratch = None if in_memory else context.local_root / SHUFFLE
-    with Workers(context, num_workers, use_processes=not in_memory) as workers:
-        yield Exchange(workers, scratch, progress)
+    return Exchange(context, num_workers, scratch, progress)
 
 
 # Divide the input into bundles of splits.
@@ -154,7 +165,8 @@ def split_files(worker: Worker, files: Sequence[InputSplit]) -> TaskResult:
     """Return the (split, bytes) of some files."""
     outputs, sizes = TaskOutputs(worker), list[tuple[InputSplit, int]]()
     for file in files:
-        splits = split_file(outputs, file)
+        splits, rejects = split_file(worker.context, file)
+        outputs.reject(file.source, rejects, by_reader=True)
         sizes += [(split, (file.num_bytes or 0) // len(splits)) for split in splits]
     return outputs.result(sizes)
 
@@ -163,14 +175,18 @@ SidePaths = Mapping[str, str]
 """Small side tables to the paths of their files."""
 
 
-class TaskOutputs(Outputs):
-    """Outputs of a task, and what it sends to later ones."""
+class TaskOutputs:
+    """What a task sends to later ones, counts, and reports to the launcher."""
 
     def __init__(self, worker: Worker, sides: SidePaths | None = None) -> None:
         """Begin a task that reads small side tables, or makes no samples."""
-        super().__init__(worker.context)
+        self.context, self.counts = worker.context, Counts()
         self._worker, self._sides = worker, sides or {}
-        self._result = TaskResult()
+        self._source = worker.context.data.sample_source
+        self._result = TaskResult(counts=self.counts)
+        self._rejects: list[pa.Table] = []
+        self._partials: dict[str, list[Partial]] = {}
+        self._events: list[Mapping[str, int]] = []
         self._samples: list[Tuples] = []
         self._num_bytes = 0
 
@@ -183,22 +199,54 @@ class TaskOutputs(Outputs):
         """The stage that makes samples."""
         return self._worker.sample_stage(self._sides)
 
+    def read(self, split: InputSplit) -> Iterator[pa.Table]:
+        """Yield the raw rows of a split; keep its rejects."""
+        self.counts.num_bytes += _num_bytes(self.context, split)
+        for rows in read_rows(self.context, split):
+            for rejects in rows.all_rejects():
+                self.reject(split.source, rejects, by_reader=True)
+            if rows.table is not None and rows.table.num_rows:
+                self.counts.read += rows.table.num_rows
+                self.counts.good += rows.table.num_rows * (split.source == self._source)
+                yield rows.table
+
+    def reject(self, source: str, rejects: pa.Table, *, by_reader: bool = False) -> None:
+        """Keep rejects of a source; `by_reader` if it could not read the rows."""
+        if not rejects.num_rows:
+            return
+        counts = self.counts
+        counts.example = counts.example or str(next(rejects_from_table(rejects.slice(0, 1))))
+        num = rejects.num_rows - pc.sum(rejects["rows_unknown"].cast(pa.int64())).as_py()
+        counts.rejected += num
+        counts.read += num * by_reader
+        if source == self._source:
+            counts.unread += num * by_reader
+            counts.unused += num * (not by_reader)
+        self._rejects.append(rejects)
+
     def add_rows(self, source: str, table: pa.Table) -> None:
         """Send the samples of raw rows, or the rows to the SQL per key."""
         if self.context.shard is None:
-            self.add_samples(self.stage.from_rows(self, source, table))
+            self.add_samples(self.stage.from_rows(source, table))
             return
-        partition_of_row, good = keyed_rows(self, source, table)
+        partition_of_row, good, rejects = keyed_rows(self.context, source, table)
+        self.reject(source, rejects)
         for partition, rows in group_rows(good, partition_of_row):
             self.send(_KEYED, partition, (source, rows))
 
-    def add_samples(self, made: Iterable[Tuples | pa.Table]) -> None:
+    def add_samples(self, made: Iterable[MadeSamples]) -> None:
         """Send samples to their part, or to the next look-up by key."""
-        for samples in made:
-            if isinstance(samples, Tuples):
-                self.add_tuples(samples)
-            else:
-                self.look_up(samples)
+        for each in made:
+            self.reject(self._source, each.rejects)
+            for key, partial in each.partials:
+                self._partials[key] = add_partial(self._partials.get(key, []), partial)
+            if each.events:
+                self._events.append(each.events)
+            if isinstance(each.samples, Tuples):
+                self.counts.samples += each.samples.num_samples
+                self.add_tuples(each.samples)
+            elif each.samples is not None:
+                self.look_up(each.samples)
 
     def look_up(self, samples: pa.Table, first_join: int = 0) -> None:
         """Look up in small side tables, until a large one follows."""
@@ -211,7 +259,7 @@ class TaskOutputs(Outputs):
             for partition, rows in partition_samples(context, index, count, samples):
                 self.send(_samples_of(index), partition, rows)
             return
-        self.add_samples(self.stage.finish(self, samples))
+        self.add_samples([self.stage.finish(samples)])
 
     def add_tuples(self, samples: Tuples) -> None:
         """Send finished samples to their parts."""
@@ -224,21 +272,29 @@ class TaskOutputs(Outputs):
         """Send the samples, those of each part together."""
         if not self._samples:
             return
-        samples = concat_tuples(self._samples)
+        samples, count = concat_tuples(self._samples), self.context.num_parts
         self._samples, self._num_bytes = [], 0
-        for part, rows in enumerate(partition_by_session(self.context, samples)):
+        part_of_sample = partition_of_session(samples, self.context.data.session.key, count)
+        for part, rows in enumerate(partition_tuples(samples, part_of_sample, count)):
             if rows is not None:
                 self.send(SAMPLES, part, rows)
 
     def result(self, value: Any = None) -> TaskResult:
-        """Return the result of the task; its value is `partials` and `events` by default."""
+        """Return the result of the task; its value is partial aggregates and events by default."""
         self._send_samples()
-        for table in self.rejects:
+        for table in self._rejects:
             for key, rows in group_rows(table, range_keys(table, self.context.listing)):
                 self.send(REJECTS, key, rows)
-        self._result.value = (self.partials, self.events) if value is None else value
-        self._result.counts = self.counts
+        self._result.value = (self._partials, self._events) if value is None else value
         return self._result
+
+
+def _num_bytes(context: BuildContext, split: InputSplit) -> int:
+    """Return the bytes of a split; the first row group counts for the whole file."""
+    size = context.listing[split.file_index].num_bytes
+    if split.row_group is not None:
+        return 0 if split.row_group else size
+    return size - split.offset if split.num_bytes is None else split.num_bytes
 
 
 # Make samples.
@@ -275,8 +331,9 @@ def read_side_rows(worker: Worker, bundle: Bundle) -> TaskResult:
     numbers = {name: number for number, name in enumerate(context.data.sides)}
     for split in bundle:
         name = split.source
-        for table in read_rows(outputs, split):
-            rows = good_side_rows(outputs, name, table)
+        for table in outputs.read(split):
+            rows, rejects = good_side_rows(context, name, table)
+            outputs.reject(name, rejects)
             if name in context.broadcast:
                 outputs.send(SIDES, numbers[name], rows)
                 continue
@@ -292,7 +349,7 @@ def map_rows(worker: Worker, bundle: Bundle, side_tables: SidePaths) -> TaskResu
     """Send the samples of the raw rows of some splits."""
     outputs = TaskOutputs(worker, side_tables)
     for split in bundle:
-        for table in read_rows(outputs, split):
+        for table in outputs.read(split):
             outputs.add_rows(split.source, table)
     return outputs.result()
 
@@ -306,7 +363,7 @@ def map_keys(
     rows: dict[str, list[pa.Table]] = {}
     for source, table in ReadElements(sent):
         rows.setdefault(source, []).append(table)
-    outputs.add_samples(outputs.stage.from_keys(outputs, partition, rows))
+    outputs.add_samples(outputs.stage.from_keys(partition, rows))
     return outputs.result()
 
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pyarrow as pa
 
-from pipelines.build_context import BuildContext
 from pipelines.build_request import BuildInput, BuildRequest
 from pipelines.runner_options import LocalOptions
 from pipelines.samples.lookups import broadcast_sides, key_type, key_types
@@ -16,6 +15,7 @@ from pipelines.samples.tuples import check_sampling
 from pipelines.samples.validate import check_columns, check_repeatable
 from pipelines.sources.formats import empty_rows
 from pipelines.sources.listing import Folder, folder_of, list_inputs, undeclared_partitions
+from pipelines.stages import BuildContext
 from pipelines.table.target import JobFiles
 from pipelines.transforms.apply import check_transforms
 from pipelines.transforms.fit import fitted_files

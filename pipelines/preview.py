@@ -26,7 +26,6 @@ import pyarrow.compute as pc
 from pipelines import executor
 from pipelines.autogroup.choose import with_chosen_groups, without_groups
 from pipelines.build import check_usable, group_warnings, label_warnings
-from pipelines.build_context import BuildContext
 from pipelines.clustering.part import PartResult
 from pipelines.exchange import ReadElements
 from pipelines.prepare import context_of
@@ -39,7 +38,7 @@ from pipelines.sources.listing import Folder, find_files, folder_of, undeclared_
 from pipelines.sources.raw_rows import ORIGIN
 from pipelines.sources.rejects import RejectCounts, count_rejects, python_rows, sorted_rejects
 from pipelines.sources.types import type_text
-from pipelines.stages import REJECTS, SAMPLES, Outputs, read_rows, split_file
+from pipelines.stages import REJECTS, SAMPLES, BuildContext, read_rows, split_file
 from pipelines.table.segment import group_counts
 from pipelines.table.target import JobFiles, load_job_files
 from pipelines.transforms.apply import apply_transforms
@@ -191,10 +190,12 @@ def _read_rows(context: BuildContext) -> tuple[dict[str, list[pa.Table]], Counte
     """Return the raw rows of each source, and how many were read or rejected by a reader."""
     num_read, raw_rows = Counter[str](), dict[str, list[pa.Table]]()
     for file in context.files():
-        outputs = Outputs(context)
-        tables = [t for split in split_file(outputs, file) for t in read_rows(outputs, split)]
+        splits, rejects = split_file(context, file)
+        chunks = [rows for split in splits for rows in read_rows(context, split)]
+        tables = [rows.table for rows in chunks if rows.table is not None]
         raw_rows.setdefault(file.source, []).extend(tables)
-        positions = [rejects["position"] for rejects in outputs.rejects]
+        rejects = [rejects, *(each for rows in chunks for each in rows.all_rejects())]
+        positions = [each["position"] for each in rejects]
         num_read[file.source] += sum(table.num_rows for table in tables)
         num_read[file.source] += sum(len(rows) - rows.null_count for rows in positions)
     return raw_rows, num_read

@@ -1,4 +1,4 @@
-"""Partitions of session keys, and the bytes in which tasks send each other rows and samples.
+"""The bytes in which tasks send each other rows and samples, and rows by their targets.
 
 On a runner of Beam the shuffle carries elements of at most 8 MiB, unless a single row is larger.
 Local builds have files of their own (`exchange.py`).
@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from numpy.typing import NDArray
 
 from pipelines.samples.tuples import Tuples, drop_unused_tuples
 
@@ -24,12 +23,6 @@ ELEMENT_BYTES = 8 << 20
 _SIZE = struct.Struct(">Q")  # bytes of encoded tables before compression
 _CODEC = "lz4"
 _ELEMENT = b"element"
-
-
-def partition_of_key(hashes: NDArray[np.uint64], num_partitions: int) -> NDArray[np.int64]:
-    """Return the partition of each hash: equal ranges of the upper 32 bits, ascending."""
-    upper = hashes >> np.uint64(32)
-    return (upper * np.uint64(num_partitions) >> np.uint64(32)).astype(np.int64)
 
 
 SourceRows = tuple[str, pa.Table]

@@ -1,21 +1,23 @@
-"""Stages of a build, independent of the runner: files to rows, and rows to samples.
+"""Stages of a build, independent of the runner, and the context in which they run.
 
-A stage returns its main result, and adds all else to `Outputs`. `beam/stage_transforms.py` runs
-stages on workers of Beam, `executor.py` on those of this machine, to the same bytes. Nothing here
-imports Beam.
+    split_file(file) -> splits    read_rows(split) -> rows    SampleStage.from_rows(rows) -> samples
+
+`clustering/part.py` has the last one, `build_part(samples) -> files`. A stage returns values:
+`executor.py` carries them between workers of this machine, `beam/stage_transforms.py` between those
+of Beam, to the same bytes. Nothing here imports Beam.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from pipelines.build_context import BuildContext
-from pipelines.progress import Counts
 from pipelines.samples.event_join import join_events, write_late
 from pipelines.samples.lookups import (
     HIDDEN,
@@ -30,130 +32,204 @@ from pipelines.samples.lookups import (
 )
 from pipelines.samples.sql import Connection, with_list_index
 from pipelines.samples.sql_rejects import SqlResult, bad_rows
-from pipelines.samples.statements import PER, MapSql, PerKey, in_origin_order, run_keys
+from pipelines.samples.statements import PER, MapSql, PerKey, Steps, in_origin_order, run_keys
 from pipelines.samples.tuples import (
     Tuples,
-    hash_session_keys,
-    partition_tuples,
+    partition_of_key,
     sample_negatives,
     separate_tuples,
     with_one_zero,
 )
 from pipelines.samples.validate import usable_samples
-from pipelines.shuffle import SHUFFLE, group_rows, partition_of_key
+from pipelines.shuffle import SHUFFLE, group_rows
 from pipelines.sources.formats import input_splits, read_split
-from pipelines.sources.raw_rows import CHUNK_ROWS, ORIGIN, InputSplit
-from pipelines.sources.rejects import rejects_from_table, rejects_table
+from pipelines.sources.listing import Folder
+from pipelines.sources.raw_rows import (
+    CHUNK_ROWS,
+    ORIGIN,
+    InputSplit,
+    RawRows,
+    file_and_row,
+    files_and_rows,
+)
+from pipelines.sources.rejects import BUILD_REJECTS_SCHEMA, rejects_table
 from pipelines.transforms.apply import fit_inputs
-from pipelines.transforms.fit import Partial, add_partial, partial_fits
+from pipelines.transforms.fit import Partial, partial_fits
 from schemas.arrays import one_chunk
+from schemas.config.job import DataConfig
+from schemas.dataset.manifest import InputFile
+from schemas.features import FeatureSet
+from schemas.storage.location import Location
 
 REJECTS = "rejects"
 SAMPLES = "samples"
+_KEY_PARTITIONS, _KEY_PARTITION_BYTES = 8, 2 << 20
 
 
-class Outputs:
-    """What stages produce beside their main results.
+@dataclass(frozen=True, slots=True)
+class BuildContext:
+    """The read-only state that every worker of a build receives.
 
-    `rejects` are tables, `partials` aggregates of transforms to fit by key, `events` counts of
-    joined events, `counts` those for the progress.
+    Attributes:
+        folder: input directory.
+        segment_root: directory of the segment being built, where all workers can write.
+        listing: input files in order; a row's origin contains the index of its file.
+        data: the job's data section.
+        features: declared columns.
+        steps: the job's SQL, extended to pass the origin through.
+        num_parts: partitions of session keys, each of which becomes one part of the segment.
+        empty_rows: by source and side table, an empty table with its columns.
+        broadcast: side tables that are copied to every worker.
+        key_types: by side table, the type in which its key is compared.
+        fitted: files that earlier segments fitted, path to sha256.
+        tunes_workers: whether the build may set memory options of the worker processes.
+        has_files: False for rows of a user's pipeline; `listing` then has one entry that stands for
+            them, and rejects have no position.
+        notes: on the input, one line each.
+        checks_all_rows: whether all rows are mapped twice, to compare their samples.
     """
 
-    def __init__(self, context: BuildContext) -> None:
-        """Begin without any."""
-        self.context = context
-        self.rejects: list[pa.Table] = []
-        self.partials: dict[str, list[Partial]] = {}
-        self.events: list[Mapping[str, int]] = []
-        self.counts = Counts()
+    folder: Folder
+    segment_root: Location
+    listing: tuple[InputFile, ...]
+    data: DataConfig
+    features: FeatureSet
+    steps: Steps
+    num_parts: int
+    empty_rows: Mapping[str, pa.Table]
+    broadcast: frozenset[str] = frozenset()
+    key_types: Mapping[str, pa.DataType] = field(default_factory=dict)
+    fitted: Mapping[str, str] = field(default_factory=dict)
+    tunes_workers: bool = True
+    has_files: bool = True
+    notes: tuple[str, ...] = ()
+    checks_all_rows: bool = False
 
-    def reject(self, source: str, rejects: pa.Table, *, by_reader: bool = False) -> None:
-        """Add rejects of a source; `by_reader` if it could not read the rows."""
-        if not rejects.num_rows:
-            return
-        num = rejects.num_rows - pc.sum(rejects["rows_unknown"].cast(pa.int64())).as_py()
-        example = str(next(rejects_from_table(rejects.slice(0, 1))))
-        more = Counts(read=num if by_reader else 0, rejected=num, example=example)
-        if source == self.context.data.sample_source:
-            more.unread, more.unused = (num, 0) if by_reader else (0, num)
-        self.counts.add(more)
-        self.rejects.append(rejects)
+    @property
+    def num_key_partitions(self) -> int:
+        """Partitions of raw rows by key; several even in a small build, for its workers."""
+        num_bytes = sum(f.num_bytes for f in self.listing if f.source in self.data.sources)
+        return max(self.num_parts, min(_KEY_PARTITIONS, -(-num_bytes // _KEY_PARTITION_BYTES)))
 
-    def reject_rows(self, source: str, bad: pa.Table) -> None:
-        """Add bad rows (`BAD_ROWS_SCHEMA`) of a source, which were read."""
-        if bad.num_rows:
-            self.reject(source, self.context.rejects(bad))
+    @property
+    def local_root(self) -> Path:
+        """The local directory of the segment being built.
+
+        Raises:
+            StorageError: the segment is built at an object store.
+        """
+        return Path(self.segment_root)
+
+    @property
+    def lookups_are_broadcast(self) -> bool:
+        """Whether every looked-up side table is broadcast."""
+        return all(join.side in self.broadcast for join in self.data.samples.joins)
+
+    @property
+    def shard(self) -> str | None:
+        """The column by which raw rows are grouped before the SQL, if any."""
+        samples = self.data.samples
+        if samples.events is not None:
+            return samples.events.shard or samples.events.key[0]
+        return samples.per.key if samples.per is not None else None
+
+    def rejects(self, bad: pa.Table) -> pa.Table:
+        """Return bad rows (`BAD_ROWS_SCHEMA`) as rejects with their file and position."""
+        if self.has_files:
+            files, positions = files_and_rows(bad["origin"], self.listing)
+        else:
+            files = pa.repeat(pa.scalar(self.listing[0].path, pa.string()), bad.num_rows)
+            positions = pa.nulls(bad.num_rows, pa.int64())
+        rows_unknown = pa.repeat(pa.scalar(False), bad.num_rows)
+        columns = [files, positions, bad["reason"], bad["value"], rows_unknown]
+        return pa.table(columns, schema=BUILD_REJECTS_SCHEMA)
+
+    def location_text(self, origin: int) -> str:
+        """Return the location of a row for error messages."""
+        return "{}:{}".format(*file_and_row(origin, self.listing))
+
+    def files(self) -> list[InputSplit]:
+        """Return one split for each whole input file."""
+        return [
+            InputSplit(f.source, f.path, i, num_bytes=f.num_bytes)
+            for i, f in enumerate(self.listing)
+        ]
 
 
-def split_file(outputs: Outputs, file: InputSplit) -> list[InputSplit]:
-    """Return the splits of a file, which workers can read independently."""
-    context = outputs.context
+# Files to raw rows.
+
+
+def split_file(context: BuildContext, file: InputSplit) -> tuple[list[InputSplit], pa.Table]:
+    """Return the splits of a file, which workers can read independently, and its rejects."""
     splits, rejects = input_splits(context.folder, file, context.data.inputs[file.source])
-    outputs.reject(file.source, rejects_table(rejects), by_reader=True)
-    return splits
+    return splits, rejects_table(rejects)
 
 
-def read_rows(outputs: Outputs, split: InputSplit) -> Iterator[pa.Table]:
-    """Yield the raw rows of a split."""
-    context, source = outputs.context, split.source
-    config, schema = context.data.inputs[source], context.empty_rows[source].schema
-    outputs.counts.num_bytes += _num_bytes(context, split)
-    for rows in read_split(context.folder, split, config, schema):
-        for rejects in rows.all_rejects():
-            outputs.reject(source, rejects, by_reader=True)
-        if rows.table is not None and rows.table.num_rows:
-            num = rows.table.num_rows
-            outputs.counts.add(Counts(read=num, good=num * (source == context.data.sample_source)))
-            yield rows.table
-
-
-def _num_bytes(context: BuildContext, input_split: InputSplit) -> int:
-    """Return the bytes of a split; the first row group counts for the whole file."""
-    size = context.listing[input_split.file_index].num_bytes
-    if input_split.row_group is not None:
-        return 0 if input_split.row_group else size
-    return size - input_split.offset if input_split.num_bytes is None else input_split.num_bytes
+def read_rows(context: BuildContext, split: InputSplit) -> Iterator[RawRows]:
+    """Yield the raw rows of a split in chunks, with the rejects of its reader."""
+    config, schema = context.data.inputs[split.source], context.empty_rows[split.source].schema
+    return read_split(context.folder, split, config, schema)
 
 
 def keyed_rows(
-    outputs: Outputs, source: str, table: pa.Table
-) -> tuple[NDArray[np.int64], pa.Table]:
-    """Return the partition of each row by its key, and the rows; rows with a null key are rejected.
+    context: BuildContext, source: str, table: pa.Table
+) -> tuple[NDArray[np.int64], pa.Table, pa.Table]:
+    """Return the partition of each row by its key, the rows, and rejects: those with a null key.
 
     Only for jobs that group raw rows.
     """
-    context, data, key = outputs.context, outputs.context.data, outputs.context.shard
+    data, key = context.data, context.shard
     assert key is not None, "only jobs with samples.per or samples.events group raw rows"
     events = data.samples.events
     required = {key: "key"}
     if events is not None and source == events.source:
         required |= dict.fromkeys(events.key, "key")
         required[events.event_time or events.time] = "event time"
-    table = _without_nulls(outputs, source, table, required)
+    table, rejects = _without_nulls(context, table, required)
     common_type = key_type({n: context.empty_rows[n] for n in data.sources}, key)
     hashes = key_hashes(key_column(table, key, common_type))
-    return partition_of_key(hashes, context.num_key_partitions), table
+    return partition_of_key(hashes, context.num_key_partitions), table, rejects
 
 
-def good_side_rows(outputs: Outputs, name: str, table: pa.Table) -> pa.Table:
-    """Return the rows of a side table with key and time; the others are rejected."""
-    config = outputs.context.data.sides[name]
+def good_side_rows(context: BuildContext, name: str, table: pa.Table) -> tuple[pa.Table, pa.Table]:
+    """Return the rows of a side table with key and time, and the others as rejects."""
+    config = context.data.sides[name]
     required = {config.key: "key"} | ({} if config.time is None else {config.time: "time"})
-    return _without_nulls(outputs, name, table, required, f" of side {name!r}")
+    return _without_nulls(context, table, required, f" of side {name!r}")
 
 
 def _without_nulls(
-    outputs: Outputs, source: str, table: pa.Table, columns: Mapping[str, str], suffix: str = ""
-) -> pa.Table:
-    """Reject rows with a null in one of the columns (name to role); return the other rows."""
+    context: BuildContext, table: pa.Table, columns: Mapping[str, str], suffix: str = ""
+) -> tuple[pa.Table, pa.Table]:
+    """Return the rows without a null in some columns (name to role), and the others as rejects."""
+    rejects = [BUILD_REJECTS_SCHEMA.empty_table()]
     for name, role in columns.items():
         if table[name].null_count:
             valid = table[name].is_valid()
             reason = f"{role} {name!r}{suffix} must not be null"
-            bad = bad_rows(table.filter(pc.invert(valid)), reason)
-            outputs.reject_rows(source, bad)
+            rejects.append(context.rejects(bad_rows(table.filter(pc.invert(valid)), reason)))
             table = table.filter(valid)
-    return table
+    return table, pa.concat_tables(rejects)
+
+
+# Raw rows to samples.
+
+
+@dataclass(frozen=True, slots=True)
+class MadeSamples:
+    """What is made of a chunk of rows.
+
+    Attributes:
+        samples: a table if look-ups by key follow; None if none is left.
+        rejects: rows that cannot be used (`BUILD_REJECTS_SCHEMA`).
+        partials: partial aggregates of the transforms to fit, with their keys.
+        events: counts of joined events.
+    """
+
+    samples: Tuples | pa.Table | None = None
+    rejects: pa.Table = field(default_factory=BUILD_REJECTS_SCHEMA.empty_table)
+    partials: Sequence[tuple[str, Partial]] = ()
+    events: Mapping[str, int] = field(default_factory=dict)
 
 
 class SampleStage:
@@ -164,7 +240,7 @@ class SampleStage:
         self.context = context
         self.connection = Connection(context.data.samples.limits)
         self.map_sql = MapSql(self.connection, context.steps.map, context.checks_all_rows)
-        self.inputs, self.source = fit_inputs(context.data), context.data.sample_source
+        self.inputs = fit_inputs(context.data)
         self.sides = Sides()
 
     def use_sides(self, sides: Sides) -> None:
@@ -174,16 +250,13 @@ class SampleStage:
             hidden = [n for n in side.rows.column_names if n in HIDDEN]
             self.connection.register(name, side.rows.drop_columns(hidden))
 
-    def from_rows(
-        self, outputs: Outputs, source: str, table: pa.Table
-    ) -> Iterator[Tuples | pa.Table]:
-        """Yield the samples of row-local SQL over raw rows; tables if look-ups by key follow."""
-        for result in self.map_sql.results(source, SqlResult(table)):
-            yield from self._look_up(outputs, result)
+    def from_rows(self, source: str, table: pa.Table) -> Iterator[MadeSamples]:
+        """Yield the samples of row-local SQL over raw rows."""
+        return map(self._made, self.map_sql.results(source, SqlResult(table)))
 
     def from_keys(
-        self, outputs: Outputs, partition: int, rows: Mapping[str, Iterable[pa.Table]]
-    ) -> Iterator[Tuples | pa.Table]:
+        self, partition: int, rows: Mapping[str, Iterable[pa.Table]]
+    ) -> Iterator[MadeSamples]:
         """Yield the samples of all rows of some keys: event join, SQL per key, SQL per row.
 
         `rows` are those of the partition by source, in any order.
@@ -195,7 +268,7 @@ class SampleStage:
         if data.samples.events is not None:
             joined = join_events(tables, data, context.listing)
             write_late(context.segment_root, partition, joined.unused_events)
-            outputs.events.append(joined.counts)
+            yield MadeSamples(events=joined.counts)
             tables = joined.tables
         source = data.sample_source
         if data.samples.per is None:
@@ -206,23 +279,20 @@ class SampleStage:
             location_text = context.location_text if drops_key else None
             per_key = run_keys(self.connection, per, tables, location_text)
             results = (r for keys in per_key for r in self.map_sql.results(PER, keys))
-        for result in results:
-            yield from self._look_up(outputs, result)
+        yield from map(self._made, results)
 
-    def _look_up(self, outputs: Outputs, result: SqlResult) -> Iterator[Tuples | pa.Table]:
-        outputs.reject_rows(self.source, result.bad_rows)
+    def _made(self, result: SqlResult) -> MadeSamples:
         if result.samples is None:
-            return
+            return MadeSamples(rejects=self.context.rejects(result.bad_rows))
         samples = with_list_index(result.samples)
         if not self.context.lookups_are_broadcast:
-            yield samples
-            return
+            return MadeSamples(samples, self.context.rejects(result.bad_rows))
         for index in range(len(self.context.data.samples.joins)):
             samples = look_up_broadcast(samples, self.sides, self.context, index)
-        yield from self.finish(outputs, samples)
+        return self.finish(samples, result.bad_rows)
 
-    def finish(self, outputs: Outputs, samples: pa.Table) -> Iterator[Tuples]:
-        """Check and sample rows after all look-ups; yield them, if any is left."""
+    def finish(self, samples: pa.Table, *bad: pa.Table) -> MadeSamples:
+        """Check and sample rows after all look-ups; `bad` are bad rows of the SQL."""
         data, features = self.context.data, self.context.features
         key = data.session.key
         keys = with_one_zero(samples[key])
@@ -230,19 +300,9 @@ class SampleStage:
         separated = separate_tuples(samples, data.groups)
         good, unusable = usable_samples(separated, features, data)
         good = sample_negatives(good, features, data)
-        for key, partial in partial_fits(good, self.inputs, data):
-            outputs.partials[key] = add_partial(outputs.partials.get(key, []), partial)
-        outputs.counts.samples += good.num_samples
-        outputs.reject_rows(self.source, unusable)
-        if good.num_samples:
-            yield good
-
-
-def partition_by_session(context: BuildContext, samples: Tuples) -> list[Tuples | None]:
-    """Return the samples of each partition of session keys, None for an empty one."""
-    hashes = hash_session_keys(samples.column(context.data.session.key))
-    partition = partition_of_key(hashes, context.num_parts)
-    return partition_tuples(samples, partition, context.num_parts)
+        rejects = self.context.rejects(pa.concat_tables([*bad, unusable]))
+        partials = [*partial_fits(good, self.inputs, data)] if self.inputs else []
+        return MadeSamples(good if good.num_samples else None, rejects, partials)
 
 
 # Look up in side tables. A small one is sorted once and broadcast. The rows of a large one and the

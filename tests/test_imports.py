@@ -17,8 +17,7 @@ OF_SCHEMAS = {"google", "numpy", "obstore", "pyarrow", "tensorflow_metadata", "y
 FORBIDDEN = {"pipelines": TORCH, "trainer": BEAM, "scheduler": BEAM | TORCH}
 ABOVE_TABLE = {
     f"pipelines.{name}" for name in (
-        "autogroup", "beam", "build", "build_context", "build_request", "exchange", "executor",
-        "prepare", "stages", "workers",
+        "autogroup", "beam", "build", "build_request", "exchange", "executor", "prepare", "stages",
     )
 }  # fmt: skip
 """What modules of `pipelines/table/` must not import: a dataset knows no build."""

@@ -32,20 +32,18 @@ from numpy.typing import NDArray
 from pipelines import executor, stages
 from pipelines.autogroup.costs import BYTES_PER_GROUP, Costs, feature_of
 from pipelines.autogroup.search import ChosenGroup, GroupChoice, choose_groups
-from pipelines.build_context import BuildContext
 from pipelines.build_request import BuildRequest
 from pipelines.clustering.star import cluster
-from pipelines.exchange import ReadElements, TaskResult
+from pipelines.exchange import Counts, ReadElements, TaskResult, Worker
 from pipelines.prepare import count_parts, holds_in_memory, prepare
-from pipelines.progress import Counts
 from pipelines.runner_options import LocalOptions
 from pipelines.samples.lookups import key_column, key_hashes, key_type
 from pipelines.samples.tuples import hash_session_keys, separate_tuples
 from pipelines.sources.formats import format_of, read_split
 from pipelines.sources.raw_rows import ORIGIN, InputSplit, microseconds
+from pipelines.stages import BuildContext
 from pipelines.table.target import JobFiles
 from pipelines.transforms.apply import inputs_of
-from pipelines.workers import Worker
 from schemas.arrays import is_list, one_chunk
 from schemas.config.job import SAMPLES, DataConfig, Job, parse_job
 from schemas.config.transforms import TransformConfig
@@ -264,7 +262,7 @@ def map_chosen_rows(
     """Send the samples of chosen rows."""
     outputs = executor.TaskOutputs(worker, side_tables)
     context, source = worker.context, chosen.split.source
-    for table in stages.read_rows(outputs, chosen.split):
+    for table in outputs.read(chosen.split):
         if chosen.is_edge:
             outputs.send(_EDGE_ROWS, 0, table.select([ORIGIN]))
         if chosen.keys is not None:

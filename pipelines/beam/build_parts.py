@@ -11,13 +11,12 @@ import apache_beam as beam
 from apache_beam import pvalue
 from apache_beam.transforms.window import GlobalWindows
 
-from pipelines.beam.counted import Counted
 from pipelines.beam.grouping import SendSamples
-from pipelines.build_context import BuildContext
+from pipelines.beam.stage_transforms import Counted
 from pipelines.clustering.part import PARTS_PER_SUM, PartResult, build_part, sum_statistics
 from pipelines.clustering.writer import SegmentLayout, choose_segment_layout
 from pipelines.shuffle import ReceivedSamples, to_ipc
-from pipelines.stages import SAMPLES
+from pipelines.stages import SAMPLES, BuildContext
 from pipelines.transforms.fit import load_staged
 from schemas.dataset.fitted import FittedValues
 from schemas.layout import BLOCK

@@ -21,15 +21,15 @@ from apache_beam.coders.typecoders import registry
 from apache_beam.metrics import Metrics
 from apache_beam.transforms.window import GlobalWindows
 
-from pipelines.build_context import BuildContext
 from pipelines.samples.tuples import (
     Tuples,
     concat_batches,
     concat_tuples,
-    hash_session_keys,
+    partition_of_session,
     partition_tuples,
 )
-from pipelines.shuffle import ReceivedSamples, elements_of, from_ipc, partition_of_key, to_ipc
+from pipelines.shuffle import ReceivedSamples, elements_of, from_ipc, to_ipc
+from pipelines.stages import BuildContext
 
 MAX_DESTINATIONS = 1000
 """Destinations to which a mapper sends samples."""
@@ -117,7 +117,7 @@ class Destinations:
                 yield first + index, part
 
     def _partitions(self, samples: Tuples) -> Any:
-        return partition_of_key(hash_session_keys(samples.column(self.key)), self.num_partitions)
+        return partition_of_session(samples, self.key, self.num_partitions)
 
 
 class _Sender(beam.DoFn):

@@ -34,7 +34,6 @@ from pipelines.beam.jobs import segment_of_rows, segment_pipeline
 from pipelines.beam.stage_transforms import REJECTED, EachReject, ReadRows
 from pipelines.beam.stage_transforms import MakeSamples as _SamplesBySql
 from pipelines.build import finish_segment_files, segment_hashes
-from pipelines.build_context import BuildContext
 from pipelines.build_request import BuildInput, BuildOptions, BuildRequest
 from pipelines.clustering.writer import LOOKUPS
 from pipelines.prepare import context_of, prepare
@@ -45,7 +44,7 @@ from pipelines.sources.formats import empty_rows
 from pipelines.sources.listing import Folder, folder_of, list_inputs
 from pipelines.sources.raw_rows import ORIGIN, InputSplit, typed_chunks
 from pipelines.sources.rejects import BUILD_REJECTS_SCHEMA, Reject
-from pipelines.stages import REJECTS, SAMPLES
+from pipelines.stages import REJECTS, SAMPLES, BuildContext
 from pipelines.table.commit import check_admissible, commit_segment, discarded_on_error
 from pipelines.table.expand import ContentHash, content_hash, row_hashes
 from pipelines.table.root import write_copies

@@ -29,20 +29,19 @@ from pipelines.beam.stage_transforms import (
     ReadRows,
     WriteRejects,
 )
-from pipelines.build_context import BuildContext
 from pipelines.clustering.part import build_part, sum_statistics
 from pipelines.clustering.writer import SegmentLayout
+from pipelines.exchange import keep_freed_memory
 from pipelines.oracle.index import TableTotals, index_table
 from pipelines.oracle.numbering import NumberedTable, number_table, training_blocks
 from pipelines.rewrite.flat import FlatPart, FlatStage
 from pipelines.samples.event_join import add_counts
 from pipelines.samples.tuples import Tuples
 from pipelines.shuffle import ReceivedSamples, from_ipc
-from pipelines.stages import REJECTS, SAMPLES
+from pipelines.stages import REJECTS, SAMPLES, BuildContext
 from pipelines.table.compact_segment import StoredPart
 from pipelines.transforms.apply import fit_inputs
 from pipelines.transforms.fit import FITTED
-from pipelines.workers import keep_freed_memory
 from schemas.config.job import TableConfig
 from schemas.dataset.manifest import Reference
 from schemas.dataset.opened import Segment, committed_segment

@@ -13,10 +13,10 @@ from typing import Any
 import apache_beam as beam
 import pyarrow as pa
 from apache_beam import pvalue
+from apache_beam.metrics import Metrics
 from apache_beam.utils.shared import Shared
 
-from pipelines.beam.counted import EVENTS, Counted, tagged
-from pipelines.build_context import BuildContext
+from pipelines.exchange import keep_freed_memory
 from pipelines.samples.tuples import Tuples
 from pipelines.shuffle import SourceRows, elements_of, encode_by_target, from_ipc, to_ipc
 from pipelines.sources.raw_rows import InputSplit
@@ -30,7 +30,8 @@ from pipelines.sources.rejects import (
 from pipelines.stages import (
     REJECTS,
     SAMPLES,
-    Outputs,
+    BuildContext,
+    MadeSamples,
     SampleStage,
     Sides,
     good_side_rows,
@@ -54,30 +55,75 @@ from pipelines.transforms.fit import (
     write_shard,
 )
 from schemas.config.job import DataConfig
+from schemas.errors import SchemaError
 from schemas.storage.location import Location
 
+EVENTS = "events"
 REJECTED = "rejected"
 """Output of a segment's pipeline with the rejects themselves; they are not sent to the launcher."""
 _KEYED = tuple[int, tuple[str, bytes]]
 """Type hint of keyed bytes: with it every runner encodes the key as an int, not as a pickle."""
 
 
+class Counted(beam.DoFn):
+    """DoFn with the counters `in-rows, in-bytes, out-rows, out-bytes`."""
+
+    def __init__(self, context: BuildContext, label: str) -> None:
+        self.context = context
+        self.counters = {
+            name: Metrics.counter(label, name)
+            for name in ("in-rows", "in-bytes", "out-rows", "out-bytes")
+        }
+
+    def setup(self) -> None:
+        """Keep freed memory in processes that the runner owns."""
+        if self.context.tunes_workers:
+            keep_freed_memory()
+            self._check_root()
+
+    def _check_root(self) -> None:
+        """Raise SchemaError if this worker does not see the directory that the launcher made."""
+        local = self.context.segment_root.local
+        if local is not None and not local.is_dir():
+            raise SchemaError(
+                f"worker does not see the directory of the dataset: {local}; use a directory that "
+                "all workers share, or the URL of an object store"
+            )
+
+    def count_input(self, table: pa.Table) -> None:
+        """Count rows that arrive."""
+        self.counters["in-rows"].inc(table.num_rows)
+        self.counters["in-bytes"].inc(table.nbytes)
+
+    def count_output(self, table: pa.Table) -> None:
+        """Count rows that are yielded."""
+        self.counters["out-rows"].inc(table.num_rows)
+        self.counters["out-bytes"].inc(table.nbytes)
+
+
+def _rejected(rejects: pa.Table) -> Iterator[pvalue.TaggedOutput]:
+    """Yield rejects, if there are any, to the output for them."""
+    if rejects.num_rows:
+        yield pvalue.TaggedOutput(REJECTS, rejects)
+
+
 # Read raw rows.
 
 
 def _split_file(file: InputSplit, context: BuildContext) -> Iterator[Any]:
-    outputs = Outputs(context)
-    yield from split_file(outputs, file)
-    yield from tagged(outputs)
+    splits, rejects = split_file(context, file)
+    yield from splits
+    yield from _rejected(rejects)
 
 
 class _ReadSplit(Counted):
     def process(self, split: InputSplit) -> Iterator[Any]:
-        outputs = Outputs(self.context)
-        for table in read_rows(outputs, split):
-            self.count_output(table)
-            yield split.source, table
-        yield from tagged(outputs)
+        for rows in read_rows(self.context, split):
+            for rejects in rows.all_rejects():
+                yield from _rejected(rejects)
+            if rows.table is not None and rows.table.num_rows:
+                self.count_output(rows.table)
+                yield split.source, rows.table
 
 
 @dataclass  # not frozen: Beam assigns to its transforms
@@ -110,9 +156,10 @@ class ReadRows(beam.PTransform):
 
 
 def _good_side_rows(rows: tuple[str, pa.Table], context: BuildContext) -> Iterator[Any]:
-    (name, table), outputs = rows, Outputs(context)
-    yield name, good_side_rows(outputs, name, table)
-    yield from tagged(outputs)
+    name, table = rows
+    good, rejects = good_side_rows(context, name, table)
+    yield name, good
+    yield from _rejected(rejects)
 
 
 def _write_side(side: tuple[str, Iterable[bytes]], context: BuildContext) -> tuple[str, str]:
@@ -290,12 +337,17 @@ class _SampleFn(Counted):
         if paths is not None and not self.stage.sides:
             self.stage.use_sides(self.shared.get(paths, self.context))
 
-    def emit(self, outputs: Outputs, made: Iterable[Tuples | pa.Table]) -> Iterator[Any]:
-        for samples in made:
-            if isinstance(samples, Tuples):
-                self.count_output(samples.samples)
-            yield samples
-        yield from tagged(outputs)
+    def emit(self, made: Iterable[MadeSamples]) -> Iterator[Any]:
+        for each in made:
+            if isinstance(each.samples, Tuples):
+                self.count_output(each.samples.samples)
+            if each.samples is not None:
+                yield each.samples
+            yield from _rejected(each.rejects)
+            for partial in each.partials:
+                yield pvalue.TaggedOutput(FITTED, partial)
+            if each.events:
+                yield pvalue.TaggedOutput(EVENTS, each.events)
 
 
 class _MapRows(_SampleFn):
@@ -305,25 +357,23 @@ class _MapRows(_SampleFn):
         source, table = rows
         self.load_sides(paths)
         self.count_input(table)
-        outputs = Outputs(self.context)
-        yield from self.emit(outputs, self.stage.from_rows(outputs, source, table))
+        return self.emit(self.stage.from_rows(source, table))
 
 
 class _Finish(_SampleFn):
     def process(self, samples: pa.Table) -> Iterator[Any]:
-        outputs = Outputs(self.context)
-        return self.emit(outputs, self.stage.finish(outputs, samples))
+        return self.emit([self.stage.finish(samples)])
 
 
 class _SpreadByKey(Counted):
     def process(self, rows: tuple[str, pa.Table]) -> Iterator[Any]:
-        (source, table), outputs = rows, Outputs(self.context)
+        source, table = rows
         self.count_input(table)
-        partition_of_row, good = keyed_rows(outputs, source, table)
+        partition_of_row, good, rejects = keyed_rows(self.context, source, table)
         for partition, content in encode_by_target(good, partition_of_row):
             self.counters["out-bytes"].inc(len(content))
             yield partition, (source, content)
-        yield from tagged(outputs)
+        yield from _rejected(rejects)
 
 
 class _SqlPerKey(_SampleFn):
@@ -336,8 +386,7 @@ class _SqlPerKey(_SampleFn):
         rows: dict[str, list[pa.Table]] = {}
         for source, data in grouped[1]:
             rows.setdefault(source, []).append(from_ipc(data))
-        outputs = Outputs(self.context)
-        yield from self.emit(outputs, self.stage.from_keys(outputs, grouped[0], rows))
+        return self.emit(self.stage.from_keys(grouped[0], rows))
 
 
 @dataclass  # not frozen: Beam assigns to its transforms

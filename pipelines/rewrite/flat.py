@@ -11,7 +11,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipelines.build_context import BuildContext
 from pipelines.clustering.chunks import cluster_chunks
 from pipelines.clustering.storage_layout import (
     choose_encodings,
@@ -20,7 +19,7 @@ from pipelines.clustering.storage_layout import (
     try_encodings,
 )
 from pipelines.clustering.writer import ROW_GROUP_BYTES
-from pipelines.exchange import ElementRef, ReadElements, TaskResult
+from pipelines.exchange import ElementRef, ReadElements, TaskResult, Worker
 from pipelines.executor import Bundle, TaskOutputs, open_exchange, split_inputs
 from pipelines.prepare import holds_in_memory
 from pipelines.rewrite.input import BATCH_ROWS, ordering
@@ -29,9 +28,8 @@ from pipelines.runner_options import LocalOptions
 from pipelines.samples.sql import LIST_INDEX
 from pipelines.samples.tuples import Tuples
 from pipelines.sources.raw_rows import ORIGIN
-from pipelines.stages import REJECTS, SAMPLES, read_rows
+from pipelines.stages import REJECTS, SAMPLES, BuildContext
 from pipelines.table.expand import ContentHash, content_hash
-from pipelines.workers import Worker
 from schemas.arrays import take_rows
 from schemas.dataset.files import sync_file
 from schemas.layout import part_path
@@ -128,7 +126,7 @@ def run_flat(stage: FlatStage, options: LocalOptions) -> Mapping[str, list[Any]]
 def _send_rows(worker: Worker, bundle: Bundle, stage: FlatStage) -> TaskResult:
     outputs = TaskOutputs(worker)
     for split in bundle:
-        for table in read_rows(outputs, split):
+        for table in outputs.read(split):
             outputs.add_tuples(stage.samples(table))
     return outputs.result()
 

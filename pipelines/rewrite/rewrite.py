@@ -21,7 +21,6 @@ import pyarrow as pa
 import yaml
 
 from pipelines.build import build
-from pipelines.build_context import BuildContext
 from pipelines.build_request import BuildInput, BuildOptions, BuildRequest
 from pipelines.prepare import count_parts
 from pipelines.rewrite.flat import KEY, TIME, FlatPart, FlatStage, run_flat
@@ -35,6 +34,7 @@ from pipelines.sources.listing import Folder, folder_of
 from pipelines.sources.raw_rows import ORIGIN, InputSplit
 from pipelines.sources.rejects import rejects_from_table, sorted_rejects
 from pipelines.sources.types import arrow_type
+from pipelines.stages import BuildContext
 from pipelines.table.expand import VIEW, ContentHash, content_hash, hash_of_values, value_hashes
 from pipelines.table.indexes import INDEX_PREFIX
 from pipelines.table.segment import directory_reference, publish_files, remove_partial

@@ -45,6 +45,17 @@ def hash_session_keys(keys: pa.Array | pa.ChunkedArray) -> NDArray[np.uint64]:
     return hash_keys(comparable(keys))
 
 
+def partition_of_key(hashes: NDArray[np.uint64], num_partitions: int) -> NDArray[np.int64]:
+    """Return the partition of each hash: equal ranges of the upper 32 bits, ascending."""
+    upper = hashes >> np.uint64(32)
+    return (upper * np.uint64(num_partitions) >> np.uint64(32)).astype(np.int64)
+
+
+def partition_of_session(samples: Tuples, key: str, num_partitions: int) -> NDArray[np.int64]:
+    """Return the partition of each sample by the hash of its session key, the column `key`."""
+    return partition_of_key(hash_session_keys(samples.column(key)), num_partitions)
+
+
 def with_one_zero(keys: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
     """Return keys in which equal numbers have equal bits: 0.0 for -0.0."""
     return pc.add(keys, pa.scalar(0, keys.type)) if pa.types.is_floating(keys.type) else keys

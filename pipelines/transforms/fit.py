@@ -224,7 +224,7 @@ def partial_fits(
 
     Samples of the evaluation range are ignored.
     """
-    training = ~in_evaluation(samples, data) if inputs else np.zeros(0, bool)
+    training = ~in_evaluation(samples, data)
     if not training.any():
         return
     for item in inputs:

@@ -14,9 +14,9 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from pipelines.clustering.part import lookups_table
+from pipelines.exchange import keep_freed_memory
 from pipelines.oracle.index import index_table
 from pipelines.oracle.numbering import number_table
-from pipelines.workers import keep_freed_memory
 from schemas.arrays import Jagged, offsets_of
 from schemas.config.job import OrderConfig
 from schemas.dataset.checked_files import CheckedFile

@@ -21,9 +21,9 @@ from pipelines.samples.tuples import (
     concat_tuples,
     drop_unused_tuples,
     hash_session_keys,
+    partition_of_key,
     separate_tuples,
 )
-from pipelines.shuffle import partition_of_key
 from pipelines.sources.raw_rows import ORIGIN, microseconds
 from pipelines.table.verify import verify
 from schemas.config.job import (

@@ -11,12 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelines.exchange import Exchange, ReadElements, TaskResult
+from pipelines.exchange import Exchange, ReadElements, TaskResult, Worker
 from pipelines.prepare import SMALL_PARTS, count_parts, holds_in_memory
 from pipelines.runner_options import LocalOptions, local_options
 from pipelines.samples.tuples import Tuples, separate_tuples
 from pipelines.shuffle import from_ipc, to_ipc
-from pipelines.workers import Worker, Workers
 from schemas.errors import SchemaError
 
 LISTS = st.lists(st.lists(st.integers(0, 3), max_size=3), min_size=1, max_size=8)
@@ -54,8 +53,7 @@ def _send(_worker: Worker, number: int) -> TaskResult:
 
 
 def run(scratch: Path | None) -> tuple[list[Any], dict[int, Any]]:
-    with Workers(cast(Any, None), 2) as workers:
-        exchange = Exchange(workers, scratch)
+    with Exchange(cast(Any, None), 2, scratch) as exchange:
         values = exchange.run("send", _send, range(4))
         sent = {part: list(ReadElements(refs)) for part, refs in exchange.take("rows").items()}
         assert exchange.take("rows") == {}

@@ -17,8 +17,8 @@ from pipelines.beam import runner
 from pipelines.beam.runner import local_workers
 from pipelines.build import build
 from pipelines.cli import main
+from pipelines.exchange import keep_freed_memory
 from pipelines.samples import lookups
-from pipelines.workers import keep_freed_memory
 from schemas.config.schedule import BudgetConfig
 from tests import real_logs
 from tests.pipelines import logs, test_joins, test_streams, transform_jobs

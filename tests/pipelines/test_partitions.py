@@ -10,7 +10,6 @@ import pytest
 import yaml
 
 from pipelines.build import segment_hashes
-from pipelines.build_context import BuildContext
 from pipelines.cli import main
 from pipelines.prepare import prepare
 from pipelines.preview import preview
@@ -25,6 +24,7 @@ from pipelines.sources.listing import (
 )
 from pipelines.sources.raw_rows import ORIGIN, InputSplit
 from pipelines.sources.types import arrow_type
+from pipelines.stages import BuildContext
 from pipelines.table.target import load_job_files
 from schemas.config.job import load_job
 from schemas.config.sources import ROW_COLUMNS, SourceConfig

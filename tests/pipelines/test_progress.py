@@ -6,15 +6,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines import executor, progress
+from pipelines import exchange, executor
 from pipelines.cli import main
-from pipelines.progress import Counts, Progress
+from pipelines.exchange import Counts, Progress
 from tests.pipelines import logs
 from tests.shared import error_of
 
 
 def test_lines_name_rows_rejects_and_one_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "_INTERVAL_SEC", 0.0)
+    monkeypatch.setattr(exchange, "_INTERVAL_SEC", 0.0)
     lines: list[str] = []
     reported = Progress(lines.append, 3, 100)
     reported.add(Counts(read=1000))
@@ -58,7 +58,7 @@ def test_a_build_without_a_good_row_ends_where_the_gate_would_refuse_it(
 def test_a_build_of_bad_rows_alone_stops_and_keeps_what_it_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(progress, "STOP_AFTER_REJECTS", 100)
+    monkeypatch.setattr(exchange, "STOP_AFTER_REJECTS", 100)
     monkeypatch.setattr(executor, "num_cores", lambda: 1)  # a second one reads the next file
     monkeypatch.setattr(executor, "MEMORY_BUNDLE_BYTES", 1)
     rows = logs.write_log(tmp_path / "log")

@@ -11,7 +11,6 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines.build import build
-from pipelines.build_context import BuildContext
 from pipelines.cli import main
 from pipelines.samples.statements import Steps
 from pipelines.sources.listing import folder_of
@@ -31,7 +30,7 @@ from pipelines.sources.rejects import (
     summary_lines,
     write_rejects,
 )
-from pipelines.stages import partition_samples
+from pipelines.stages import BuildContext, partition_samples
 from pipelines.table.verify import verify
 from schemas.config.job import load_job
 from schemas.dataset.manifest import InputFile

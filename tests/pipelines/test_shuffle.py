@@ -21,14 +21,18 @@ from hypothesis import strategies as st
 
 from pipelines.beam.grouping import Destinations, SendSamples
 from pipelines.cli import main
-from pipelines.samples.tuples import Tuples, hash_session_keys, separate_tuples
+from pipelines.samples.tuples import (
+    Tuples,
+    hash_session_keys,
+    partition_of_key,
+    separate_tuples,
+)
 from pipelines.shuffle import (
     ReceivedSamples,
     check_same_order,
     elements_of,
     encode_by_target,
     from_ipc,
-    partition_of_key,
 )
 from schemas.config.job import load_job
 from tests.pipelines.logs import PROCESSES, bytes_of, write_job, write_log

@@ -18,18 +18,17 @@ import pytest
 
 from pipelines import executor
 from pipelines.build import build
-from pipelines.build_context import BuildContext
 from pipelines.clustering import chunks
 from pipelines.clustering.chunks import cluster_chunks
 from pipelines.clustering.star import cluster
 from pipelines.clustering.writer import choose_segment_layout
 from pipelines.demo_log.generate import GeneratorConfig, write_log
-from pipelines.exchange import Element, FileRange
+from pipelines.exchange import Element, Exchange, FileRange, Progress
 from pipelines.samples.sql import LIST_INDEX
 from pipelines.samples.tuples import Tuples, concat_tuples, separate_tuples
 from pipelines.sources.raw_rows import ORIGIN
+from pipelines.stages import BuildContext
 from pipelines.table.verify import verify
-from pipelines.workers import Workers
 from schemas.arrays import large_list
 from schemas.dataset.opened import open_dataset
 from tests.pipelines import logs
@@ -196,12 +195,15 @@ LOGS: dict[str, tuple[Callable[[pa.Table], pa.Table], int]] = {
 }
 
 
-class Threads(Workers):
-    """Workers as threads, which see the patches of a test."""
+class InThreads(Exchange):
+    """An exchange in files between threads, which see the patches of a test."""
 
-    def __init__(self, context: BuildContext, num_workers: int, *, use_processes: bool) -> None:
-        """Ignore the last argument."""
-        super().__init__(context, num_workers, use_processes=False)
+    def __init__(
+        self, context: BuildContext, num_workers: int, scratch: Path, progress: Progress | None
+    ) -> None:
+        super().__init__(context, num_workers, progress=progress)
+        scratch.mkdir()
+        self._scratch = scratch
 
 
 @pytest.mark.slow
@@ -226,7 +228,7 @@ def test_skewed_logs_have_the_same_bytes_for_any_number_of_workers(
     assert not verify(tmp_path / "0")["problems"]
     assert not reads
     monkeypatch.setattr(executor, "holds_in_memory", lambda *_: False)
-    monkeypatch.setattr(executor, "Workers", Threads)
+    monkeypatch.setattr(executor, "Exchange", InThreads)
     monkeypatch.setattr(executor, "BUNDLE_BYTES", size // 5)
     for num_workers in (1, 3):
         options = [f"--direct_num_workers={num_workers}"]
