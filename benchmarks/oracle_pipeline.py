@@ -16,8 +16,7 @@ import pyarrow.parquet as pq
 from benchmarks.logs import build_job, job_path, raw_log
 from pipelines.beam.jobs import NumberAccesses
 from pipelines.beam.runner import run_pipeline
-from pipelines.clustering.part import lookups_table
-from pipelines.clustering.writer import LOOKUPS
+from pipelines.clustering.part import LOOKUPS, lookups_table
 from pipelines.oracle.index import index_table
 from pipelines.report.sizes import dataset_bytes
 from pipelines.shuffle import to_ipc

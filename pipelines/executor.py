@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from pipelines.clustering.part import PartResult, build_part, sum_statistics
-from pipelines.clustering.writer import SegmentLayout, choose_segment_layout
+from pipelines.clustering.storage_layout import SegmentLayout, choose_segment_layout
 from pipelines.exchange import (
     Counts,
     ElementRef,

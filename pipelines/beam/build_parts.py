@@ -14,7 +14,7 @@ from apache_beam.transforms.window import GlobalWindows
 from pipelines.beam.grouping import SendSamples
 from pipelines.beam.stage_transforms import Counted
 from pipelines.clustering.part import PARTS_PER_SUM, PartResult, build_part, sum_statistics
-from pipelines.clustering.writer import SegmentLayout, choose_segment_layout
+from pipelines.clustering.storage_layout import SegmentLayout, choose_segment_layout
 from pipelines.shuffle import ReceivedSamples, to_ipc
 from pipelines.stages import SAMPLES, BuildContext
 from pipelines.transforms.fit import load_staged

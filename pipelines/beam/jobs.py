@@ -30,7 +30,7 @@ from pipelines.beam.stage_transforms import (
     WriteRejects,
 )
 from pipelines.clustering.part import build_part, sum_statistics
-from pipelines.clustering.writer import SegmentLayout
+from pipelines.clustering.storage_layout import SegmentLayout
 from pipelines.exchange import keep_freed_memory
 from pipelines.oracle.index import TableTotals, index_table
 from pipelines.oracle.numbering import NumberedTable, number_table, training_blocks

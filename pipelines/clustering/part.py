@@ -1,15 +1,17 @@
 """Build one part of a segment from the samples of one range of session hashes.
 
-A part is built in chunks that fit in memory, whatever the size of its sessions (`chunks.py`).
+A part is built in chunks that fit in memory, whatever the size of its sessions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial, reduce
-from itertools import groupby
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +21,48 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from pipelines.clustering.chunks import cluster_chunks
-from pipelines.clustering.star import Clustered, Star, to_star
-from pipelines.clustering.writer import LOOKUPS, PartFiles, PartWriter, SegmentLayout
+from pipelines.clustering.star import Clustered, Star, cluster_chunks, to_star
+from pipelines.clustering.storage_layout import (
+    SegmentLayout,
+    as_stored,
+    directory_of,
+    open_writer,
+    stored_tables,
+)
 from pipelines.quality.column_statistics import count_buckets, table_statistics
 from pipelines.quality.segment_statistics import SliceStatistics, sum_by_split
 from pipelines.samples.sql import LIST_INDEX
 from pipelines.samples.tuples import Tuples
-from schemas.arrays import Jagged, flat_list, is_list, numpy_of, offsets_of, one_chunk, values_of
+from schemas.arrays import (
+    Jagged,
+    column_bytes,
+    flat_list,
+    is_list,
+    numpy_of,
+    offsets_of,
+    one_chunk,
+    values_of,
+)
 from schemas.config.job import SAMPLES, DataConfig
-from schemas.dataset.files import FileEntry
+from schemas.dataset.files import FileEntry, describe_file
 from schemas.dataset.fitted import FittedValues
 from schemas.features import FeatureSet
-from schemas.layout import BLOCK, EVALUATION, TRAIN, UNIQUE_INDEX, inverse_column, part_path
+from schemas.layout import (
+    BLOCK,
+    EVALUATION,
+    FILE_SHIFT,
+    TRAIN,
+    UNIQUE_INDEX,
+    blocks_schema,
+    inverse_column,
+    num_unique_column,
+    part_path,
+)
 from schemas.rows import distinct_rows, ids_of
 from schemas.storage.location import Location
+
+LOOKUPS = "lookups"
+"""Directory of the oracle's input below a segment being built; removed before the commit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,17 +118,15 @@ def build_part(
     `samples` are all of the part's sessions, in any order, at least one. They are iterated twice if
     they do not fit in memory. A layout that is still being chosen is awaited once they are sorted.
     """
-    with PartFiles(root) as files:
-        writer: PartWriter | None = None
+    with PartWriter(root, file_index) as writer:
         results: list[PartResult] = []
         for clustered in cluster_chunks(samples, data):
-            if writer is None:
-                chosen = layout.result() if isinstance(layout, Future) else layout
-                writer = PartWriter(files, file_index, chosen)
-            star = to_star(clustered, file_index, data, fitted, writer.layout.repeated)
+            chosen = layout.result() if isinstance(layout, Future) else layout
+            star = to_star(clustered, file_index, data, fitted, chosen.repeated)
             slices = split_statistics(star, clustered, data, features)
             lookups = {f: lookups_per_block(star, data, f) for f in data.table_of_feature}
-            blocks = writer.add(star, clustered, block_sums(star, data, features.weight, lookups))
+            sums = block_sums(star, data, features.weight, lookups)
+            blocks = writer.add(star, clustered, chosen, sums)
             results.append(
                 PartResult(
                     file_index,
@@ -108,11 +135,11 @@ def build_part(
                     clustered.num_sessions,
                     blocks,
                     {name: group_totals(star, name) for name in star.groups},
-                    write_lookups(files, file_index, star, blocks, data, lookups),
+                    write_lookups(writer, file_index, star, blocks, data, lookups),
                     slices,
                 )
             )
-        return replace(reduce(_merge_results, results), files=files.close())
+        return replace(reduce(_merge_results, results), files=writer.close())
 
 
 def _merge_results(left: PartResult, right: PartResult) -> PartResult:
@@ -265,7 +292,7 @@ def _sum_per_block(star: Star, group: str, of_rows: NDArray[Any]) -> NDArray[Any
 
 
 def write_lookups(
-    files: PartFiles,
+    writer: PartWriter,
     file_index: int,
     star: Star,
     blocks: pa.Table,
@@ -287,7 +314,7 @@ def write_lookups(
         )
         rows = lookups_table(table_lookups(star, num_training, data, name))
         path = f"{LOOKUPS}/{name}/{part_path(file_index)}"
-        files.writer(path, partial(open_lookups, schema=rows.schema)).write_table(rows)
+        writer.writer(path, partial(open_lookups, schema=rows.schema)).write_table(rows)
     return counts
 
 
@@ -329,3 +356,186 @@ def lookups_table(accesses: Jagged) -> pa.Table:
     """Return accesses as an Arrow table with one row per block."""
     rows = pa.LargeListArray.from_arrays(pa.array(accesses.offsets), pa.array(accesses.values))
     return pa.table({"num_rows": pa.array(accesses.lengths), "rows": rows})
+
+
+# Files of samples and groups.
+
+ROW_GROUP_BYTES = 64 << 20
+"""Maximum uncompressed bytes of a row group, samples and groups together. A reader has 16 of them
+in memory; 32 MiB cost 7 % of the bytes of the demo's log, 16 MiB 15 % (benchmarks/order.md)."""
+WINDOWS_BYTES = 256 << 20
+"""Maximum uncompressed bytes of one row group with several windows from each part: the memory of a
+reader that reads the windows of all parts in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockRange:
+    """Consecutive blocks of one split that share a row group."""
+
+    first: int
+    end: int
+
+
+def plan_row_groups(
+    is_evaluation: NDArray[np.bool_],
+    window: NDArray[np.int32],
+    bytes_per_block: float,
+    limit: int = ROW_GROUP_BYTES,
+    windows_limit: int = ROW_GROUP_BYTES,
+) -> list[BlockRange]:
+    """Assign blocks to row groups: one or more per window, or one for several small windows.
+
+    Args:
+        is_evaluation: (num_blocks,) ascending.
+        window: (num_blocks,) ascending in each split.
+        bytes_per_block: mean uncompressed bytes of a block over all tables.
+        limit: maximum uncompressed bytes of a row group.
+        windows_limit: maximum uncompressed bytes of a row group of several windows.
+
+    Example:
+        >>> plan_row_groups(np.zeros(5, bool), np.array([0, 0, 1, 2, 2]), 1.0, 8, 3)
+        [BlockRange(first=0, end=3), BlockRange(first=3, end=5)]
+    """
+    per_group, per_windows = (
+        max(1, int(b // max(1.0, bytes_per_block))) for b in (limit, windows_limit)
+    )
+    changes = np.diff(is_evaluation, prepend=False) | (np.diff(window, prepend=0) != 0)
+    changes[:1] = True
+    cuts = np.flatnonzero(changes)
+    groups: list[BlockRange] = []
+    for start, end in zip(cuts.tolist(), [*cuts[1:].tolist(), len(window)], strict=True):
+        last = groups[-1].first if groups else start
+        if groups and end - last <= per_windows and is_evaluation[last] == is_evaluation[start]:
+            groups[-1] = BlockRange(last, end)
+        else:
+            cuts_of_window = np.linspace(start, end, -(-(end - start) // per_group) + 1).astype(int)
+            groups.extend(BlockRange(a, b) for a, b in pairwise(cuts_of_window.tolist()))
+    return groups
+
+
+class PartWriter:
+    """Writes the Parquet files of one part chunk by chunk; they get their final names at the end.
+
+    A context; at an object store, files are written to temporary files and uploaded at the end.
+    """
+
+    def __init__(self, root: Location, file_index: int) -> None:
+        """Open no file yet; `root` is the directory of the segment being built."""
+        self._root, self._file_index = root, file_index
+        self._open = ExitStack()
+        self._writers: dict[str, tuple[Path, pq.ParquetWriter]] = {}
+        self._written: Counter[str] = Counter()
+        self._num_row_groups = 0
+
+    def __enter__(self) -> PartWriter:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._open.__exit__(*error)
+
+    def writer(self, path: str, open_file: Callable[[Path], pq.ParquetWriter]) -> pq.ParquetWriter:
+        """Return the writer of a file; the first call opens it under a temporary name."""
+        if path not in self._writers:
+            temporary = self._open.enter_context((self._root / path).new_file())
+            self._writers[path] = temporary, open_file(temporary)
+        return self._writers[path][1]
+
+    def add(
+        self,
+        star: Star,
+        clustered: Clustered,
+        layout: SegmentLayout,
+        sums: Mapping[str, NDArray[Any]],
+    ) -> pa.Table:
+        """Write samples and groups of the next chunk; return its rows of `blocks.parquet`.
+
+        `clustered` has the same samples, for splits and windows; `sums` are columns of
+        `blocks.parquet`.
+        """
+        first_sample = offsets_of(star.samples_per_block)[:-1]
+        groups = plan_row_groups(
+            clustered.is_evaluation[first_sample],
+            clustered.window[first_sample],
+            _bytes_per_block(star),
+            windows_limit=min(ROW_GROUP_BYTES, WINDOWS_BYTES // layout.num_parts),
+        )
+        counts = [int(star.samples_per_block[g.first : g.end].sum()) for g in groups]
+        self._write(part_path(self._file_index, "samples"), star.samples, counts, layout)
+        for name in star.groups:
+            unique = [int(star.unique_per_block[name][g.first : g.end].sum()) for g in groups]
+            written = dict(self._written)
+            for file in stored_tables(
+                name, star, layout.layouts[name], unique, self._file_index, written
+            ):
+                self._write(file.path, file.table, file.row_groups, layout)
+        blocks = _blocks_table(
+            star, clustered, sums, self._file_index, groups, self._num_row_groups
+        )
+        self._num_row_groups += len(groups)
+        return blocks
+
+    def _write(
+        self, path: str, table: pa.Table, rows_per_group: Sequence[int], layout: SegmentLayout
+    ) -> None:
+        encodings = layout.encodings[directory_of(path)]
+        table = as_stored(table, encodings)
+        open_file = partial(open_writer, schema=table.schema, encodings=encodings)
+        writer, start = self.writer(path, open_file), 0
+        for count in rows_per_group:
+            rows = table.slice(start, count)
+            writer.write_table(rows, row_group_size=max(1, count))
+            start += count
+        self._written[path] += table.num_rows
+
+    def close(self) -> tuple[FileEntry, ...]:
+        """Close the files, give them their final names; return the entries of those that stay."""
+        entries: list[FileEntry] = []
+        for path, (temporary, writer) in self._writers.items():
+            writer.close()
+            if not path.startswith(f"{LOOKUPS}/"):
+                entries.append(describe_file(temporary, path))
+        self._open.close()
+        return tuple(entries)
+
+
+def _bytes_per_block(star: Star) -> float:
+    tables = (star.samples, *star.groups.values())
+    total = sum(column_bytes(column) for table in tables for column in table.columns)
+    return total / len(star.samples_per_block)
+
+
+def _blocks_table(
+    star: Star,
+    clustered: Clustered,
+    sums: Mapping[str, NDArray[Any]],
+    file_index: int,
+    groups: Sequence[BlockRange],
+    first_row_group: int,
+) -> pa.Table:
+    num_blocks = len(star.samples_per_block)
+    first_sample = offsets_of(star.samples_per_block)[:-1]
+    lengths = [g.end - g.first for g in groups]
+    row_groups = first_row_group + np.arange(len(groups), dtype=np.int32)
+    first = (np.int64(file_index) << np.int64(FILE_SHIFT)) + clustered.first_block
+    evaluation = clustered.is_evaluation[first_sample]
+    columns = {
+        BLOCK: first + np.arange(num_blocks),
+        "split": np.where(evaluation, EVALUATION, TRAIN),
+        "window": clustered.window[first_sample],
+        "file": np.full(num_blocks, file_index, np.int32),
+        "row_group": np.repeat(row_groups, lengths),
+        "num_samples": star.samples_per_block.astype(np.int32),
+        "num_sessions": np.add.reduceat(clustered.starts_session.astype(np.int32), first_sample),
+        **sums,
+        **{num_unique_column(g): c.astype(np.int32) for g, c in star.unique_per_block.items()},
+    }
+    return pa.table({k: pa.array(v) for k, v in columns.items()}).cast(blocks_schema(star.groups))
+
+
+def merge_blocks(parts: Iterable[pa.Table]) -> pa.Table:
+    """Return the rows of `blocks.parquet` of all parts, sorted by split, window and part."""
+    blocks = pa.concat_tables(parts)
+    is_evaluation = pa.compute.equal(blocks["split"], EVALUATION)
+    keyed = blocks.append_column("is_evaluation", is_evaluation)
+    order = [("is_evaluation", "ascending"), ("window", "ascending"), (BLOCK, "ascending")]
+    return keyed.sort_by(order).drop_columns(["is_evaluation"]).combine_chunks()

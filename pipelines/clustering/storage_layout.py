@@ -8,8 +8,8 @@ encodings are chosen by trial writes. Every choice is a function of the rows alo
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from math import inf
 from pathlib import Path, PurePosixPath
@@ -20,8 +20,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from pipelines.clustering.star import Star
-from pipelines.samples.tuples import unique_in_ranges
+from pipelines.clustering.star import SortKeys, Star, cluster, sort_keys, to_star
+from pipelines.samples.tuples import (
+    Tuples,
+    concat_tuples,
+    drop_unused_tuples,
+    hash_session_keys,
+    unique_in_ranges,
+)
 from schemas.arrays import (
     Jagged,
     bits,
@@ -34,6 +40,8 @@ from schemas.arrays import (
     take_rows,
     take_values,
 )
+from schemas.config.job import DataConfig
+from schemas.dataset.fitted import FittedValues
 from schemas.dataset.group_files import Windows, to_windows
 from schemas.layout import (
     BLOCK,
@@ -42,6 +50,7 @@ from schemas.layout import (
     SECONDS,
     TUPLE_INDEX,
     UNIQUE_INDEX,
+    inverse_column,
     part_path,
     window_columns,
 )
@@ -410,3 +419,141 @@ def _overlaps(table: pa.Table, field: pa.Field) -> bool:
         return False
     windows, values = list_windows(one_chunk(table[field.name]))
     return 0 < len(windows.source) <= WINDOWS_RATIO * len(values)
+
+
+# The layout of a segment, from a few sessions of one part: parts are equal ranges of a hash, so a
+# choice for one fits all. The sessions are chosen by their hash, so the choice does not depend on
+# workers, files or retries.
+
+LAYOUT_SAMPLES = TRIAL_ROWS
+"""Approximate number of samples from which the layout is chosen."""
+TRIFLE = 0.0025
+"""Share of all bytes that a group may take beyond its plain columns, with at most 8 groups."""
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentLayout:
+    """The layout of all parts of a segment.
+
+    `layouts` are by group, `encodings` by directory of the files (`samples`, `groups/user`).
+    """
+
+    layouts: Layouts
+    encodings: Mapping[str, Encodings]
+    num_parts: int = 1
+
+    @property
+    def repeated(self) -> set[str]:
+        """Groups that are stored per sample."""
+        return {group for group, layout in self.layouts.items() if layout.repeated}
+
+
+def choose_segment_layout(
+    parts: Iterable[Tuples],
+    data: DataConfig,
+    fitted: FittedValues | None = None,
+    num_parts: int = 1,
+) -> SegmentLayout:
+    """Choose the layout of a segment from the samples of one part.
+
+    A group that takes more bytes than its plain columns is stored per sample: a number of a few
+    bits that repeats irregularly takes less than its inverse index.
+
+    `parts` have all samples of the part's sessions, at least one, in any order.
+    """
+    clustered = cluster(sample_sessions(parts, data), data)
+    star = to_star(clustered, 0, data, fitted)
+    layouts = choose_layouts(star)
+    samples = try_columns(star.samples.drop_columns([inverse_column(g) for g in layouts]))
+    groups = {group: try_group(star, group, layout) for group, layout in layouts.items()}
+    trifle = TRIFLE * (num_bytes(samples) + sum(g.num_bytes for g in groups.values()))
+    doubtful = {name: g for name, g in groups.items() if num_bytes(g.inverse) > trifle}
+    if doubtful:
+        plain = to_star(clustered, 0, data, fitted, doubtful)
+        layouts = choose_layouts(plain)
+        for name, group in doubtful.items():
+            columns = try_group(plain, name, GroupLayout(repeated=True))
+            if columns.num_bytes < group.num_bytes - trifle:
+                other = try_group(plain, name, replace(layouts[name], repeated=True))
+                groups[name] = min(columns, other, key=lambda trial: trial.num_bytes)
+    directory = directory_of(part_path(0, "samples"))
+    tables = {directory: samples | {c: t for g in groups.values() for c, t in g.inverse.items()}}
+    tables |= {path: trials for g in groups.values() for path, trials in g.tables.items()}
+    encodings = {
+        p: {leaf: t.encoding for leaf, t in trials.items()} for p, trials in tables.items()
+    }
+    return SegmentLayout({name: g.layout for name, g in groups.items()}, encodings, num_parts)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTrial:
+    """A layout of a group that was tried.
+
+    Attributes:
+        layout: the layout.
+        inverse: trial of its inverse indices.
+        tables: directory of each of its files to the trials of the columns.
+    """
+
+    layout: GroupLayout
+    inverse: Trials
+    tables: Mapping[str, Trials]
+
+    @property
+    def num_bytes(self) -> float:
+        """Estimated bytes of the group."""
+        return sum(map(num_bytes, (self.inverse, *self.tables.values())))
+
+
+def try_group(star: Star, group: str, layout: GroupLayout) -> GroupTrial:
+    """Try the encodings of the files of a group."""
+    files = stored_tables(group, star, layout, [star.groups[group].num_rows], 0)
+    return GroupTrial(
+        layout,
+        try_encodings(star.samples.select([inverse_column(group)])),
+        {directory_of(file.path): try_columns(file.table) for file in files},
+    )
+
+
+def sample_sessions(
+    parts: Iterable[Tuples], data: DataConfig, limit: int = LAYOUT_SAMPLES
+) -> Tuples:
+    """Return the sessions with the smallest hashes, at least `limit` samples where there are.
+
+    The last session is truncated if the result would have more than twice as many samples. The
+    memory is that of the result and of one part.
+    """
+    chosen: list[Tuples] = []
+    smallest = np.empty(0, np.uint64)  # hashes of at most `limit` samples
+    for part in parts:
+        keys = sort_keys(part, data)
+        smallest = np.concatenate([smallest, hash_session_keys(keys.keys)[keys.key]])
+        smallest = np.partition(smallest, min(limit, len(smallest)) - 1)[:limit]
+        chosen.append(_take_sessions(part, keys, smallest, limit))
+        if sum(c.num_samples for c in chosen) > 4 * limit:
+            chosen = [_first_sessions(chosen, smallest, data, limit)]
+    return _first_sessions(chosen, smallest, data, limit)
+
+
+def _first_sessions(
+    chosen: Sequence[Tuples], smallest: NDArray[np.uint64], data: DataConfig, limit: int
+) -> Tuples:
+    samples = concat_tuples(chosen)
+    return _take_sessions(samples, sort_keys(samples, data), smallest, limit)
+
+
+def _take_sessions(
+    samples: Tuples, columns: SortKeys, smallest: NDArray[np.uint64], limit: int
+) -> Tuples:
+    """Return the samples whose hash is at most the largest of `smallest`.
+
+    If they are more than twice `limit`, the first ones by hash, time and position in the input.
+    """
+    hashes = hash_session_keys(columns.keys)[columns.key]
+    rows = np.flatnonzero(hashes <= smallest.max()) if len(smallest) == limit else None
+    if rows is None or len(rows) == len(hashes) <= 2 * limit:
+        return samples
+    if len(rows) > 2 * limit:
+        by_position = (columns.index[rows], columns.origin[rows], columns.time[rows], hashes[rows])
+        rows = np.sort(rows[np.lexsort(by_position)[: 2 * limit]])
+    return drop_unused_tuples(samples.take(rows))

@@ -25,7 +25,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from pipelines.clustering.writer import LOOKUPS, merge_blocks
+from pipelines.clustering.part import LOOKUPS, merge_blocks
 from pipelines.oracle.table_files import (
     ENTRIES_PER_FILE,
     ArrayFile,

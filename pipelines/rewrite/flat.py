@@ -11,14 +11,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipelines.clustering.chunks import cluster_chunks
+from pipelines.clustering.part import ROW_GROUP_BYTES
+from pipelines.clustering.star import cluster_chunks
 from pipelines.clustering.storage_layout import (
     choose_encodings,
     num_bytes,
     open_writer,
     try_encodings,
 )
-from pipelines.clustering.writer import ROW_GROUP_BYTES
 from pipelines.exchange import ElementRef, ReadElements, TaskResult, Worker
 from pipelines.executor import Bundle, TaskOutputs, open_exchange, split_inputs
 from pipelines.prepare import holds_in_memory

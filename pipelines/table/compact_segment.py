@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from pipelines.clustering.part import build_part, sum_statistics
-from pipelines.clustering.writer import SegmentLayout, choose_segment_layout
+from pipelines.clustering.storage_layout import SegmentLayout, choose_segment_layout
 from pipelines.oracle.numbering import number_table, training_blocks
 from pipelines.runner_options import beam_build, local_options
 from pipelines.samples.event_join import write_late

@@ -18,9 +18,8 @@ from tempfile import TemporaryDirectory
 
 import pyarrow as pa
 
-from pipelines.clustering.part import PartResult
+from pipelines.clustering.part import LOOKUPS, PartResult, merge_blocks
 from pipelines.clustering.storage_layout import DICTIONARY, open_writer
-from pipelines.clustering.writer import LOOKUPS, merge_blocks
 from pipelines.oracle.numbering import NumberedTable
 from pipelines.quality.segment_statistics import segment_slices, statistics_text, write_statistics
 from pipelines.shuffle import SHUFFLE

@@ -11,10 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelines.build import build
-from pipelines.clustering import chunks, star
-from pipelines.clustering.chunks import cluster_chunks, expanded_bytes, split_at_blocks
-from pipelines.clustering.star import cluster, cut_blocks, to_star
-from pipelines.clustering.writer import plan_row_groups
+from pipelines.clustering import star
+from pipelines.clustering.part import plan_row_groups
+from pipelines.clustering.star import (
+    cluster,
+    cluster_chunks,
+    cut_blocks,
+    expanded_bytes,
+    split_at_blocks,
+    to_star,
+)
 from pipelines.samples.sql import LIST_INDEX
 from pipelines.samples.tuples import (
     Tuples,
@@ -253,7 +259,7 @@ def test_pieces_are_the_part_in_order(limit: int, seed: int, sizes: list[int]) -
     parts = parts_of(np.random.default_rng(seed), sizes, 5)
     whole = cluster(concat_tuples(parts), data)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunks, "CHUNK_BYTES", limit)
+        patch.setattr(star, "CHUNK_BYTES", limit)
         found = list(cluster_chunks(parts, data))
     assert sum(p.num_sessions for p in found) == whole.num_sessions
     for name in ("starts_session", "session_samples", "is_evaluation", "window"):
@@ -304,7 +310,7 @@ def test_a_part_in_pieces_holds_the_same_samples_in_the_same_blocks(
     rows = write_small_log(tmp_path / "log", 600)
     job = write_job(tmp_path / "job")
     build(request(job, tmp_path / "log", tmp_path / "whole"))
-    monkeypatch.setattr(chunks, "CHUNK_BYTES", piece_bytes)
+    monkeypatch.setattr(star, "CHUNK_BYTES", piece_bytes)
     build(request(job, tmp_path / "log", tmp_path / "pieces"))
     assert not verify(tmp_path / "pieces")["problems"]
     assert stored_samples(tmp_path / "pieces") == samples_of(rows)

@@ -31,11 +31,11 @@ from pipelines.clustering.storage_layout import (
     choose_layout,
     num_bytes,
     open_writer,
+    sample_sessions,
     stored_tables,
     trial_rows,
     try_columns,
 )
-from pipelines.clustering.writer import sample_sessions
 from pipelines.report.facts import shared_rows
 from pipelines.report.sizes import bytes_by_table, dataset_bytes
 from pipelines.samples.sql import LIST_INDEX

@@ -13,8 +13,7 @@ import pytest
 
 from pipelines.build import build
 from pipelines.cli import main
-from pipelines.clustering.part import lookups_table
-from pipelines.clustering.writer import LOOKUPS
+from pipelines.clustering.part import LOOKUPS, lookups_table
 from pipelines.oracle import numbering
 from pipelines.oracle.numbering import number_table, row_ranges
 from pipelines.oracle.table_files import ArrayFile, IndexedLists

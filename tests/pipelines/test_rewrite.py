@@ -220,7 +220,7 @@ def test_rewrite_at_a_url_is_refused_like_on_disk(tmp_path: Path) -> None:
 def test_flat_keeps_every_type_and_the_schema(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_parts: int, chunk_bytes: int
 ) -> None:
-    monkeypatch.setattr("pipelines.clustering.chunks.CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr("pipelines.clustering.star.CHUNK_BYTES", chunk_bytes)
     monkeypatch.setattr("pipelines.rewrite.flat.ORDER_SHARE", 1)  # clustered at any price
     folder = folder_of(tmp_path, HELD | ODD)
     size = sum(f.stat().st_size for f in folder.rglob("*.parquet"))

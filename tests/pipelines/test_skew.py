@@ -18,10 +18,9 @@ import pytest
 
 from pipelines import executor
 from pipelines.build import build
-from pipelines.clustering import chunks
-from pipelines.clustering.chunks import cluster_chunks
-from pipelines.clustering.star import cluster
-from pipelines.clustering.writer import choose_segment_layout
+from pipelines.clustering import star
+from pipelines.clustering.star import cluster, cluster_chunks
+from pipelines.clustering.storage_layout import choose_segment_layout
 from pipelines.demo_log.generate import GeneratorConfig, write_log
 from pipelines.exchange import Element, Exchange, FileRange, Progress
 from pipelines.samples.sql import LIST_INDEX
@@ -92,7 +91,7 @@ def test_a_part_is_read_at_most_twice(
 ) -> None:
     parts, data = Parts(keys, 4_000), data_config(gap=15, evaluation_from=700)
     whole = cluster(concat_tuples(list(parts)), data)
-    monkeypatch.setattr(chunks, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(star, "CHUNK_BYTES", chunk_bytes)
     parts.num_reads = 0
     found = list(cluster_chunks(parts, data))
     assert parts.num_reads == num_reads
@@ -103,7 +102,7 @@ def test_a_part_is_read_at_most_twice(
 
 
 def test_the_layout_is_chosen_in_one_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipelines.clustering.writer.LAYOUT_SAMPLES", 100)
+    monkeypatch.setattr("pipelines.clustering.storage_layout.LAYOUT_SAMPLES", 100)
     for keys in KEYS:
         parts = Parts(keys, 4_000)
         choose_segment_layout(parts, data_config())
@@ -113,15 +112,15 @@ def test_the_layout_is_chosen_in_one_read(monkeypatch: pytest.MonkeyPatch) -> No
 MEASURED = """
 import sys
 from pathlib import Path
-from pipelines.clustering import chunks
+from pipelines.clustering import star
 from pipelines.clustering.part import build_part
-from pipelines.clustering.writer import choose_segment_layout
+from pipelines.clustering.storage_layout import choose_segment_layout
 from schemas.features import FeatureSet
 from schemas.storage.location import Location
 from tests.pipelines.test_clustering import data_config
 from tests.pipelines.test_skew import Parts
 
-root, keys, size, chunks.CHUNK_BYTES = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+root, keys, size, star.CHUNK_BYTES = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
 data, parts = data_config(), Parts(keys, size)
 layout = choose_segment_layout(parts, data)
 def status(name):
@@ -221,7 +220,7 @@ def test_skewed_logs_have_the_same_bytes_for_any_number_of_workers(
         pq.write_table(part, tmp_path / "log" / f"{index}.parquet", row_group_size=100)
     size = sum(file.stat().st_size for file in (tmp_path / "log").iterdir())
     monkeypatch.setattr("pipelines.prepare.PART_INPUT_BYTES", size // 3)
-    monkeypatch.setattr(chunks, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(star, "CHUNK_BYTES", chunk_bytes)
     reads = count_reads(monkeypatch)
     job = logs.write_job(tmp_path / "job")
     build(logs.request(job, tmp_path / "log", tmp_path / "0"))
