@@ -2,23 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
+import duckdb
 import pyarrow as pa
 
 from pipelines.build_request import BuildInput, BuildRequest
 from pipelines.runner_options import LocalOptions
-from pipelines.samples.lookups import broadcast_sides, key_type, key_types
-from pipelines.samples.sql import Connection, SqlError
-from pipelines.samples.statements import dry_run_lookups, dry_run_sql, job_steps
-from pipelines.samples.tuples import check_sampling
-from pipelines.samples.validate import check_columns, check_repeatable
+from pipelines.samples.event_join import join_events
+from pipelines.samples.lookups import (
+    broadcast_sides,
+    key_type,
+    key_types,
+    look_up,
+    side_table,
+    sort_side_rows,
+)
+from pipelines.samples.per_key import visible_rows
+from pipelines.samples.sql import Connection, name_errors, run
+from pipelines.samples.statements import PER, SqlError, Steps, job_steps, original_error
+from pipelines.samples.validate import check_columns, check_repeatable, check_sampling
 from pipelines.sources.formats import empty_rows
 from pipelines.sources.listing import Folder, folder_of, list_inputs, undeclared_partitions
+from pipelines.sources.raw_rows import ORIGIN
 from pipelines.stages import BuildContext
 from pipelines.table.target import JobFiles
 from pipelines.transforms.apply import check_transforms
 from pipelines.transforms.fit import fitted_files
+from schemas.config.job import DataConfig
 from schemas.dataset.manifest import InputFile
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet
@@ -126,6 +138,62 @@ def _compile_sql(context: BuildContext) -> BuildContext:
     check_columns(samples.schema, features, data)
     check_transforms(samples, features, data)
     return replace(context, broadcast=broadcast, key_types=types)
+
+
+def dry_run_sql(
+    connection: Connection,
+    steps: Steps,
+    data: DataConfig,
+    tables: Mapping[str, pa.Table],
+    sides: Mapping[str, pa.Table],
+) -> pa.Table:
+    """Return the result of the SQL on empty tables, before look-ups.
+
+    `tables` and `sides` are empty tables with the columns of sources and side tables.
+
+    Raises:
+        SchemaError: a statement does not fit the columns.
+    """
+    if data.samples.events is not None:
+        tables = join_events(tables, data, ()).tables
+    for name, table in sides.items():
+        connection.register(name, table.drop_columns([ORIGIN]))
+    visible = visible_rows(tables, data.sample_source)
+    per = data.samples.per.sql if data.samples.per else ""
+    for key, statement, text in (
+        ("data.samples.per.sql", steps.per, per),
+        ("data.samples.map", steps.map, data.samples.map or ""),
+    ):
+        if statement is None:
+            continue
+        try:
+            with name_errors(key):
+                samples = run(connection, statement, visible)
+        except duckdb.Error as error:
+            raise original_error(key, text, {**visible, **sides}, error) from error
+        visible = {PER: samples}
+    (samples,) = visible.values()
+    return samples
+
+
+def dry_run_lookups(
+    samples: pa.Table,
+    data: DataConfig,
+    sides: Mapping[str, pa.Table],
+    key_types: Mapping[str, pa.DataType],
+) -> pa.Table:
+    """Return the empty samples with the columns of all look-ups.
+
+    `samples` are those of `dry_run_sql`; `key_types` has the common type of each side table's key.
+
+    Raises:
+        SchemaError: a column has a type that format 1 does not support.
+    """
+    for join in data.samples.joins:
+        config = data.sides[join.side]
+        side = side_table(sort_side_rows(sides[join.side], config, key_types[join.side]), config)
+        samples = look_up(samples, side, config, join, join.as_of or data.session.time)
+    return samples
 
 
 def holds_in_memory(options: LocalOptions, num_bytes: int) -> bool:

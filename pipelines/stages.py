@@ -30,17 +30,18 @@ from pipelines.samples.lookups import (
     side_table,
     sort_side_rows,
 )
-from pipelines.samples.sql import Connection, with_list_index
+from pipelines.samples.per_key import PerKey, in_origin_order, run_keys
+from pipelines.samples.sql import Connection, MapSql, with_list_index
 from pipelines.samples.sql_rejects import SqlResult, bad_rows
-from pipelines.samples.statements import PER, MapSql, PerKey, Steps, in_origin_order, run_keys
+from pipelines.samples.statements import PER, Steps
 from pipelines.samples.tuples import (
     Tuples,
     partition_of_key,
     sample_negatives,
     separate_tuples,
+    usable_samples,
     with_one_zero,
 )
-from pipelines.samples.validate import usable_samples
 from pipelines.shuffle import SHUFFLE, group_rows
 from pipelines.sources.formats import input_splits, read_split
 from pipelines.sources.listing import Folder

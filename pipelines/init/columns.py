@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipelines.init.sample_sources import MANY
-from pipelines.samples.sql import quoted_name
+from pipelines.samples.statements import quoted_name
 from schemas.arrays import offsets_of, one_chunk
 
 Shape = Literal["int", "float", "bool", "text", "time", "list"]

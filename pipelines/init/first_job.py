@@ -24,7 +24,7 @@ from pipelines.init.columns import plain_name, quoted
 from pipelines.init.plan import Feature, Plan, Side, num_rows_of, plan_of, type_of, typed
 from pipelines.init.sample_sources import LogSource, find_sources
 from pipelines.preview import preview
-from pipelines.samples.sql import quoted_name
+from pipelines.samples.statements import quoted_name
 from pipelines.sources.formats import empty_rows, format_of, input_splits, read_split
 from pipelines.sources.listing import Folder, folder_of
 from pipelines.sources.raw_rows import InputSplit

@@ -15,7 +15,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from pipelines.samples.sql import tables_in_sql, to_stored_types
+from pipelines.samples.sql import to_stored_types
+from pipelines.samples.statements import tables_in_sql
 from pipelines.samples.tuples import hash_session_keys, with_one_zero
 from pipelines.sources.raw_rows import ORIGIN, file_and_row
 from schemas.arrays import is_text, one_chunk

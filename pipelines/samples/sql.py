@@ -1,166 +1,38 @@
-"""The job's SQL in DuckDB: syntax, error positions, connections with limits and no I/O, results."""
+"""Run the job's SQL over rows in DuckDB: connections with limits and no I/O, types of results.
+
+`samples.map` is run here, row by row; `per_key.py` runs `samples.per`.
+"""
 
 from __future__ import annotations
 
-import atexit
-import json
-import re
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import cache, cached_property
-from pathlib import Path
-from typing import Any
+from functools import partial
 
 import duckdb
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 
-from pipelines.sources.raw_rows import ORIGIN
-from schemas.arrays import one_chunk
-from schemas.config.job import DataConfig
-from schemas.config.parse import position_in_value
+from pipelines.samples.sql_rejects import (
+    ROW_ERRORS,
+    BadRowsError,
+    SqlResult,
+    bisect_rows,
+    remove_marked,
+)
+from pipelines.samples.statements import quoted_name
+from pipelines.sources.raw_rows import CHUNK_ROWS, ORIGIN, POSITION_MASK
+from schemas.arrays import comparable_tuple, hash_keys, one_chunk
 from schemas.config.sources import SqlLimitsConfig
 from schemas.errors import SchemaError
-from schemas.storage.location import Location
 
-
-class ThreadConnections(threading.local):
-    """Databases of a thread, which end with it: to open one takes 20 ms."""
-
-    @cached_property
-    def syntax(self) -> duckdb.DuckDBPyConnection:
-        """Database for the syntax of statements."""
-        return duckdb.connect()
-
-    @cached_property
-    def transforms(self) -> Connection:
-        """Database of transforms."""
-        return Connection()
-
-
-thread_connections = ThreadConnections()
-atexit.register(lambda: vars(thread_connections).clear())  # those of the main thread
-
-
-def parse(statement: str) -> Any:
-    """Return the syntax tree of a text: `error`, and `statements`, each with its `node`.
-
-    Source: `json_serialize_sql` of DuckDB, which serializes SELECT statements only.
-    """
-    return json.loads(_call("json_serialize_sql", statement))
-
-
-def unparse(tree: Any) -> str:
-    """Return the statement of a syntax tree."""
-    return _call("json_deserialize_sql", json.dumps(tree))
-
-
-def nodes(tree: Any) -> Iterator[dict[str, Any]]:
-    """Yield all nodes of a syntax tree, outer ones first."""
-    if isinstance(tree, dict):
-        yield tree
-    if isinstance(tree, (dict, list)):
-        for part in tree.values() if isinstance(tree, dict) else tree:
-            yield from nodes(part)
-
-
-@cache
-def function_names(condition: str) -> frozenset[str]:
-    """Return the names of DuckDB's functions with a condition on `duckdb_functions()`."""
-    with duckdb.connect() as database:
-        query = f"SELECT DISTINCT function_name FROM duckdb_functions() WHERE {condition}"
-        return frozenset(name for (name,) in database.execute(query).fetchall())
-
-
-def _call(function: str, text: str) -> str:
-    row = thread_connections.syntax.execute(f"SELECT {function}(?)", [text]).fetchone()
-    assert row is not None, f"{function} gives one row"
-    return str(row[0])
-
-
-# Errors of statements, with their position in the job file.
-
-_ORIGIN_ERRORS = {
-    f'column "{ORIGIN}" not found|not have a column named "{ORIGIN}"': (
-        f"loses {ORIGIN}, the origin of each row, in a subquery or WITH; add {ORIGIN} to the "
-        "select list there"
-    ),
-    f'Ambiguous reference to column name "{ORIGIN}"': (
-        f"reads {ORIGIN}, the origin of each row, from two tables; read one of them as (SELECT * "
-        f"EXCLUDE ({ORIGIN}) FROM ...)"
-    ),
-}
-"""DuckDB's errors about the column that is added to the statement, with their remedies."""
-_CANDIDATES = re.compile(r"^(?:Did you mean|Candidate \w+:) (.+?)\??$", re.MULTILINE)
-_MISSING_FIELD = re.compile(r'^Binder Error: Could not find key "(.*)" in struct$')
-_MAX_CANDIDATES = 3
 PREVIEW_TIME = timedelta(seconds=10)
 """Time limit of a statement in `preview`, unless that of the job is shorter."""
-
-
-class SqlError(SchemaError):
-    """Raised when a statement of the job is wrong.
-
-    Attributes:
-        key: of the job file.
-        position: byte offset of the error in the statement, None if unknown.
-    """
-
-    def __init__(self, message: str, key: str, position: int | None) -> None:
-        super().__init__(message)
-        self.key, self.position = key, position
-
-    def in_file(self, job: Path | Location) -> SchemaError:
-        """Return the error with the line and the column in the job file."""
-        location = None
-        if self.position is not None:
-            location = position_in_value(job.read_bytes().decode(), self.key, self.position)
-        return SchemaError(self.message, file=str(job), location=location)
-
-
-def original_error(
-    key: str, text: str, tables: Mapping[str, pa.Table], error: duckdb.Error
-) -> SqlError:
-    """Return the error of the user's statement for an error of a rewritten one.
-
-    `text` is the statement as the user wrote it, `error` of a rewritten one; rows of `tables` are
-    not needed.
-    """
-    message, position = str(error), None
-    with duckdb.connect() as database:
-        for name, table in tables.items():
-            database.register(name, table.slice(0, 0))
-        for setting in ("enable_external_access = false", "errors_as_json = true"):
-            database.execute(f"SET {setting}")
-        try:
-            database.execute(text)
-        except duckdb.Error as user_error:
-            kind, _, details = str(user_error).partition(": ")
-            try:
-                fields = json.loads(details)
-                message = f"{kind}: {fields['exception_message']}"
-                position = int(fields["position"]) if "position" in fields else None
-            except (ValueError, KeyError):  # some errors are not JSON
-                message = str(user_error)
-    first = message.splitlines()[0]
-    for pattern, remedy in _ORIGIN_ERRORS.items():
-        if re.search(pattern, first):
-            return SqlError(f"{key} {remedy}", key, 0 if position is None else position)
-    missing = _MISSING_FIELD.match(first)  # DuckDB gives no position for it
-    if missing is not None and position is None:
-        uses = [*re.finditer(rf'\.\s*"?({re.escape(missing[1])})\b', text, re.IGNORECASE)]
-        position = len(text[: uses[0].start(1)].encode()) if len(uses) == 1 else None
-    return SqlError(f"{key} cannot run on its sources: {first}; {_hint(message)}", key, position)
-
-
-def _hint(message: str) -> str:
-    """Return DuckDB's candidates for an unknown name."""
-    candidates = _CANDIDATES.search(message)
-    if candidates is None:
-        return "correct it"
-    return f"did you mean {' or '.join(candidates[1].split(', ')[:_MAX_CANDIDATES])}?"
+LIST_INDEX = "_list_index"
+"""Column added to every sample: its index among the samples of one raw row."""
 
 
 # Connections.
@@ -170,16 +42,6 @@ _KEEP_GUARDS = "disabled_optimizers = 'unused_columns'"
 """This optimizer of DuckDB 2.0 moves a cast of a struct's field into the scan, where it also raises
 on rows that a CASE around it excludes. Without the optimizer 60 unused text columns cost 0.5 us a
 row."""
-
-
-def quoted_name(name: str) -> str:
-    """Return a name of a table or column quoted for SQL.
-
-    Example:
-        >>> quoted_name('a"b')
-        '"a""b"'
-    """
-    return '"' + name.replace('"', '""') + '"'
 
 
 def _without_offsets(table: pa.Table) -> pa.Table:
@@ -198,10 +60,6 @@ def _holds_struct(kind: pa.DataType) -> bool:
 
 class LimitError(Exception):
     """Raised when a statement exceeds the job's limit of time or memory."""
-
-
-class BadRowsError(Exception):
-    """Raised when a statement fails on rows that cannot be isolated."""
 
 
 class Connection:
@@ -311,59 +169,7 @@ def name_errors(key: str) -> Iterator[None]:
         ) from error
 
 
-# Statements of the job, and their results.
-
-LIST_INDEX = "_list_index"
-"""Column added to every sample: its index among the samples of one raw row."""
-
-
-def table_names(statement: str) -> frozenset[str]:
-    """Return the names of the tables in a statement, without binding it.
-
-    Example:
-        >>> sorted(table_names("SELECT * FROM a WHERE x IN (SELECT y FROM b JOIN c USING (y))"))
-        ['a', 'b', 'c']
-    """
-    tables = (n for n in nodes(parse(statement)) if n.get("type") == "BASE_TABLE")
-    return frozenset(node["table_name"] for node in tables)
-
-
-def select_origin(statement: str, key: str) -> str:
-    """Return the statement with `_origin` in its select list.
-
-    Raises:
-        SchemaError: it is not a single SELECT, it aggregates, or it selects the origin.
-    """
-    tree = parse(statement)
-    if tree["error"]:
-        message = str(tree["error_message"]).splitlines()[0]
-        position = int(tree["position"]) if "position" in tree else None
-        raise SqlError(f"{key} is not valid SQL: {message}; correct it", key, position)
-    nodes = [s["node"] for s in tree["statements"]]
-    if len(nodes) != 1 or nodes[0]["type"] != "SELECT_NODE":
-        raise SchemaError(f"{key} must be one SELECT; wrap a UNION in SELECT * FROM (...)")
-    node = nodes[0]
-    if node["group_expressions"] or node["aggregate_handling"] != "STANDARD_HANDLING":
-        raise SchemaError(f"{key} must not aggregate at its top level; move it into a subquery")
-    for expression in node["select_list"]:
-        name = expression["alias"] or expression.get("column_names", [""])[-1]
-        if name.lower() == ORIGIN:
-            raise SqlError(
-                f"{key} must not select {ORIGIN}, which is added to every sample; leave it out",
-                key,
-                expression["query_location"],
-            )
-    if not any(e["class"] == "STAR" for e in node["select_list"]):
-        node["select_list"].append(
-            {
-                "class": "COLUMN_REF",
-                "type": "COLUMN_REF",
-                "alias": "",
-                "query_location": 0,
-                "column_names": [ORIGIN],
-            }
-        )
-    return unparse(tree)
+# Results.
 
 
 def run(connection: Connection, statement: str, tables: Mapping[str, pa.Table]) -> pa.Table:
@@ -442,7 +248,113 @@ def with_list_index(samples: pa.Table) -> pa.Table:
     return samples.append_column(LIST_INDEX, pa.array(index))
 
 
-def tables_in_sql(data: DataConfig) -> frozenset[str]:
-    """Return the names of the tables in the job's SQL."""
-    texts = [data.samples.map, data.samples.per.sql if data.samples.per else None]
-    return frozenset(name for text in texts if text for name in table_names(text))
+# `samples.map`, row by row.
+
+_CHECKED_SHARE = 128
+"""One of this many rows of a chunk is mapped again, in the middle of the chunk."""
+_UNCHECKED_ROWS = 1 << 13
+"""Rows of small chunks after which the next chunk is checked: a statement takes some 2 ms."""
+
+
+class MapSql:
+    """`samples.map` of a job over chunks of rows.
+
+    Some rows are mapped once more, alone, as a sample must not depend on the rows of its chunk: its
+    samples must be the same, in the same order.
+    """
+
+    def __init__(self, connection: Connection, statement: str | None, check_all: bool) -> None:
+        """`statement` is from `select_origin`; `check_all` maps all rows twice."""
+        self._connection = connection
+        self._statement = statement
+        self._check_all = check_all
+        self._unchecked = _UNCHECKED_ROWS
+
+    def results(self, source: str, result: SqlResult) -> Iterator[SqlResult]:
+        """Yield the samples of rows, which the statement reads as `source`, chunk by chunk.
+
+        Without a statement the rows are the samples.
+
+        Raises:
+            SchemaError: samples of a row depend on other rows.
+        """
+        if self._statement is None or result.samples is None:
+            yield result
+            return
+        if result.bad_rows.num_rows:
+            yield SqlResult(None, result.bad_rows)
+        for start in range(0, result.samples.num_rows, CHUNK_ROWS):
+            chunk = result.samples.slice(start, CHUNK_ROWS)
+            mapped = self._map(source, chunk)
+            for cut in self._cuts(chunk.num_rows):
+                origins = one_chunk(chunk[ORIGIN][cut])
+                alone = self._map(source, _of_origins(chunk, origins))
+                _check_equal(
+                    _of_origins(mapped.samples, origins), _of_origins(alone.samples, origins)
+                )
+            yield mapped
+
+    def _map(self, source: str, rows: pa.Table) -> SqlResult:
+        assert self._statement is not None, "called with a statement only"
+        with name_errors("data.samples.map"):
+            return map_rows(self._connection, self._statement, source, rows)
+
+    def _cuts(self, num_rows: int) -> list[slice]:
+        """Return the ranges of a chunk's rows to map once more."""
+        if self._check_all:
+            return [slice(0, num_rows // 3), slice(num_rows // 3, num_rows)]
+        self._unchecked += num_rows
+        if self._unchecked < _UNCHECKED_ROWS or num_rows < 2:
+            return []
+        self._unchecked = 0
+        start = num_rows // 2 | 1
+        return [slice(start, start + -(-num_rows // _CHECKED_SHARE))]
+
+
+def _of_origins(rows: pa.Table | None, origins: pa.Array) -> pa.Table:
+    """Return the rows that have one of some origins, by origin and in their order."""
+    if rows is None:
+        return pa.table({ORIGIN: origins.slice(0, 0)})
+    chosen = rows.filter(pc.is_in(rows[ORIGIN], value_set=origins))
+    return chosen.take(pa.array(np.argsort(chosen[ORIGIN].to_numpy(), kind="stable")))
+
+
+def _check_equal(expected: pa.Table, samples: pa.Table) -> None:
+    """Raise SchemaError if samples of rows alone differ from those among other rows."""
+    difference = ""
+    if expected.num_rows != samples.num_rows:
+        difference = (
+            f"{expected.num_rows} samples of some rows and {samples.num_rows} of them alone"
+        )
+    elif expected.num_rows:
+        names = expected.column_names
+        left, right = (hash_keys(comparable_tuple(t, names)) for t in (expected, samples))
+        different = (left != right).nonzero()[0]
+        if len(different):
+            row = expected[ORIGIN][int(different[0])].as_py() & POSITION_MASK
+            difference = f"other samples of raw row {row} alone than among other rows"
+    if difference:
+        raise SchemaError(
+            f"data.samples.map is not row-local: {difference}; remove window functions, "
+            "aggregates and random values, or use samples.per"
+        )
+
+
+def map_rows(connection: Connection, statement: str, source: str, rows: pa.Table) -> SqlResult:
+    """Run row-local SQL over raw rows; rows that raise become bad rows.
+
+    The statement is from `select_origin` and reads the rows as `source`.
+
+    Raises:
+        BadRowsError: the rows that raise cannot be isolated.
+    """
+
+    def attempt(text: str, some_rows: pa.Table) -> pa.Table:
+        return run(connection, text, {source: some_rows})
+
+    try:
+        return SqlResult(attempt(statement, rows))
+    except ROW_ERRORS:
+        unmarked, bad = remove_marked(statement, attempt, partial(attempt, statement), rows)
+    rest = bisect_rows(statement, attempt, unmarked)
+    return SqlResult(rest.samples, pa.concat_tables([bad, rest.bad_rows]))

@@ -1,4 +1,4 @@
-"""Run the job's SQL, and find the rows on which it raises, each with DuckDB's reason.
+"""Find the rows on which the job's SQL raises, each with DuckDB's reason.
 
 DuckDB's `TRY(e)` is null where `e` raises. So the expressions of a select list are run again as
 marks, `TRY([e]) IS NULL`, which are true for the rows on which they raise, and marked rows are
@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 from typing import Any
 
 import duckdb
@@ -20,15 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipelines.samples.sql import (
-    BadRowsError,
-    Connection,
-    function_names,
-    nodes,
-    parse,
-    run,
-    unparse,
-)
+from pipelines.samples.statements import function_names, nodes, parse, unparse
 from pipelines.sources.listing import first_line
 from pipelines.sources.raw_rows import ORIGIN
 from pipelines.sources.rejects import TooManyRunsError, isolate_bad, reason_kinds, row_texts
@@ -53,6 +45,10 @@ Attempt = Callable[[str, pa.Table], pa.Table]
 """Runs a statement over some rows of the source."""
 RunAlone = Callable[[pa.Table], object]
 """Runs the job's statement over one row."""
+
+
+class BadRowsError(Exception):
+    """Raised when a statement fails on rows that cannot be isolated."""
 
 
 @dataclass(slots=True)
@@ -353,59 +349,3 @@ def _substitute(part: Any, expressions: Mapping[str, Node]) -> Any:
     if part.get("class") == "COLUMN_REF" and len(part["column_names"]) == 1:
         return expressions.get(part["column_names"][0], part)
     return {key: _substitute(value, expressions) for key, value in part.items()}
-
-
-# Statements over raw rows.
-
-
-def map_rows(connection: Connection, statement: str, source: str, rows: pa.Table) -> SqlResult:
-    """Run row-local SQL over raw rows; rows that raise become bad rows.
-
-    The statement is from `select_origin` and reads the rows as `source`.
-
-    Raises:
-        BadRowsError: the rows that raise cannot be isolated.
-    """
-
-    def attempt(text: str, some_rows: pa.Table) -> pa.Table:
-        return run(connection, text, {source: some_rows})
-
-    try:
-        return SqlResult(attempt(statement, rows))
-    except ROW_ERRORS:
-        unmarked, bad = remove_marked(statement, attempt, partial(attempt, statement), rows)
-    rest = bisect_rows(statement, attempt, unmarked)
-    return SqlResult(rest.samples, pa.concat_tables([bad, rest.bad_rows]))
-
-
-def run_key(
-    connection: Connection,
-    statement: str,
-    source: str,
-    tables: Mapping[str, pa.Table],
-) -> SqlResult:
-    """Run SQL over all rows of one key; rows of `source` that raise become bad rows.
-
-    A row is bad if the statement raises on it alone; the statement is then run again over the
-    others. If no row raises alone, all are bad.
-
-    `tables` has all rows of the key by source; samples are made from the rows of `source`.
-    """
-
-    def attempt(text: str, some_rows: pa.Table) -> pa.Table:
-        return run(connection, text, {**tables, source: some_rows})
-
-    try:
-        return SqlResult(attempt(statement, tables[source]))
-    except ROW_ERRORS:
-        run_alone = partial(attempt, statement)
-        rows, bad = remove_marked(statement, attempt, run_alone, tables[source])
-    while rows.num_rows:
-        try:
-            return SqlResult(attempt(statement, rows), bad)
-        except ROW_ERRORS as error:
-            more = bisect_rows(statement, attempt, rows).bad_rows
-            more = more if more.num_rows else bad_rows(rows, reject_reason(error))
-        bad = pa.concat_tables([bad, more])
-        rows = rows.filter(pc.invert(pc.is_in(rows[ORIGIN], value_set=more["origin"])))
-    return SqlResult(None, bad)

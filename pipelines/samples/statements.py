@@ -1,46 +1,170 @@
-"""The SQL statements of a job in order: per key, then row by row."""
+"""The SQL statements of a job as texts: their syntax, and the positions of errors."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+import atexit
+import json
+import re
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
 
 import duckdb
-import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
-from numpy.typing import NDArray
 
-from pipelines.samples.event_join import join_events
-from pipelines.samples.lookups import key_column, key_type, look_up, side_table, sort_side_rows
-from pipelines.samples.sql import (
-    Connection,
-    name_errors,
-    original_error,
-    quoted_name,
-    run,
-    select_origin,
-)
-from pipelines.samples.sql_rejects import (
-    MAX_ATTEMPTS,
-    ROW_ERRORS,
-    SqlResult,
-    bad_rows,
-    bad_rows_error,
-    map_rows,
-    remove_marked,
-    run_key,
-)
-from pipelines.sources.raw_rows import CHUNK_ROWS, ORIGIN, POSITION_MASK
-from pipelines.sources.rejects import TooManyRunsError, isolate_bad
-from schemas.arrays import comparable_tuple, hash_keys, one_chunk
+from pipelines.sources.raw_rows import ORIGIN
 from schemas.config.job import DataConfig
+from schemas.config.parse import position_in_value
 from schemas.errors import SchemaError
+from schemas.storage.location import Location
 
 PER = "per"
 """Table that `samples.map` reads if the job also has `samples.per`."""
-_SAMPLES = "_samples"
+
+
+class _Syntax(threading.local):
+    """A database for the syntax of statements in each thread: to open one takes 20 ms."""
+
+    @cached_property
+    def database(self) -> duckdb.DuckDBPyConnection:
+        return duckdb.connect()
+
+
+_syntax = _Syntax()
+atexit.register(lambda: vars(_syntax).clear())  # that of the main thread
+
+
+def parse(statement: str) -> Any:
+    """Return the syntax tree of a text: `error`, and `statements`, each with its `node`.
+
+    Source: `json_serialize_sql` of DuckDB, which serializes SELECT statements only.
+    """
+    return json.loads(_call("json_serialize_sql", statement))
+
+
+def unparse(tree: Any) -> str:
+    """Return the statement of a syntax tree."""
+    return _call("json_deserialize_sql", json.dumps(tree))
+
+
+def nodes(tree: Any) -> Iterator[dict[str, Any]]:
+    """Yield all nodes of a syntax tree, outer ones first."""
+    if isinstance(tree, dict):
+        yield tree
+    if isinstance(tree, (dict, list)):
+        for part in tree.values() if isinstance(tree, dict) else tree:
+            yield from nodes(part)
+
+
+@cache
+def function_names(condition: str) -> frozenset[str]:
+    """Return the names of DuckDB's functions with a condition on `duckdb_functions()`."""
+    with duckdb.connect() as database:
+        query = f"SELECT DISTINCT function_name FROM duckdb_functions() WHERE {condition}"
+        return frozenset(name for (name,) in database.execute(query).fetchall())
+
+
+def _call(function: str, text: str) -> str:
+    row = _syntax.database.execute(f"SELECT {function}(?)", [text]).fetchone()
+    assert row is not None, f"{function} gives one row"
+    return str(row[0])
+
+
+def quoted_name(name: str) -> str:
+    """Return a name of a table or column quoted for SQL.
+
+    Example:
+        >>> quoted_name('a"b')
+        '"a""b"'
+    """
+    return '"' + name.replace('"', '""') + '"'
+
+
+# Errors of statements, with their position in the job file.
+
+_ORIGIN_ERRORS = {
+    f'column "{ORIGIN}" not found|not have a column named "{ORIGIN}"': (
+        f"loses {ORIGIN}, the origin of each row, in a subquery or WITH; add {ORIGIN} to the "
+        "select list there"
+    ),
+    f'Ambiguous reference to column name "{ORIGIN}"': (
+        f"reads {ORIGIN}, the origin of each row, from two tables; read one of them as (SELECT * "
+        f"EXCLUDE ({ORIGIN}) FROM ...)"
+    ),
+}
+"""DuckDB's errors about the column that is added to the statement, with their remedies."""
+_CANDIDATES = re.compile(r"^(?:Did you mean|Candidate \w+:) (.+?)\??$", re.MULTILINE)
+_MISSING_FIELD = re.compile(r'^Binder Error: Could not find key "(.*)" in struct$')
+_MAX_CANDIDATES = 3
+
+
+class SqlError(SchemaError):
+    """Raised when a statement of the job is wrong.
+
+    Attributes:
+        key: of the job file.
+        position: byte offset of the error in the statement, None if unknown.
+    """
+
+    def __init__(self, message: str, key: str, position: int | None) -> None:
+        super().__init__(message)
+        self.key, self.position = key, position
+
+    def in_file(self, job: Path | Location) -> SchemaError:
+        """Return the error with the line and the column in the job file."""
+        location = None
+        if self.position is not None:
+            location = position_in_value(job.read_bytes().decode(), self.key, self.position)
+        return SchemaError(self.message, file=str(job), location=location)
+
+
+def original_error(
+    key: str, text: str, tables: Mapping[str, pa.Table], error: duckdb.Error
+) -> SqlError:
+    """Return the error of the user's statement for an error of a rewritten one.
+
+    `text` is the statement as the user wrote it, `error` of a rewritten one; rows of `tables` are
+    not needed.
+    """
+    message, position = str(error), None
+    with duckdb.connect() as database:
+        for name, table in tables.items():
+            database.register(name, table.slice(0, 0))
+        for setting in ("enable_external_access = false", "errors_as_json = true"):
+            database.execute(f"SET {setting}")
+        try:
+            database.execute(text)
+        except duckdb.Error as user_error:
+            kind, _, details = str(user_error).partition(": ")
+            try:
+                fields = json.loads(details)
+                message = f"{kind}: {fields['exception_message']}"
+                position = int(fields["position"]) if "position" in fields else None
+            except (ValueError, KeyError):  # some errors are not JSON
+                message = str(user_error)
+    first = message.splitlines()[0]
+    for pattern, remedy in _ORIGIN_ERRORS.items():
+        if re.search(pattern, first):
+            return SqlError(f"{key} {remedy}", key, 0 if position is None else position)
+    missing = _MISSING_FIELD.match(first)  # DuckDB gives no position for it
+    if missing is not None and position is None:
+        uses = [*re.finditer(rf'\.\s*"?({re.escape(missing[1])})\b', text, re.IGNORECASE)]
+        position = len(text[: uses[0].start(1)].encode()) if len(uses) == 1 else None
+    return SqlError(f"{key} cannot run on its sources: {first}; {_hint(message)}", key, position)
+
+
+def _hint(message: str) -> str:
+    """Return DuckDB's candidates for an unknown name."""
+    candidates = _CANDIDATES.search(message)
+    if candidates is None:
+        return "correct it"
+    return f"did you mean {' or '.join(candidates[1].split(', ')[:_MAX_CANDIDATES])}?"
+
+
+# Statements of a job.
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,379 +191,56 @@ def job_steps(data: DataConfig) -> Steps:
     )
 
 
-# Running the statements.
-
-_CHECKED_SHARE = 128
-"""One of this many rows of a chunk is mapped again, in the middle of the chunk."""
-_UNCHECKED_ROWS = 1 << 13
-"""Rows of small chunks after which the next chunk is checked: a statement takes some 2 ms."""
-
-
-class MapSql:
-    """`samples.map` of a job over chunks of rows.
-
-    Some rows are mapped once more, alone, as a sample must not depend on the rows of its chunk: its
-    samples must be the same, in the same order.
-    """
-
-    def __init__(self, connection: Connection, statement: str | None, check_all: bool) -> None:
-        """`statement` is from `select_origin`; `check_all` maps all rows twice."""
-        self._connection = connection
-        self._statement = statement
-        self._check_all = check_all
-        self._unchecked = _UNCHECKED_ROWS
-
-    def results(self, source: str, result: SqlResult) -> Iterator[SqlResult]:
-        """Yield the samples of rows, which the statement reads as `source`, chunk by chunk.
-
-        Without a statement the rows are the samples.
-
-        Raises:
-            SchemaError: samples of a row depend on other rows.
-        """
-        if self._statement is None or result.samples is None:
-            yield result
-            return
-        if result.bad_rows.num_rows:
-            yield SqlResult(None, result.bad_rows)
-        for start in range(0, result.samples.num_rows, CHUNK_ROWS):
-            chunk = result.samples.slice(start, CHUNK_ROWS)
-            mapped = self._map(source, chunk)
-            for cut in self._cuts(chunk.num_rows):
-                origins = one_chunk(chunk[ORIGIN][cut])
-                alone = self._map(source, _of_origins(chunk, origins))
-                _check_equal(
-                    _of_origins(mapped.samples, origins), _of_origins(alone.samples, origins)
-                )
-            yield mapped
-
-    def _map(self, source: str, rows: pa.Table) -> SqlResult:
-        assert self._statement is not None, "called with a statement only"
-        with name_errors("data.samples.map"):
-            return map_rows(self._connection, self._statement, source, rows)
-
-    def _cuts(self, num_rows: int) -> list[slice]:
-        """Return the ranges of a chunk's rows to map once more."""
-        if self._check_all:
-            return [slice(0, num_rows // 3), slice(num_rows // 3, num_rows)]
-        self._unchecked += num_rows
-        if self._unchecked < _UNCHECKED_ROWS or num_rows < 2:
-            return []
-        self._unchecked = 0
-        start = num_rows // 2 | 1
-        return [slice(start, start + -(-num_rows // _CHECKED_SHARE))]
-
-
-def _of_origins(rows: pa.Table | None, origins: pa.Array) -> pa.Table:
-    """Return the rows that have one of some origins, by origin and in their order."""
-    if rows is None:
-        return pa.table({ORIGIN: origins.slice(0, 0)})
-    chosen = rows.filter(pc.is_in(rows[ORIGIN], value_set=origins))
-    return chosen.take(pa.array(np.argsort(chosen[ORIGIN].to_numpy(), kind="stable")))
-
-
-def _check_equal(expected: pa.Table, samples: pa.Table) -> None:
-    """Raise SchemaError if samples of rows alone differ from those among other rows."""
-    difference = ""
-    if expected.num_rows != samples.num_rows:
-        difference = (
-            f"{expected.num_rows} samples of some rows and {samples.num_rows} of them alone"
-        )
-    elif expected.num_rows:
-        names = expected.column_names
-        left, right = (hash_keys(comparable_tuple(t, names)) for t in (expected, samples))
-        different = (left != right).nonzero()[0]
-        if len(different):
-            row = expected[ORIGIN][int(different[0])].as_py() & POSITION_MASK
-            difference = f"other samples of raw row {row} alone than among other rows"
-    if difference:
-        raise SchemaError(
-            f"data.samples.map is not row-local: {difference}; remove window functions, "
-            "aggregates and random values, or use samples.per"
-        )
-
-
-def dry_run_sql(
-    connection: Connection,
-    steps: Steps,
-    data: DataConfig,
-    tables: Mapping[str, pa.Table],
-    sides: Mapping[str, pa.Table],
-) -> pa.Table:
-    """Return the result of the SQL on empty tables, before look-ups.
-
-    `tables` and `sides` are empty tables with the columns of sources and side tables.
-
-    Raises:
-        SchemaError: a statement does not fit the columns.
-    """
-    if data.samples.events is not None:
-        tables = join_events(tables, data, ()).tables
-    for name, table in sides.items():
-        connection.register(name, table.drop_columns([ORIGIN]))
-    visible = visible_rows(tables, data.sample_source)
-    per = data.samples.per.sql if data.samples.per else ""
-    for key, statement, text in (
-        ("data.samples.per.sql", steps.per, per),
-        ("data.samples.map", steps.map, data.samples.map or ""),
-    ):
-        if statement is None:
-            continue
-        try:
-            with name_errors(key):
-                samples = run(connection, statement, visible)
-        except duckdb.Error as error:
-            raise original_error(key, text, {**visible, **sides}, error) from error
-        visible = {PER: samples}
-    (samples,) = visible.values()
-    return samples
-
-
-def dry_run_lookups(
-    samples: pa.Table,
-    data: DataConfig,
-    sides: Mapping[str, pa.Table],
-    key_types: Mapping[str, pa.DataType],
-) -> pa.Table:
-    """Return the empty samples with the columns of all look-ups.
-
-    `samples` are those of `dry_run_sql`; `key_types` has the common type of each side table's key.
-
-    Raises:
-        SchemaError: a column has a type that format 1 does not support.
-    """
-    for join in data.samples.joins:
-        config = data.sides[join.side]
-        side = side_table(sort_side_rows(sides[join.side], config, key_types[join.side]), config)
-        samples = look_up(samples, side, config, join, join.as_of or data.session.time)
-    return samples
-
-
-# `samples.per`: SQL over all rows of a key, run for many keys at once.
-#
-# The statement is put under a lateral join with the distinct keys, with its tables restricted to
-# the key. DuckDB makes one plan of it for all keys, so that the cost depends on the number of rows,
-# not of keys. If it raises, the rows that `sql_rejects.py` marks are removed; if it still raises,
-# the keys are bisected. A statement that yields several samples of a row (unnest) is run key by
-# key, as the lateral plan does not keep their order within the row.
-
-_ALL = "_all_"
-
-
-@dataclass(frozen=True, slots=True)
-class PerKey:
-    """A statement over whole keys.
-
-    `statement` is from `sql.select_origin`; every source has the column `key`.
-    """
-
-    statement: str
-    source: str
-    key: str
-
-    def batched(self, sources: list[str]) -> str:
-        """Return one statement over many keys; its tables are `_all_<source>`."""
-        key = quoted_name(self.key)
-        tables = ", ".join(
-            f"{quoted_name(name)} AS (SELECT * FROM {quoted_name(_ALL + name)} AS _rows "
-            f"WHERE _rows.{key} = _keys._key)"
-            for name in sources
-        )
-        keys = f"SELECT DISTINCT {key} AS _key FROM {quoted_name(_ALL + self.source)}"
-        body = self.statement.rstrip().rstrip(";")
-        return (
-            f"SELECT _samples.* FROM ({keys} ORDER BY _key) AS _keys, "
-            f"LATERAL (WITH {tables} SELECT * FROM ({body})) AS _samples"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class _KeyedRows:
-    """Rows of some keys by source, and the code of each row's key."""
-
-    tables: Mapping[str, pa.Table]
-    codes: Mapping[str, NDArray[np.int64]]
-
-    def where(self, chosen: Callable[[NDArray[np.int64]], NDArray[np.bool_]]) -> _KeyedRows:
-        """Return the rows whose codes are chosen."""
-        tables, codes = dict(self.tables), dict(self.codes)
-        for name, of_table in self.codes.items():
-            mask = chosen(of_table)
-            if not mask.all():
-                tables[name] = tables[name].filter(pa.array(mask))
-                codes[name] = of_table[mask]
-        return _KeyedRows(tables, codes)
-
-    def of_key(self, key: int) -> _KeyedRows:
-        return self.where(lambda codes: codes == key)
-
-
-def run_keys(
-    connection: Connection,
-    per: PerKey,
-    tables: Mapping[str, pa.Table],
-    location: Callable[[int], str] | None = None,
-) -> Iterator[SqlResult]:
-    """Yield the samples of all keys that have rows in the statement's source.
-
-    `tables` have all rows of some keys by source, in the order of their origins, keys not null; the
-    database of `connection` does not have them. With `location`, which returns that of an origin,
-    keys with a bad row are rejected.
-    """
-    tables = visible_rows(tables, per.source)
-    rows = _KeyedRows(tables, _key_codes(tables, per))
-    counts = np.bincount(rows.codes[per.source])
-    for first, end in key_batches(counts, CHUNK_ROWS):
-        batch = rows.where(lambda codes, low=first, high=end: (codes >= low) & (codes < high))
-        with name_errors("data.samples.per.sql"):
-            result = _run_batch(connection, per, batch)
-        if location is not None and result.bad_rows.num_rows:
-            result = _reject_keys(
-                result, batch.tables[per.source], batch.codes[per.source], location
-            )
-        yield result
-
-
-def _reject_keys(
-    result: SqlResult, rows: pa.Table, codes: NDArray[np.int64], location: Callable[[int], str]
-) -> SqlResult:
-    """Return the result without the keys that have a bad row; their other rows become bad rows."""
-    bad = result.bad_rows.take(pc.sort_indices(result.bad_rows["origin"]))
-    is_bad = pc.is_in(rows[ORIGIN], value_set=bad["origin"]).to_numpy()
-    positions = pc.index_in(bad["origin"], value_set=rows[ORIGIN]).to_numpy()
-    keys, first = np.unique(codes[positions], return_index=True)
-    others = np.isin(codes, keys) & ~is_bad
-    first_bad = bad.take(pa.array(first)).to_pylist()
-    texts = [f"{location(row['origin'])}: {row['reason']}" for row in first_bad]
-    reasons = [
-        f"another row of the key is bad: {texts[i]}"
-        for i in np.searchsorted(keys, codes[others]).tolist()
-    ]
-    dropped = bad_rows(rows.filter(pa.array(others)), pa.array(reasons, pa.string()))
-    samples = result.samples
-    if samples is not None:
-        samples = samples.filter(pc.invert(pc.is_in(samples[ORIGIN], value_set=dropped["origin"])))
-    return SqlResult(samples, pa.concat_tables([bad, dropped]))
-
-
-def _key_codes(tables: Mapping[str, pa.Table], per: PerKey) -> dict[str, NDArray[np.int64]]:
-    """Return the rank of each row's key among those of the statement's source, -1 for others."""
-    kind = key_type(tables, per.key)
-    keys = pc.unique(key_column(tables[per.source], per.key, kind))
-    keys = keys.take(pc.sort_indices(keys))
-    return {
-        name: pc.fill_null(pc.index_in(key_column(table, per.key, kind), value_set=keys), -1)
-        .to_numpy()
-        .astype(np.int64)
-        for name, table in tables.items()
-    }
-
-
-def key_batches(counts: NDArray[np.int64], limit: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of keys with at most `limit` rows in total, or of one key.
+def table_names(statement: str) -> frozenset[str]:
+    """Return the names of the tables in a statement, without binding it.
 
     Example:
-        >>> list(key_batches(np.array([3, 1, 9, 2, 2]), 5))
-        [(0, 2), (2, 3), (3, 5)]
+        >>> sorted(table_names("SELECT * FROM a WHERE x IN (SELECT y FROM b JOIN c USING (y))"))
+        ['a', 'b', 'c']
     """
-    first, rows = 0, 0
-    for index, count in enumerate(counts.tolist()):
-        if rows and rows + count > limit:
-            yield first, index
-            first, rows = index, 0
-        rows += count
-    if len(counts):
-        yield first, len(counts)
+    tables = (n for n in nodes(parse(statement)) if n.get("type") == "BASE_TABLE")
+    return frozenset(node["table_name"] for node in tables)
 
 
-def _run_batch(connection: Connection, per: PerKey, batch: _KeyedRows) -> SqlResult:
-    """Run the statement over the rows of some keys; rows that raise become bad rows."""
-    source_rows, codes = batch.tables[per.source], batch.codes[per.source]
-    if len(np.unique(codes)) == 1:
-        return run_key(connection, per.statement, per.source, batch.tables)
+def select_origin(statement: str, key: str) -> str:
+    """Return the statement with `_origin` in its select list.
 
-    def run_alone(row: pa.Table) -> pa.Table:
-        key = int(codes[np.searchsorted(origins, row[ORIGIN][0].as_py())])
-        return run(connection, per.statement, {**batch.of_key(key).tables, per.source: row})
-
-    origins = source_rows[ORIGIN].to_numpy()
-    try:
-        return _in_order(connection, per, _run(connection, per, batch.tables), batch)
-    except ROW_ERRORS:
-        attempt = partial(_attempt, connection, per, batch.tables)
-        rows, bad = remove_marked(per.statement, attempt, run_alone, source_rows)
-    kept = np.isin(origins, rows[ORIGIN].to_numpy())
-    rest = _KeyedRows({**batch.tables, per.source: rows}, {**batch.codes, per.source: codes[kept]})
-    return _concatenate([SqlResult(None, bad), *_bisect_keys(connection, per, rest)])
-
-
-def _run(connection: Connection, per: PerKey, tables: Mapping[str, pa.Table]) -> pa.Table:
-    """Run the statement over the rows of several keys, without handling of errors."""
-    renamed = {_ALL + name: table for name, table in tables.items()}
-    return run(connection, per.batched(list(tables)), renamed)
-
-
-def _attempt(
-    connection: Connection, per: PerKey, tables: Mapping[str, pa.Table], text: str, rows: pa.Table
-) -> pa.Table:
-    """Run another statement over some rows of the source."""
-    return _run(connection, replace(per, statement=text), {**tables, per.source: rows})
-
-
-def _bisect_keys(connection: Connection, per: PerKey, batch: _KeyedRows) -> list[SqlResult]:
-    """Bisect keys until those that raise are isolated, with at most `MAX_ATTEMPTS` runs."""
-    codes = batch.codes[per.source]
-    keys = np.unique(codes)
-
-    def run_range(start: int, end: int) -> SqlResult:
-        first, last = keys[start], keys[end - 1]
-        some = batch.where(lambda codes: (codes >= first) & (codes <= last))
-        if end - start == 1:
-            return run_key(connection, per.statement, per.source, some.tables)
-        return _in_order(connection, per, _run(connection, per, some.tables), some)
-
-    try:  # no lateral plan may exist: then each key is run alone
-        return [
-            result for _, result in isolate_bad(len(keys), run_range, ROW_ERRORS, MAX_ATTEMPTS)[0]
-        ]
-    except TooManyRunsError as error:
-        chosen = (codes >= keys[error.start]) & (codes <= keys[error.end - 1])
-        rows = batch.tables[per.source].filter(pa.array(chosen))
-        attempt = partial(_attempt, connection, per, batch.tables)
-        raise bad_rows_error(per.statement, attempt, rows, error.cause) from error
+    Raises:
+        SchemaError: it is not a single SELECT, it aggregates, or it selects the origin.
+    """
+    tree = parse(statement)
+    if tree["error"]:
+        message = str(tree["error_message"]).splitlines()[0]
+        position = int(tree["position"]) if "position" in tree else None
+        raise SqlError(f"{key} is not valid SQL: {message}; correct it", key, position)
+    nodes = [s["node"] for s in tree["statements"]]
+    if len(nodes) != 1 or nodes[0]["type"] != "SELECT_NODE":
+        raise SchemaError(f"{key} must be one SELECT; wrap a UNION in SELECT * FROM (...)")
+    node = nodes[0]
+    if node["group_expressions"] or node["aggregate_handling"] != "STANDARD_HANDLING":
+        raise SchemaError(f"{key} must not aggregate at its top level; move it into a subquery")
+    for expression in node["select_list"]:
+        name = expression["alias"] or expression.get("column_names", [""])[-1]
+        if name.lower() == ORIGIN:
+            raise SqlError(
+                f"{key} must not select {ORIGIN}, which is added to every sample; leave it out",
+                key,
+                expression["query_location"],
+            )
+    if not any(e["class"] == "STAR" for e in node["select_list"]):
+        node["select_list"].append(
+            {
+                "class": "COLUMN_REF",
+                "type": "COLUMN_REF",
+                "alias": "",
+                "query_location": 0,
+                "column_names": [ORIGIN],
+            }
+        )
+    return unparse(tree)
 
 
-def _in_order(
-    connection: Connection, per: PerKey, samples: pa.Table, batch: _KeyedRows
-) -> SqlResult:
-    """Return samples in the order of their rows; run keys alone if a row has several samples."""
-    if len(pc.unique(samples[ORIGIN])) == samples.num_rows:
-        return SqlResult(samples)
-    return _concatenate(
-        [
-            run_key(connection, per.statement, per.source, batch.of_key(key).tables)
-            for key in np.unique(batch.codes[per.source]).tolist()
-        ]
-    )
-
-
-def _concatenate(results: Sequence[SqlResult]) -> SqlResult:
-    good = [r.samples for r in results if r.samples is not None]
-    bad = pa.concat_tables([r.bad_rows for r in results])
-    return SqlResult(pa.concat_tables(good) if good else None, bad)
-
-
-def visible_rows(tables: Mapping[str, pa.Table], source: str) -> dict[str, pa.Table]:
-    """Return the tables that a statement can read: only the sample source has origins."""
-    return {
-        name: table if name == source else table.drop_columns([ORIGIN])
-        for name, table in tables.items()
-    }
-
-
-def in_origin_order(table: pa.Table) -> pa.Table:
-    """Return raw rows in the order of their origins."""
-    origins = table[ORIGIN].to_numpy()
-    if (np.diff(origins) >= 0).all():
-        return table
-    return table.take(pa.array(np.argsort(origins, kind="stable")))
+def tables_in_sql(data: DataConfig) -> frozenset[str]:
+    """Return the names of the tables in the job's SQL."""
+    texts = [data.samples.map, data.samples.per.sql if data.samples.per else None]
+    return frozenset(name for text in texts if text for name in table_names(text))

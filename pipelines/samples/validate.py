@@ -1,43 +1,30 @@
-"""Checks of samples: their SQL and columns before a build, their values during it."""
+"""Checks of the job's SQL and of the columns of samples, before a build."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
-from numpy.typing import NDArray
 
-from pipelines.samples.sql import LIST_INDEX, function_names, nodes, parse
-from pipelines.samples.sql_rejects import BAD_ROWS_SCHEMA, bad_rows
-from pipelines.samples.statements import PER
-from pipelines.samples.tuples import Tuples
+from pipelines.samples.sql import LIST_INDEX
+from pipelines.samples.statements import PER, function_names, nodes, parse
+from pipelines.samples.tuples import NUMBERS, sql_weights
 from pipelines.sources.raw_rows import ORIGIN
-from schemas.arrays import is_list, one_chunk
+from schemas.arrays import is_list
 from schemas.config.job import DataConfig
 from schemas.errors import SchemaError, suggest_name, suggest_name_or
 from schemas.features import ROLES, Feature, FeatureSet
 from schemas.layout import (
     BLOCK,
+    SAMPLE_WEIGHT,
     TUPLE_INDEX,
     UNIQUE_INDEX,
     inverse_column,
-    weights_column,
     window_columns,
 )
 
 _HIDDEN = (ORIGIN, LIST_INDEX)
-_NUMBERS = ("dense", "label", "weight")
-_FIRST_TIME, _LAST_TIME = (
-    int((time - np.datetime64(0, "us")).astype(np.int64))
-    for time in (np.datetime64("0001-01-01", "us"), np.datetime64("9999-12-31T23:59:59.999999"))
-)
-
-Check = Callable[..., "NDArray[np.bool_] | None"]
-"""Returns which rows of some columns are bad; None for none."""
 
 
 # Columns.
@@ -134,7 +121,7 @@ def _check_roles(features: FeatureSet) -> None:
             raise SchemaError(
                 f"{subject} must be INT or BYTES, got {feature.type}; number its values in SQL"
             )
-        if feature.role in _NUMBERS and (feature.type == "BYTES" or feature.is_list):
+        if feature.role in NUMBERS and (feature.type == "BYTES" or feature.is_list):
             actual = "a list" if feature.is_list else feature.type
             raise SchemaError(f"{subject} must be one number, got {actual}; convert it in SQL")
 
@@ -192,162 +179,44 @@ def check_type(feature: Feature, kind: pa.DataType) -> None:
         raise SchemaError(
             f"feature {feature.name!r} must be {feature.type}, got {kind}; change SQL or its type"
         )
-    if feature.role in _NUMBERS and pa.types.is_timestamp(kind):
+    if feature.role in NUMBERS and pa.types.is_timestamp(kind):
         raise SchemaError(
             f"{feature.role} feature {feature.name!r} must be a number, got {kind}; make one of it "
             f"in SQL, such as epoch({feature.name})"
         )
 
 
-# Values.
+def check_sampling(samples: pa.Schema, features: FeatureSet, data: DataConfig) -> None:
+    """Check that a job's negatives can be recognized and weighed.
 
-
-def usable_samples(
-    samples: Tuples, features: FeatureSet, data: DataConfig
-) -> tuple[Tuples, pa.Table]:
-    """Split samples into those that can be used, and bad rows."""
-    usable = np.ones(samples.num_samples, bool)
-    bad = [BAD_ROWS_SCHEMA.empty_table()]
-    for names, check, reason in _checks(features, data):
-        failed = _failed_samples(samples, names, check)
-        if failed is None:
-            continue
-        rows = np.flatnonzero(failed & usable)
-        usable[rows] = False
-        rejected = samples.take(rows)
-        tables = (samples.samples, *samples.uniques.values())
-        present = {n for table in tables for n in table.column_names}
-        shown = [n for n in features.names if n in present]
-        columns = {n: rejected.column(n) for n in (*shown, ORIGIN)}
-        bad.append(bad_rows(pa.table(columns), reason))
-    good = samples if usable.all() else samples.take(np.flatnonzero(usable))
-    return good, pa.concat_tables(bad)
-
-
-def _failed_samples(
-    samples: Tuples, names: Sequence[str], check: Check
-) -> NDArray[np.bool_] | None:
-    """Return which samples fail a check of some columns, None for none."""
-    for group, table in ((None, samples.samples), *samples.uniques.items()):
-        if all(table.schema.get_field_index(name) >= 0 for name in names):
-            failed = check(*(one_chunk(table[name]) for name in names))
-            if failed is None or not failed.any():
-                return None
-            return failed if group is None else failed[samples.references[group]]
-    return None  # a transform will add a column
-
-
-def _checks(features: FeatureSet, data: DataConfig) -> Iterator[tuple[tuple[str, ...], Check, str]]:
-    """Yield (columns, check, reason) in the order of the checks.
-
-    They include what training refuses, where file and row are unknown.
+    Raises:
+        SchemaError: the label is not binary, or there is no column for the weight.
     """
-    for role, name in (("session key", data.session.key), ("session time", data.session.time)):
-        yield (name,), _is_missing, f"{role} {name!r} must not be null"
-    reason = f"session time {data.session.time!r} must be in the years 1 to 9999"
-    yield (data.session.time,), _outside_calendar, reason
-    labels = features.with_role("label")
-    entry_weights = {
-        weights_column(name): name
-        for name in features.with_role("sparse")
-        if weights_column(name) in features
-    }
-    for feature in features.features:
-        name = feature.name
-        if feature.required or feature.role in ("label", "weight"):
-            yield (name,), _is_missing, f"feature {name!r} must not be null"
-        if feature.role in _NUMBERS or name in entry_weights:
-            yield (name,), _not_finite, f"feature {name!r} must be finite in float32"
-        if feature.is_list:
-            yield (name,), _holds_null, f"feature {name!r} must hold no nulls"
-        if name in entry_weights:
-            of = entry_weights[name]
-            yield (name, of), _unequal_lengths, f"lists {name!r} and {of!r} must be equally long"
-        low, high = _limits(feature, labels == (name,), data)
-        if low is not None:
-            reason = f"feature {name!r} must be at least {low}"
-            yield (name,), partial(_outside, comparison="less", limit=low), reason
-        if high is not None:
-            reason = f"feature {name!r} must be at most {high}"
-            yield (name,), partial(_outside, comparison="greater", limit=high), reason
-
-
-def _is_missing(column: pa.Array) -> NDArray[np.bool_] | None:
-    if not column.null_count and not pa.types.is_floating(column.type):
-        return None
-    return _mask(pc.is_null(column, nan_is_null=True))
-
-
-def _not_finite(column: pa.Array) -> NDArray[np.bool_] | None:
-    values = column.flatten() if is_list(column.type) else column
-    if not pa.types.is_floating(values.type):
-        return None
-    failed = _mask(pc.invert(pc.is_finite(values.cast(pa.float32()))))
-    return _rows_of_values(column, failed) if is_list(column.type) else failed
-
-
-def _unequal_lengths(column: pa.Array, other: pa.Array) -> NDArray[np.bool_] | None:
-    if not (is_list(column.type) and is_list(other.type)):
-        return None
-    lengths = (pc.fill_null(pc.list_value_length(each), 0) for each in (column, other))
-    return _mask(pc.not_equal(*lengths))
-
-
-def _outside_calendar(column: pa.Array) -> NDArray[np.bool_] | None:
-    if not pa.types.is_timestamp(column.type):
-        return None
-    microseconds = column.cast(pa.int64())
-    early, late = pc.less(microseconds, _FIRST_TIME), pc.greater(microseconds, _LAST_TIME)
-    return _mask(pc.or_(early, late))
-
-
-def _holds_null(column: pa.Array) -> NDArray[np.bool_] | None:
-    values = column.flatten()
-    if not values.null_count:
-        return None
-    return _rows_of_values(column, _mask(values.is_null()))
-
-
-def _limits(
-    feature: Feature, is_trained: bool, data: DataConfig
-) -> tuple[float | None, float | None]:
-    """Return the limits of a feature; `is_trained` of the only label, which training reads."""
-    low, high = feature.minimum, feature.maximum
-    if feature.role == "weight" or is_trained:
-        low = 0 if low is None else max(low, 0)
-    if is_trained:
-        high = 1 if high is None else min(high, 1)
-    table = data.tables.get(data.table_of_feature.get(feature.name, ""))
-    if table is not None and table.rows == "identity":
-        low = 0 if low is None else max(low, 0)
-        high = table.num_rows - 1 if high is None else min(high, table.num_rows - 1)
-    return low, high
-
-
-def _outside(column: pa.Array, comparison: str, limit: float) -> NDArray[np.bool_] | None:
-    values = column.flatten() if is_list(column.type) else column
-    if pa.types.is_timestamp(values.type):
-        values = values.cast(pa.int64())
-    extremes = pc.min_max(values)
-    extreme = extremes["min" if comparison == "less" else "max"].as_py()
-    if extreme is None or not (extreme < limit if comparison == "less" else extreme > limit):
-        return None
-    # Arrow compares unsigned 64-bit values as signed ones.
-    unsigned = pa.types.is_uint64(values.type)
-    bound = pa.scalar(max(0, int(limit)), pa.uint64()) if unsigned else pa.scalar(limit)
-    outside = _mask(pc.call_function(comparison, [values, bound]))
-    return _rows_of_values(column, outside) if is_list(column.type) else outside
-
-
-def _rows_of_values(column: pa.Array, chosen: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Return which lists of a column have a chosen value."""
-    rows = np.zeros(len(column), bool)
-    rows[pc.list_parent_indices(column).to_numpy()[chosen]] = True
-    return rows
-
-
-def _mask(column: pa.Array) -> NDArray[np.bool_]:
-    return pc.fill_null(column, False).to_numpy(zero_copy_only=False)
+    if data.sampling is None:
+        return
+    label = features[features.label]
+    if label.type != "INT" or (label.minimum, label.maximum) != (0, 1):
+        raise SchemaError(
+            f"data.sampling needs a binary label: {label.name!r} is of type {label.type} from "
+            f"{label.minimum} to {label.maximum}; declare it INT with int_domain 0 to 1"
+        )
+    if SAMPLE_WEIGHT in samples.names:
+        raise SchemaError(
+            f"samples must not have column {SAMPLE_WEIGHT!r}, which data.sampling adds; "
+            "rename it in the job's SQL"
+        )
+    declared = next((f for f in features.features if f.name == SAMPLE_WEIGHT), None)
+    if declared is None or (declared.role, declared.type) != ("weight", "FLOAT"):
+        actual = "none" if declared is None else f"{declared.type} tagged {declared.role}"
+        raise SchemaError(
+            f"data.sampling needs the feature {SAMPLE_WEIGHT!r}, declared is {actual}; add it to "
+            "the schema as FLOAT with the tag weight"
+        )
+    if len(sql_weights(features)) > 1:
+        raise SchemaError(
+            f"samples have several weights: {list(sql_weights(features))}; multiply them in the "
+            "job's SQL"
+        )
 
 
 # SQL: the same samples in each build.

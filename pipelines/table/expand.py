@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from pipelines.samples.sql import quoted_name
+from pipelines.samples.statements import quoted_name
 from pipelines.sources.types import sql_type
 from schemas.arrays import Jagged, comparable, hash_keys, is_list, offsets_of, one_chunk
 from schemas.dataset.defaults import missing_column_defaults

@@ -51,9 +51,8 @@ def stored_as(layouts: Mapping[str, GroupLayout] | None) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if layouts is not None:
             patch.setattr("pipelines.clustering.storage_layout.choose_layouts", choose)
-            patch.setattr(
-                "pipelines.clustering.storage_layout.TRIFLE", 1.0
-            )  # none is stored per sample
+            # None is stored per sample.
+            patch.setattr("pipelines.clustering.storage_layout.TRIFLE", 1.0)
         yield
 
 

@@ -8,9 +8,10 @@ import pyarrow as pa
 import pytest
 
 from pipelines.samples import sql_rejects as bad_rows
-from pipelines.samples.sql import BadRowsError, Connection, run, select_origin, with_list_index
-from pipelines.samples.sql_rejects import SqlResult, map_rows, reject_reason, remove_marked
-from pipelines.samples.statements import PerKey, run_keys
+from pipelines.samples.per_key import PerKey, run_keys
+from pipelines.samples.sql import Connection, map_rows, run, with_list_index
+from pipelines.samples.sql_rejects import BadRowsError, SqlResult, reject_reason, remove_marked
+from pipelines.samples.statements import select_origin
 from pipelines.sources.raw_rows import ORIGIN
 from schemas.arrays import comparable_tuple, hash_keys
 

@@ -11,8 +11,7 @@ import pyarrow as pa
 import pytest
 
 from pipelines.beam.stage_transforms import MergePartials
-from pipelines.samples.sql import Connection, with_list_index
-from pipelines.samples.sql_rejects import map_rows
+from pipelines.samples.sql import Connection, map_rows, with_list_index
 from pipelines.samples.tuples import Tuples, separate_tuples
 from pipelines.transforms import fit
 from pipelines.transforms.apply import fit_inputs, transforms_of_column

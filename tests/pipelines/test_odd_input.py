@@ -14,10 +14,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.samples.sql import Connection, run, select_origin
-from pipelines.samples.sql_rejects import map_rows
-from pipelines.samples.tuples import separate_tuples
-from pipelines.samples.validate import check_columns, usable_samples
+from pipelines.samples.sql import Connection, map_rows, run
+from pipelines.samples.statements import select_origin
+from pipelines.samples.tuples import separate_tuples, usable_samples
+from pipelines.samples.validate import check_columns
 from pipelines.sources.csv_files import read_csv
 from pipelines.sources.formats import empty_rows, read_split
 from pipelines.sources.limits import MAX_ROW_BYTES

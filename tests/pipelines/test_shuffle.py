@@ -21,12 +21,7 @@ from hypothesis import strategies as st
 
 from pipelines.beam.grouping import Destinations, SendSamples
 from pipelines.cli import main
-from pipelines.samples.tuples import (
-    Tuples,
-    hash_session_keys,
-    partition_of_key,
-    separate_tuples,
-)
+from pipelines.samples.tuples import Tuples, hash_session_keys, partition_of_key, separate_tuples
 from pipelines.shuffle import (
     ReceivedSamples,
     check_same_order,

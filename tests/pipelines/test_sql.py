@@ -14,16 +14,9 @@ from pipelines.beam.runner import pipeline_options
 from pipelines.build import build
 from pipelines.build_request import BuildRequest
 from pipelines.prepare import prepare
-from pipelines.samples.sql import (
-    Connection,
-    LimitError,
-    name_errors,
-    original_error,
-    run,
-    select_origin,
-)
-from pipelines.samples.sql_rejects import run_key
-from pipelines.samples.statements import PerKey, run_keys
+from pipelines.samples.per_key import PerKey, run_key, run_keys
+from pipelines.samples.sql import Connection, LimitError, name_errors, run
+from pipelines.samples.statements import original_error, select_origin
 from pipelines.sources.raw_rows import ORIGIN
 from pipelines.table.expand import expand
 from pipelines.table.target import load_job_files

@@ -19,8 +19,8 @@ from pipelines.quality.segment_statistics import (
     statistics_text,
     write_statistics,
 )
-from pipelines.samples.sql import Connection, run, select_origin, with_list_index
-from pipelines.samples.sql_rejects import map_rows
+from pipelines.samples.sql import Connection, map_rows, run, with_list_index
+from pipelines.samples.statements import select_origin
 from pipelines.sources.raw_rows import ORIGIN
 from schemas.errors import SchemaError
 from schemas.layout import STATISTICS

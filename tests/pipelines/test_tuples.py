@@ -11,8 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines.build import build
-from pipelines.samples.sql import Connection, with_list_index
-from pipelines.samples.sql_rejects import map_rows
+from pipelines.samples.sql import Connection, map_rows, with_list_index
 from pipelines.samples.tuples import (
     Tuples,
     Unit,
