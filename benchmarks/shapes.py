@@ -32,7 +32,7 @@ from benchmarks.storage import ENCODINGS, by_session, limit_of
 from pipelines.report.sizes import folder_bytes, time_ordered
 from pipelines.rewrite.input import inspect_rows
 from pipelines.rewrite.rewrite import RewriteRequest, rewrite
-from pipelines.sources.listing import folder_of
+from pipelines.sources.raw_rows import folder_of
 from schemas.config.job import MAX_GROUPS
 from schemas.dataset.opened import open_dataset
 from schemas.errors import SchemaError

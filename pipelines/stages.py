@@ -44,10 +44,10 @@ from pipelines.samples.tuples import (
 )
 from pipelines.shuffle import SHUFFLE, group_rows
 from pipelines.sources.formats import input_splits, read_split
-from pipelines.sources.listing import Folder
 from pipelines.sources.raw_rows import (
     CHUNK_ROWS,
     ORIGIN,
+    Folder,
     InputSplit,
     RawRows,
     file_and_row,

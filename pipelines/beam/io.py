@@ -41,8 +41,8 @@ from pipelines.samples.statements import job_steps
 from pipelines.samples.tuples import Tuples
 from pipelines.shuffle import SHUFFLE, SourceRows
 from pipelines.sources.formats import empty_rows
-from pipelines.sources.listing import Folder, folder_of, list_inputs
-from pipelines.sources.raw_rows import ORIGIN, InputSplit, typed_chunks
+from pipelines.sources.listing import list_inputs
+from pipelines.sources.raw_rows import ORIGIN, Folder, InputSplit, folder_of, typed_chunks
 from pipelines.sources.rejects import BUILD_REJECTS_SCHEMA, Reject
 from pipelines.stages import REJECTS, SAMPLES, BuildContext
 from pipelines.table.commit import check_admissible, commit_segment, discarded_on_error

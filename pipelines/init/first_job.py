@@ -26,8 +26,7 @@ from pipelines.init.sample_sources import LogSource, find_sources
 from pipelines.preview import preview
 from pipelines.samples.statements import quoted_name
 from pipelines.sources.formats import empty_rows, format_of, input_splits, read_split
-from pipelines.sources.listing import Folder, folder_of
-from pipelines.sources.raw_rows import InputSplit
+from pipelines.sources.raw_rows import Folder, InputSplit, folder_of
 from pipelines.sources.rejects import Reject
 from pipelines.sources.text_records import decompressed
 from pipelines.sources.types import arrow_type, sql_type

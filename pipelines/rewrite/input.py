@@ -9,19 +9,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from pipelines.sources.formats import input_splits
-from pipelines.sources.listing import (
+from pipelines.sources.formats import input_splits, with_all_columns
+from pipelines.sources.listing import glob_regex, list_inputs
+from pipelines.sources.parquet import open_parquet, open_row_groups
+from pipelines.sources.raw_rows import (
     Folder,
-    glob_regex,
+    InputSplit,
     infer_partitions,
-    list_inputs,
     partition_fields,
     partition_values,
     typed_partitions,
-    with_all_columns,
 )
-from pipelines.sources.parquet import open_parquet, open_row_groups
-from pipelines.sources.raw_rows import InputSplit, RawRows
 from pipelines.sources.types import type_name
 from schemas.arrays import is_list, one_chunk
 from schemas.config.sources import SourceConfig
@@ -101,10 +99,8 @@ class Rows:
             with open_row_groups(self.folder, split.path, groups, columns) as source:
                 file = open_parquet(source)
                 for batch in file.iter_batches(BATCH_ROWS, row_groups=groups, use_threads=False):
-                    rows = RawRows(pa.Table.from_batches([batch]))
-                    table = with_all_columns(rows, values, self.schema).table
-                    assert table is not None, "partition values do not reject rows"
-                    yield table
+                    rows = pa.Table.from_batches([batch])
+                    yield with_all_columns(rows, values, self.schema)
         except (OSError, pa.ArrowException) as error:
             raise _unreadable(split.path, error) from error
 

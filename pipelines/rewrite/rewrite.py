@@ -30,8 +30,7 @@ from pipelines.runner_options import LocalOptions, beam_build, local_options
 from pipelines.samples.sql import LIST_INDEX
 from pipelines.samples.statements import Steps
 from pipelines.shuffle import SHUFFLE
-from pipelines.sources.listing import Folder, folder_of
-from pipelines.sources.raw_rows import ORIGIN, InputSplit
+from pipelines.sources.raw_rows import ORIGIN, Folder, InputSplit, folder_of
 from pipelines.sources.rejects import rejects_from_table, sorted_rejects
 from pipelines.sources.types import arrow_type
 from pipelines.stages import BuildContext

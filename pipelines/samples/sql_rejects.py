@@ -21,8 +21,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from pipelines.samples.statements import function_names, nodes, parse, unparse
-from pipelines.sources.listing import first_line
-from pipelines.sources.raw_rows import ORIGIN
+from pipelines.sources.raw_rows import ORIGIN, first_line
 from pipelines.sources.rejects import TooManyRunsError, isolate_bad, reason_kinds, row_texts
 
 BAD_ROWS_SCHEMA = pa.schema(

@@ -22,12 +22,13 @@ import pyarrow as pa
 
 from pipelines.sources import limits
 from pipelines.sources.avro_blocks import Block, blocks_between, decompress, read_header
-from pipelines.sources.listing import Folder, first_line
 from pipelines.sources.raw_rows import (
+    Folder,
     InputSplit,
     RawRows,
     SplitsAndRejects,
     columns_in_file,
+    first_line,
     typed_chunks,
     with_origins,
 )

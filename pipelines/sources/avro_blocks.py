@@ -16,7 +16,7 @@ import fastavro
 import pyarrow as pa
 
 from pipelines.sources import limits
-from pipelines.sources.listing import first_line
+from pipelines.sources.raw_rows import first_line
 
 
 def decompress(codec: str, data: bytes) -> bytes:

@@ -21,8 +21,7 @@ import pyarrow.compute as pc
 import pyarrow.csv as pc_csv
 
 from pipelines.sources import limits
-from pipelines.sources.listing import Folder
-from pipelines.sources.raw_rows import InputSplit, RawRows, with_origins
+from pipelines.sources.raw_rows import Folder, InputSplit, RawRows, with_origins
 from pipelines.sources.rejects import Reject, file_reject, rest_of_file_reject, sort_key
 from pipelines.sources.text_records import (
     SHOWN_BYTES,

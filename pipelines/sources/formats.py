@@ -22,14 +22,6 @@ from pipelines.sources.avro import (
 )
 from pipelines.sources.csv_files import read_csv
 from pipelines.sources.jsonl import read_jsonl, split_jsonl
-from pipelines.sources.listing import (
-    Folder,
-    first_line,
-    is_transient,
-    partition_fields,
-    typed_partitions,
-    with_all_columns,
-)
 from pipelines.sources.parquet import (
     copy_parquet_rows,
     num_parquet_rows,
@@ -42,9 +34,14 @@ from pipelines.sources.raw_rows import (
     ORIGIN,
     SPLIT_BYTES,
     STORED_SPLIT_BYTES,
+    Folder,
     InputSplit,
     RawRows,
     SplitsAndRejects,
+    first_line,
+    is_transient,
+    partition_fields,
+    typed_partitions,
     with_positions,
 )
 from pipelines.sources.rejects import Reject, file_reject
@@ -199,11 +196,24 @@ def read_split(
     file_schema = pa.schema([field for field in schema if field.name not in partitions])
     try:
         for rows in format_of(config).read(folder, split, config, file_schema):
-            if rows.table is not None and "_line" in partitions:
-                rows = replace(rows, table=with_positions(rows.table, "_line"))
-            yield with_all_columns(rows, values, schema)
+            if rows.table is not None:
+                numbered = "_line" in partitions
+                table = with_positions(rows.table, "_line") if numbered else rows.table
+                rows = replace(rows, table=with_all_columns(table, values, schema))
+            yield rows
     except FileNotFoundError:
         yield RawRows(None, (_missing_file(split),))
+
+
+def with_all_columns(
+    table: pa.Table, values: Mapping[str, pa.Scalar], schema: pa.Schema
+) -> pa.Table:
+    """Add the partition values of a file to its rows, and nulls for columns that it lacks."""
+    for field in schema:
+        if field.name not in table.column_names:
+            value = values.get(field.name, pa.scalar(None, field.type))
+            table = table.append_column(field.name, pa.repeat(value, table.num_rows))
+    return table.select(schema.names)
 
 
 def read_file(

@@ -21,11 +21,12 @@ import pyarrow as pa
 import pyarrow.json as pa_json
 
 from pipelines.sources import limits
-from pipelines.sources.listing import Folder, first_line
 from pipelines.sources.raw_rows import (
+    Folder,
     InputSplit,
     RawRows,
     SplitsAndRejects,
+    first_line,
     in_chunks,
     with_origins,
 )

@@ -11,13 +11,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipelines.sources.listing import Folder, first_line, is_transient
 from pipelines.sources.raw_rows import (
     CHUNK_ROWS,
+    Folder,
     InputSplit,
     RawRows,
     SplitsAndRejects,
     columns_in_file,
+    first_line,
+    is_transient,
     typed_chunks,
     with_origins,
 )

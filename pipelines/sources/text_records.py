@@ -35,8 +35,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from pipelines.sources import limits
-from pipelines.sources.listing import Folder, first_line, is_transient
-from pipelines.sources.raw_rows import MAX_COPIED_BYTES
+from pipelines.sources.raw_rows import MAX_COPIED_BYTES, Folder, first_line, is_transient
 from schemas.config.sources import SourceConfig
 
 # Lines.

@@ -116,7 +116,7 @@ def test_files_listed_in_another_order_give_the_same_groups(
 ) -> None:
     walk = os.walk
     monkeypatch.setattr(
-        "pipelines.sources.listing.os.walk",
+        "pipelines.sources.raw_rows.os.walk",
         lambda *a, **k: ((d, f, sorted(n, reverse=True)) for d, f, n in walk(*a, **k)),
     )
     assert bytes_of(built(tmp_path)) == bytes_of(dataset)

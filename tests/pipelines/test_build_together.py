@@ -7,7 +7,7 @@ import pytest
 from pipelines import build as module
 from pipelines.build import build
 from pipelines.cli import main
-from pipelines.sources.listing import folder_of
+from pipelines.sources.raw_rows import folder_of
 from pipelines.table.verify import verify
 from schemas.dataset.opened import open_dataset
 from schemas.errors import SchemaError

@@ -17,8 +17,7 @@ from pipelines.sources import limits
 from pipelines.sources.avro import avro_columns, copy_avro_rows
 from pipelines.sources.avro_blocks import HEADER, MAGIC, decompress, read_header
 from pipelines.sources.formats import empty_rows, input_splits, read_split
-from pipelines.sources.listing import folder_of
-from pipelines.sources.raw_rows import InputSplit
+from pipelines.sources.raw_rows import InputSplit, folder_of
 from schemas.config.sources import SourceConfig
 from schemas.config.train import ModelConfig, TrainConfig
 from schemas.errors import SchemaError

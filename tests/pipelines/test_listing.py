@@ -15,7 +15,8 @@ import pytest
 
 from pipelines.build import build
 from pipelines.cli import main
-from pipelines.sources.listing import Folder, folder_of, glob_regex, list_inputs
+from pipelines.sources.listing import glob_regex, list_inputs
+from pipelines.sources.raw_rows import Folder, folder_of
 from schemas.config.sources import SourceConfig
 from schemas.dataset.manifest import read_dataset
 from schemas.errors import SchemaError

@@ -21,9 +21,8 @@ from pipelines.samples.validate import check_columns
 from pipelines.sources.csv_files import read_csv
 from pipelines.sources.formats import empty_rows, read_split
 from pipelines.sources.limits import MAX_ROW_BYTES
-from pipelines.sources.listing import folder_of
 from pipelines.sources.parquet import read_parquet
-from pipelines.sources.raw_rows import CHUNK_ROWS, ORIGIN, InputSplit, RawRows
+from pipelines.sources.raw_rows import CHUNK_ROWS, ORIGIN, InputSplit, RawRows, folder_of
 from pipelines.sources.rejects import Reject, file_reject, rejects_from_table
 from schemas.config.job import DataConfig, SourceConfig, load_job
 from schemas.errors import SchemaError

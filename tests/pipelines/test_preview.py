@@ -20,8 +20,8 @@ from pipelines.cli import main
 from pipelines.preview import preview
 from pipelines.preview_text import WIDTH
 from pipelines.sources.formats import MAX_FILES, copy_excerpt, input_splits, read_split
-from pipelines.sources.listing import Folder, find_files, folder_of
-from pipelines.sources.raw_rows import ORIGIN, InputSplit
+from pipelines.sources.listing import find_files
+from pipelines.sources.raw_rows import ORIGIN, Folder, InputSplit, folder_of
 from schemas.config.sources import SourceConfig
 from schemas.errors import SchemaError
 from tests.pipelines import logs, test_joins

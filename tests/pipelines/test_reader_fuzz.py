@@ -20,8 +20,7 @@ from pipelines.sources import csv_files as csv_source
 from pipelines.sources import jsonl as jsonl_source
 from pipelines.sources import limits, text_records
 from pipelines.sources.formats import empty_rows, input_splits, read_split
-from pipelines.sources.listing import folder_of
-from pipelines.sources.raw_rows import ORIGIN, SPLIT_BYTES, InputSplit
+from pipelines.sources.raw_rows import ORIGIN, SPLIT_BYTES, InputSplit, folder_of
 from pipelines.sources.rejects import Reject, rejects_from_table
 from schemas.config.sources import SourceConfig
 from tests.pipelines.csv_reference import Reference

@@ -13,8 +13,7 @@ import pytest
 from pipelines.build import build
 from pipelines.cli import main
 from pipelines.samples.statements import Steps
-from pipelines.sources.listing import folder_of
-from pipelines.sources.raw_rows import ORIGIN
+from pipelines.sources.raw_rows import ORIGIN, folder_of
 from pipelines.sources.rejects import (
     MAX_KINDS,
     OTHERS,

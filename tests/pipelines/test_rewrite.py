@@ -21,7 +21,7 @@ from pipelines.cli import main
 from pipelines.rewrite.input import check_microseconds, inspect_rows
 from pipelines.rewrite.plain_types import decoded
 from pipelines.sources.formats import read_split
-from pipelines.sources.listing import Folder
+from pipelines.sources.raw_rows import Folder
 from pipelines.table.expand import content_hash
 from pipelines.table.verify import verify
 from schemas.arrays import bytes_per_row

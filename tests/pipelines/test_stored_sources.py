@@ -14,8 +14,7 @@ import pytest
 
 from pipelines.sources import parquet
 from pipelines.sources.formats import empty_rows, input_splits, read_split
-from pipelines.sources.listing import Folder, folder_of
-from pipelines.sources.raw_rows import InputSplit
+from pipelines.sources.raw_rows import Folder, InputSplit, folder_of
 from schemas.config.sources import SourceConfig
 from schemas.storage.location import Location
 from tests.fault_proxy import Faults

@@ -18,8 +18,7 @@ import pytest
 from pipelines.sources.avro import split_avro
 from pipelines.sources.formats import FORMATS, empty_rows, input_splits, read_split
 from pipelines.sources.jsonl import split_jsonl
-from pipelines.sources.listing import folder_of
-from pipelines.sources.raw_rows import ORIGIN, InputSplit
+from pipelines.sources.raw_rows import ORIGIN, InputSplit, folder_of
 from pipelines.sources.rejects import Reject, file_reject, rejects_from_table
 from schemas.config.sources import FormatName, SourceConfig
 from schemas.errors import SchemaError

@@ -9,8 +9,7 @@ import pytest
 
 from pipelines.samples.sql import Connection, run
 from pipelines.sources.formats import empty_rows, input_splits, read_split
-from pipelines.sources.listing import folder_of
-from pipelines.sources.raw_rows import InputSplit
+from pipelines.sources.raw_rows import InputSplit, folder_of
 from pipelines.sources.rejects import rejects_from_table
 from schemas.config.sources import SourceConfig
 
