@@ -27,8 +27,8 @@ from typing import Any
 from pipelines.shuffle import Element, from_ipc, to_ipc
 from pipelines.sources.raw_rows import SPLIT_BYTES
 from pipelines.stages import BuildContext, SampleStage, load_sides
-from pipelines.transforms.fit import load_staged
-from schemas.dataset.fitted import FittedValues
+from pipelines.transforms.fit import FITTED
+from schemas.dataset.fitted import FittedValues, load_fitted
 from schemas.errors import SchemaError
 from schemas.machine import machine_budget, num_cores
 
@@ -236,7 +236,7 @@ class Worker:
         """Return the fitted values of the build's transforms; `files` are path to sha256."""
         if self._fitted is None or self._fitted[0] != files:
             context = self.context
-            self._fitted = files, load_staged(context.segment_root, files, context.data)
+            self._fitted = files, load_fitted(context.segment_root / FITTED, files, context.data)
         return self._fitted[1]
 
 

@@ -55,9 +55,7 @@ from pipelines.stages import (
     SampleStage,
     good_side_rows,
     keyed_rows,
-    look_up_broadcast,
     look_up_partition,
-    num_lookup_partitions,
     partition_samples,
     partition_side,
     read_rows,
@@ -69,11 +67,11 @@ from pipelines.transforms.fit import (
     FITTED,
     Partial,
     add_partial,
-    load_staged,
     merge_partials,
     write_fitted,
     write_shard,
 )
+from schemas.dataset.fitted import FittedValues, load_fitted
 from schemas.machine import num_cores
 
 BUNDLE_BYTES = 128 << 20
@@ -245,21 +243,9 @@ class TaskOutputs:
             if isinstance(each.samples, Tuples):
                 self.counts.samples += each.samples.num_samples
                 self.add_tuples(each.samples)
-            elif each.samples is not None:
-                self.look_up(each.samples)
-
-    def look_up(self, samples: pa.Table, first_join: int = 0) -> None:
-        """Look up in small side tables, until a large one follows."""
-        context = self.context
-        for index, join in enumerate(context.data.samples.joins[first_join:], first_join):
-            if join.side in context.broadcast:
-                samples = look_up_broadcast(samples, self.stage.sides, context, index)
-                continue
-            count = num_lookup_partitions(context, join.side)
-            for partition, rows in partition_samples(context, index, count, samples):
-                self.send(_samples_of(index), partition, rows)
-            return
-        self.add_samples([self.stage.finish(samples)])
+            elif each.join is not None:
+                for partition, rows in partition_samples(self.context, each.join, each.samples):
+                    self.send(_samples_of(each.join), partition, rows)
 
     def add_tuples(self, samples: Tuples) -> None:
         """Send finished samples to their parts."""
@@ -339,8 +325,7 @@ def read_side_rows(worker: Worker, bundle: Bundle) -> TaskResult:
                 continue
             for index, join in enumerate(context.data.samples.joins):
                 if join.side == name:
-                    count = num_lookup_partitions(context, name)
-                    for partition, part in partition_side(context, name, count, rows):
+                    for partition, part in partition_side(context, name, rows):
                         outputs.send(_side_of(index), partition, part)
     return outputs.result()
 
@@ -377,7 +362,7 @@ def look_up_by_key(
     index, samples, side = task
     tables, rows = list(ReadElements(samples)), ReadElements(side)
     for table in look_up_partition(worker.context, index, tables, rows):
-        outputs.look_up(table, index + 1)
+        outputs.add_samples([outputs.stage.look_up(table, index + 1)])
     return outputs.result()
 
 
@@ -396,11 +381,10 @@ def make_samples(
     sides = read_sides(context, exchange, side_bundles)
     values = exchange.run("map", map_task, tasks, sides)
     values += exchange.run("keys", map_keys, exchange.take(_KEYED).items(), sides)
-    for index, join in enumerate(context.data.samples.joins):
-        if join.side not in context.broadcast:
-            samples, side = exchange.take(_samples_of(index)), exchange.take(_side_of(index))
-            tasks = ((index, sent, side.get(number, [])) for number, sent in samples.items())
-            values += exchange.run(f"join-{index}", look_up_by_key, tasks, sides)
+    for index in context.joins_by_key:
+        samples, side = exchange.take(_samples_of(index)), exchange.take(_side_of(index))
+        tasks = ((index, sent, side.get(number, [])) for number, sent in samples.items())
+        values += exchange.run(f"join-{index}", look_up_by_key, tasks, sides)
     partials: dict[str, list[Partial]] = {}
     for more, _ in values:
         for key, several in more.items():
@@ -435,7 +419,7 @@ def write_parts(
     """
     if not samples:
         return []
-    fitted = load_staged(context.segment_root, files, context.data)
+    fitted = load_fitted(context.segment_root / FITTED, files, context.data)
     first = ReadElements(samples[min(samples)])
     tasks = ((part, samples.pop(part)) for part in list(samples))  # frees memory part by part
     with ThreadPoolExecutor(1) as chooser:
@@ -443,27 +427,25 @@ def write_parts(
             choose_segment_layout, first, context.data, fitted, context.num_parts
         )
         del first
-        ready = layout if exchange.in_memory else layout.result()  # processes receive no future
-        return list(sum_statistics(exchange.values("part", write_part, tasks, ready, files)))
+        # Processes receive no future, and each reads the fitted values itself.
+        shared = (layout, fitted) if exchange.in_memory else (layout.result(), files)
+        return list(sum_statistics(exchange.values("part", write_part, tasks, *shared)))
 
 
 def write_part(
     worker: Worker,
     samples: tuple[int, Sequence[ElementRef]],
     layout: SegmentLayout | Future[SegmentLayout],
-    files: Mapping[str, str],
+    fitted: FittedValues | Mapping[str, str],
 ) -> TaskResult:
-    """Build a part from its samples; the value of the result is a `PartResult`."""
+    """Build a part from its samples; the value of the result is a `PartResult`.
+
+    `fitted` are the values of the build's transforms, or their files.
+    """
     (part, sent), context = samples, worker.context
-    result = build_part(
-        context.segment_root,
-        part,
-        ReadElements(sent),
-        context.data,
-        layout,
-        context.features,
-        worker.fitted(files),
-    )
+    root, data, features = context.segment_root, context.data, context.features
+    values = fitted if isinstance(fitted, FittedValues) else worker.fitted(fitted)
+    result = build_part(root, part, ReadElements(sent), data, layout, features, values)
     return TaskResult(result, Counts(parts=1))
 
 

@@ -42,9 +42,10 @@ from pipelines.stages import REJECTS, SAMPLES, BuildContext, read_rows, split_fi
 from pipelines.table.segment import group_counts
 from pipelines.table.target import JobFiles, load_job_files
 from pipelines.transforms.apply import apply_transforms
-from pipelines.transforms.fit import load_staged
+from pipelines.transforms.fit import FITTED
 from schemas.arrays import is_list, one_chunk
 from schemas.config.job import GateConfig, Job
+from schemas.dataset.fitted import load_fitted
 from schemas.errors import SchemaError
 from schemas.layout import EVALUATION, REJECTS_SCHEMA, TRAIN
 from schemas.storage.location import Location
@@ -204,7 +205,7 @@ def _read_rows(context: BuildContext) -> tuple[dict[str, list[pa.Table]], Counte
 def _with_transforms(context: BuildContext, rows: pa.Table, files: Mapping[str, str]) -> pa.Table:
     if not rows.num_rows:
         return rows
-    fitted = load_staged(context.segment_root, files, context.data)
+    fitted = load_fitted(context.segment_root / FITTED, files, context.data)
     for group, transforms in context.data.transforms.items():
         rows = apply_transforms(rows, group, transforms, fitted)
     present = set(rows.column_names)

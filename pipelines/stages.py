@@ -32,7 +32,7 @@ from pipelines.samples.lookups import (
 )
 from pipelines.samples.per_key import PerKey, in_origin_order, run_keys
 from pipelines.samples.sql import Connection, MapSql, with_list_index
-from pipelines.samples.sql_rejects import SqlResult, bad_rows
+from pipelines.samples.sql_rejects import BAD_ROWS_SCHEMA, SqlResult, bad_rows
 from pipelines.samples.statements import PER, Steps
 from pipelines.samples.tuples import (
     Tuples,
@@ -40,6 +40,7 @@ from pipelines.samples.tuples import (
     sample_negatives,
     separate_tuples,
     usable_samples,
+    value_checks,
     with_one_zero,
 )
 from pipelines.shuffle import SHUFFLE, group_rows
@@ -122,9 +123,10 @@ class BuildContext:
         return Path(self.segment_root)
 
     @property
-    def lookups_are_broadcast(self) -> bool:
-        """Whether every looked-up side table is broadcast."""
-        return all(join.side in self.broadcast for join in self.data.samples.joins)
+    def joins_by_key(self) -> list[int]:
+        """Indices of the look-ups in side tables that are not broadcast, in their order."""
+        joins = enumerate(self.data.samples.joins)
+        return [index for index, join in joins if join.side not in self.broadcast]
 
     @property
     def shard(self) -> str | None:
@@ -136,6 +138,8 @@ class BuildContext:
 
     def rejects(self, bad: pa.Table) -> pa.Table:
         """Return bad rows (`BAD_ROWS_SCHEMA`) as rejects with their file and position."""
+        if not bad.num_rows:
+            return BUILD_REJECTS_SCHEMA.empty_table()
         if self.has_files:
             files, positions = files_and_rows(bad["origin"], self.listing)
         else:
@@ -221,13 +225,15 @@ class MadeSamples:
     """What is made of a chunk of rows.
 
     Attributes:
-        samples: a table if look-ups by key follow; None if none is left.
+        samples: a table if a look-up by key follows; None if none is left.
+        join: index of that look-up.
         rejects: rows that cannot be used (`BUILD_REJECTS_SCHEMA`).
         partials: partial aggregates of the transforms to fit, with their keys.
         events: counts of joined events.
     """
 
     samples: Tuples | pa.Table | None = None
+    join: int | None = None
     rejects: pa.Table = field(default_factory=BUILD_REJECTS_SCHEMA.empty_table)
     partials: Sequence[tuple[str, Partial]] = ()
     events: Mapping[str, int] = field(default_factory=dict)
@@ -242,6 +248,7 @@ class SampleStage:
         self.connection = Connection(context.data.samples.limits)
         self.map_sql = MapSql(self.connection, context.steps.map, context.checks_all_rows)
         self.inputs = fit_inputs(context.data)
+        self.checks = value_checks(context.features, context.data)
         self.sides = Sides()
 
     def use_sides(self, sides: Sides) -> None:
@@ -285,25 +292,34 @@ class SampleStage:
     def _made(self, result: SqlResult) -> MadeSamples:
         if result.samples is None:
             return MadeSamples(rejects=self.context.rejects(result.bad_rows))
-        samples = with_list_index(result.samples)
-        if not self.context.lookups_are_broadcast:
-            return MadeSamples(samples, self.context.rejects(result.bad_rows))
-        for index in range(len(self.context.data.samples.joins)):
-            samples = look_up_broadcast(samples, self.sides, self.context, index)
-        return self.finish(samples, result.bad_rows)
+        return self.look_up(with_list_index(result.samples), 0, result.bad_rows)
 
-    def finish(self, samples: pa.Table, *bad: pa.Table) -> MadeSamples:
-        """Check and sample rows after all look-ups; `bad` are bad rows of the SQL."""
+    def look_up(self, samples: pa.Table, first: int, *bad: pa.Table) -> MadeSamples:
+        """Look up in small side tables, from a look-up on; finish, unless one by key follows.
+
+        `bad` are bad rows of the SQL.
+        """
+        context, data = self.context, self.context.data
+        for index, join in enumerate(data.samples.joins[first:], first):
+            if join.side not in context.broadcast:
+                rejects = context.rejects(pa.concat_tables([BAD_ROWS_SCHEMA.empty_table(), *bad]))
+                return MadeSamples(samples, index, rejects)
+            config, time = data.sides[join.side], join.as_of or data.session.time
+            samples = look_up(samples, self.sides[join.side], config, join, time)
+        return self._finish(samples, *bad)
+
+    def _finish(self, samples: pa.Table, *bad: pa.Table) -> MadeSamples:
+        """Check and sample rows after all look-ups."""
         data, features = self.context.data, self.context.features
         key = data.session.key
         keys = with_one_zero(samples[key])
         samples = samples.set_column(samples.column_names.index(key), key, keys)
         separated = separate_tuples(samples, data.groups)
-        good, unusable = usable_samples(separated, features, data)
+        good, unusable = usable_samples(separated, features, self.checks)
         good = sample_negatives(good, features, data)
         rejects = self.context.rejects(pa.concat_tables([*bad, unusable]))
         partials = [*partial_fits(good, self.inputs, data)] if self.inputs else []
-        return MadeSamples(good if good.num_samples else None, rejects, partials)
+        return MadeSamples(good if good.num_samples else None, None, rejects, partials)
 
 
 # Look up in side tables. A small one is sorted once and broadcast. The rows of a large one and the
@@ -362,23 +378,14 @@ def load_sides(paths: Mapping[str, str], context: BuildContext) -> Sides:
     return sides
 
 
-def look_up_broadcast(
-    samples: pa.Table, sides: Sides, context: BuildContext, index: int
-) -> pa.Table:
-    """Return samples after the look-up of an index, in a small side table."""
-    join = context.data.samples.joins[index]
-    config, time = context.data.sides[join.side], join.as_of or context.data.session.time
-    return look_up(samples, sides[join.side], config, join, time)
-
-
-def num_lookup_partitions(context: BuildContext, side: str) -> int:
+def _num_lookup_partitions(context: BuildContext, side: str) -> int:
     """Return the number of partitions of a look-up in a large side table."""
     num_bytes = sum(f.num_bytes for f in context.listing if f.source == side)
     return context.num_parts + num_bytes // _PARTITION_BYTES
 
 
 def partition_samples(
-    context: BuildContext, index: int, num_partitions: int, samples: pa.Table
+    context: BuildContext, index: int, samples: pa.Table
 ) -> Iterator[tuple[int, pa.Table]]:
     """Yield samples by the partition of the key of a look-up."""
     join = context.data.samples.joins[index]
@@ -388,15 +395,16 @@ def partition_samples(
     missing = keys.is_null().to_numpy(zero_copy_only=False)
     # No row is found for a null key: spread such samples evenly.
     hashes[missing] = key_hashes(one_chunk(samples[ORIGIN]))[missing]
-    return group_rows(samples, partition_of_key(hashes, num_partitions))
+    return group_rows(samples, partition_of_key(hashes, _num_lookup_partitions(context, join.side)))
 
 
 def partition_side(
-    context: BuildContext, name: str, num_partitions: int, table: pa.Table
+    context: BuildContext, name: str, table: pa.Table
 ) -> Iterator[tuple[int, pa.Table]]:
     """Yield rows of a large side table by the partition of their key."""
     keys = key_column(table, context.data.sides[name].key, context.key_types[name])
-    return group_rows(table, partition_of_key(key_hashes(keys), num_partitions))
+    partition = partition_of_key(key_hashes(keys), _num_lookup_partitions(context, name))
+    return group_rows(table, partition)
 
 
 def look_up_partition(

@@ -17,8 +17,8 @@ from pipelines.clustering.part import PARTS_PER_SUM, PartResult, build_part, sum
 from pipelines.clustering.storage_layout import SegmentLayout, choose_segment_layout
 from pipelines.shuffle import ReceivedSamples, to_ipc
 from pipelines.stages import SAMPLES, BuildContext
-from pipelines.transforms.fit import load_staged
-from schemas.dataset.fitted import FittedValues
+from pipelines.transforms.fit import FITTED
+from schemas.dataset.fitted import FittedValues, load_fitted
 from schemas.layout import BLOCK
 
 BLOCKS = "blocks"
@@ -51,7 +51,7 @@ def _choose_layout(
 ) -> Iterator[SegmentLayout]:
     """Yield the layout by the samples of the first partition."""
     if samples[0] == first:
-        fitted = load_staged(context.segment_root, files, context.data)
+        fitted = load_fitted(context.segment_root / FITTED, files, context.data)
         rows = ReceivedSamples(samples[1])
         yield choose_segment_layout(rows, context.data, fitted, context.num_parts)
 
@@ -65,7 +65,7 @@ class _BuildPart(Counted):
         (number, sent), context = samples, self.context
         root, data, features = context.segment_root, context.data, context.features
         if self.fitted is None:
-            self.fitted = load_staged(root, files, data)
+            self.fitted = load_fitted(root / FITTED, files, data)
         rows = ReceivedSamples(sent)
         result = build_part(root, number, rows, data, layout, features, self.fitted)
         self.counters["in-rows"].inc(result.num_samples)

@@ -37,9 +37,7 @@ from pipelines.stages import (
     good_side_rows,
     keyed_rows,
     load_sides,
-    look_up_broadcast,
     look_up_partition,
-    num_lookup_partitions,
     partition_samples,
     partition_side,
     read_rows,
@@ -191,71 +189,19 @@ def _small_sides(rows: beam.PCollection, context: BuildContext) -> pvalue.AsDict
 
 
 def _partition_samples(
-    samples: pa.Table, context: BuildContext, index: int, num_partitions: int
+    samples: pa.Table, context: BuildContext, index: int
 ) -> Iterator[tuple[int, tuple[str, bytes]]]:
-    for partition, rows in partition_samples(context, index, num_partitions, samples):
+    for partition, rows in partition_samples(context, index, samples):
         for content in elements_of(rows):
             yield partition, ("samples", content)
 
 
 def _partition_side(
-    rows: tuple[str, pa.Table], context: BuildContext, num_partitions: int
+    rows: tuple[str, pa.Table], context: BuildContext
 ) -> Iterator[tuple[int, tuple[str, bytes]]]:
-    for partition, table in partition_side(context, rows[0], num_partitions, rows[1]):
+    for partition, table in partition_side(context, rows[0], rows[1]):
         for content in elements_of(table):
             yield partition, ("side", content)
-
-
-def _look_up_partition(
-    grouped: tuple[int, Iterable[tuple[str, bytes]]], context: BuildContext, index: int
-) -> Iterator[pa.Table]:
-    tables: dict[str, list[pa.Table]] = {"samples": [], "side": []}
-    for kind, content in grouped[1]:
-        tables[kind].append(from_ipc(content))
-    yield from look_up_partition(context, index, tables["samples"], tables["side"])
-
-
-class _JoinSmall(beam.DoFn):
-    def __init__(self, context: BuildContext, index: int) -> None:
-        self.context, self.index, self.sides = context, index, _SharedSides()
-
-    def process(self, samples: pa.Table, paths: Mapping[str, str]) -> Iterator[pa.Table]:
-        yield look_up_broadcast(
-            samples, self.sides.get(paths, self.context), self.context, self.index
-        )
-
-
-def _join_by_key(
-    samples: Any,
-    side_rows: Any,
-    small: pvalue.AsDict,
-    context: BuildContext,
-) -> Any:
-    """Add all look-ups to a pipeline, in order; used when one of the side tables is large."""
-    for index, join in enumerate(context.data.samples.joins):
-        if join.side in context.broadcast:
-            stage = _JoinSmall(context, index)
-            samples = samples | f"look up {index}" >> beam.ParDo(stage, small).with_output_types(
-                pa.Table
-            )
-            continue
-        num_partitions = num_lookup_partitions(context, join.side)
-        side_to_keys = beam.FlatMap(_partition_side, context, num_partitions)
-        samples_to_keys = beam.FlatMap(_partition_samples, context, index, num_partitions)
-        look_up = beam.FlatMap(_look_up_partition, context, index)
-        side = (
-            side_rows
-            | f"side of {index}" >> beam.Filter(lambda row, name=join.side: row[0] == name)
-            | f"spread side {index}" >> side_to_keys.with_output_types(_KEYED)
-        )
-        keyed = samples | f"spread samples {index}" >> samples_to_keys.with_output_types(_KEYED)
-        samples = (
-            (side, keyed)
-            | f"side and samples {index}" >> beam.Flatten()
-            | f"group look-up {index}" >> beam.GroupByKey()
-            | f"look up {index}" >> look_up.with_output_types(pa.Table)
-        )
-    return samples
 
 
 # Fit transforms.
@@ -360,11 +306,6 @@ class _MapRows(_SampleFn):
         return self.emit(self.stage.from_rows(source, table))
 
 
-class _Finish(_SampleFn):
-    def process(self, samples: pa.Table) -> Iterator[Any]:
-        return self.emit([self.stage.finish(samples)])
-
-
 class _SpreadByKey(Counted):
     def process(self, rows: tuple[str, pa.Table]) -> Iterator[Any]:
         source, table = rows
@@ -387,6 +328,24 @@ class _SqlPerKey(_SampleFn):
         for source, data in grouped[1]:
             rows.setdefault(source, []).append(from_ipc(data))
         return self.emit(self.stage.from_keys(grouped[0], rows))
+
+
+class _LookUp(_SampleFn):
+    """Looks up in a large side table, then in the small ones that follow."""
+
+    def __init__(self, context: BuildContext, index: int) -> None:
+        super().__init__(context, f"LookUp{index}")
+        self.index = index
+
+    def process(
+        self, grouped: tuple[int, Iterable[tuple[str, bytes]]], paths: Mapping[str, str]
+    ) -> Iterator[Any]:
+        self.load_sides(paths)
+        tables: dict[str, list[pa.Table]] = {"samples": [], "side": []}
+        for kind, content in grouped[1]:
+            tables[kind].append(from_ipc(content))
+        found = look_up_partition(self.context, self.index, tables["samples"], tables["side"])
+        return self.emit(self.stage.look_up(table, self.index + 1) for table in found)
 
 
 @dataclass  # not frozen: Beam assigns to its transforms
@@ -412,40 +371,54 @@ class MakeSamples(beam.PTransform):
             side_rows, small = good[SAMPLES], [_small_sides(good[SAMPLES], context)]
             rejects.append(good[REJECTS])
             rows = rows | "rows of sources" >> beam.Filter(lambda row: not self._is_side(row))
-        tags = (REJECTS, FITTED, EVENTS)
+        by_key = context.joins_by_key
         if context.shard is None:
-            stage = self._typed(beam.ParDo(_MapRows(context, "MapRows"), *small))
-            outputs = rows | "map rows" >> stage.with_outputs(*tags, main=SAMPLES)
+            stage = self._step(_MapRows(context, "MapRows"), small, bool(by_key))
+            made = [rows | "map rows" >> stage]
         else:
             spread_rows = rows | "spread by key" >> beam.ParDo(
                 _SpreadByKey(context, "SpreadByKey")
             ).with_outputs(REJECTS, main=SAMPLES)
             rejects.append(spread_rows[REJECTS])
-            stage = self._typed(beam.ParDo(_SqlPerKey(context, "SqlPerKey"), *small))
-            outputs = (
+            made = [
                 spread_rows[SAMPLES]
                 | "by range" >> beam.Map(_identity).with_output_types(_KEYED)
                 | "group by key" >> beam.GroupByKey()
-                | "sql per key" >> stage.with_outputs(*tags, main=SAMPLES)
-            )
-        rejects.append(outputs[REJECTS])
-        events = outputs[EVENTS]
-        if not context.lookups_are_broadcast:
-            assert side_rows is not None, "look-ups need side tables"
-            complete = _join_by_key(outputs[SAMPLES], side_rows, small[0], context)
-            stage = beam.ParDo(_Finish(context, "Finish")).with_output_types(Tuples)
-            outputs = complete | "finish" >> stage.with_outputs(*tags, main=SAMPLES)
-            rejects.append(outputs[REJECTS])
+                | "sql per key" >> self._step(_SqlPerKey(context, "SqlPerKey"), small, bool(by_key))
+            ]
+        for index in by_key:
+            made.append(self._look_up(index, made[-1][SAMPLES], side_rows, small))
+        rejects += [outputs[REJECTS] for outputs in made]
         return {
             REJECTS: rejects | "join key rejects" >> beam.Flatten(),
-            EVENTS: events,
-            **{name: outputs[name] for name in (SAMPLES, FITTED)},
+            EVENTS: made[0][EVENTS],
+            **{name: made[-1][name] for name in (SAMPLES, FITTED)},
         }
 
-    def _typed(self, stage: beam.ParDo) -> beam.ParDo:
-        """Declare that the SQL yields samples, or tables if look-ups by key follow."""
-        complete = self.context.lookups_are_broadcast
-        return stage.with_output_types(Tuples if complete else pa.Table)
+    def _look_up(self, index: int, samples: Any, side_rows: Any, small: list[pvalue.AsDict]) -> Any:
+        """Add a look-up by key, and those in small side tables that follow."""
+        context = self.context
+        name = context.data.samples.joins[index].side
+        side_to_keys = beam.FlatMap(_partition_side, context).with_output_types(_KEYED)
+        samples_to_keys = beam.FlatMap(_partition_samples, context, index).with_output_types(_KEYED)
+        side = (
+            side_rows
+            | f"side of {index}" >> beam.Filter(lambda row: row[0] == name)
+            | f"spread side {index}" >> side_to_keys
+        )
+        keyed = samples | f"spread samples {index}" >> samples_to_keys
+        is_last = index == context.joins_by_key[-1]
+        return (
+            (side, keyed)
+            | f"side and samples {index}" >> beam.Flatten()
+            | f"group look-up {index}" >> beam.GroupByKey()
+            | f"look up {index}" >> self._step(_LookUp(context, index), small, not is_last)
+        )
+
+    def _step(self, function: _SampleFn, small: list[pvalue.AsDict], follows: bool) -> Any:
+        """Return a step that yields samples, or tables if a look-up by key follows."""
+        stage = beam.ParDo(function, *small).with_output_types(pa.Table if follows else Tuples)
+        return stage.with_outputs(REJECTS, FITTED, EVENTS, main=SAMPLES)
 
     def _is_side(self, row: tuple[str, pa.Table]) -> bool:
         return row[0] in self.context.data.sides

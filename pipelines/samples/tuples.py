@@ -246,17 +246,19 @@ _FIRST_TIME, _LAST_TIME = (
     for time in (np.datetime64("0001-01-01", "us"), np.datetime64("9999-12-31T23:59:59.999999"))
 )
 
-Check = Callable[..., "NDArray[np.bool_] | None"]
+BadRows = Callable[..., "NDArray[np.bool_] | None"]
 """Returns which rows of some columns are bad; None for none."""
+Check = tuple[tuple[str, ...], BadRows, str]
+"""Columns, which of their rows are bad, and the reason."""
 
 
 def usable_samples(
-    samples: Tuples, features: FeatureSet, data: DataConfig
+    samples: Tuples, features: FeatureSet, checks: Sequence[Check]
 ) -> tuple[Tuples, pa.Table]:
-    """Split samples into those that can be used, and bad rows."""
+    """Split samples into those that can be used, and bad rows; `checks` are `value_checks`."""
     usable = np.ones(samples.num_samples, bool)
     bad = [BAD_ROWS_SCHEMA.empty_table()]
-    for names, check, reason in _checks(features, data):
+    for names, check, reason in checks:
         failed = _failed_samples(samples, names, check)
         if failed is None:
             continue
@@ -273,7 +275,7 @@ def usable_samples(
 
 
 def _failed_samples(
-    samples: Tuples, names: Sequence[str], check: Check
+    samples: Tuples, names: Sequence[str], check: BadRows
 ) -> NDArray[np.bool_] | None:
     """Return which samples fail a check of some columns, None for none."""
     for group, table in ((None, samples.samples), *samples.uniques.items()):
@@ -285,11 +287,15 @@ def _failed_samples(
     return None  # a transform will add a column
 
 
-def _checks(features: FeatureSet, data: DataConfig) -> Iterator[tuple[tuple[str, ...], Check, str]]:
-    """Yield (columns, check, reason) in the order of the checks.
+def value_checks(features: FeatureSet, data: DataConfig) -> list[Check]:
+    """Return the checks of samples, in their order.
 
     They include what training refuses, where file and row are unknown.
     """
+    return [*_checks(features, data)]
+
+
+def _checks(features: FeatureSet, data: DataConfig) -> Iterator[Check]:
     for role, name in (("session key", data.session.key), ("session time", data.session.time)):
         yield (name,), _is_missing, f"{role} {name!r} must not be null"
     reason = f"session time {data.session.time!r} must be in the years 1 to 9999"

@@ -393,11 +393,6 @@ def fitted_files(dataset: Location) -> dict[str, str]:
     return dict(sorted(files.items()))
 
 
-def load_staged(root: Location, files: Mapping[str, str], data: DataConfig) -> FittedValues:
-    """Read the fitted transforms of a segment being built."""
-    return load_fitted(root / FITTED, files, data)
-
-
 def stage_fitted(dataset: Location, files: Mapping[str, str], building: Location) -> None:
     """Copy files of earlier segments, verified, into the directory of a segment being built."""
     for path, digest in files.items():

@@ -16,7 +16,7 @@ import pytest
 
 from pipelines.samples.sql import Connection, map_rows, run
 from pipelines.samples.statements import select_origin
-from pipelines.samples.tuples import separate_tuples, usable_samples
+from pipelines.samples.tuples import separate_tuples, usable_samples, value_checks
 from pipelines.samples.validate import check_columns
 from pipelines.sources.csv_files import read_csv
 from pipelines.sources.formats import empty_rows, read_split
@@ -431,7 +431,9 @@ def test_sample_that_no_model_can_use_is_rejected(
     data, features = shop(tmp_path, FEATURES + WEIGHTED)
     rows = pa.table({**SAMPLE, "user": pa.array([1, 2]), **changes})
     samples = run(Connection(), "SELECT * FROM log", {"log": rows})
-    good, bad = usable_samples(separate_tuples(samples, data.groups), features, data)
+    good, bad = usable_samples(
+        separate_tuples(samples, data.groups), features, value_checks(features, data)
+    )
     assert [(b["origin"], b["reason"]) for b in bad.to_pylist()] == [(0, reason)]
     assert good.column("session").to_pylist() == [2]
 

@@ -214,7 +214,7 @@ def test_null_keys_of_a_look_up_are_spread_over_all_partitions(tmp_path: Path) -
         num_parts=8, empty_rows={}, key_types={"shops": pa.int64()},
     )  # fmt: skip
     samples = pa.table({"user": pa.nulls(50_000, pa.int64()), ORIGIN: pa.array(range(50_000))})
-    sizes = {part: rows.num_rows for part, rows in partition_samples(context, 0, 8, samples)}
+    sizes = {part: rows.num_rows for part, rows in partition_samples(context, 0, samples)}
     assert sorted(sizes) == list(range(8))
     assert max(sizes.values()) < 1.2 * 50_000 / 8
 
