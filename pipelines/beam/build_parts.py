@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -67,8 +68,11 @@ class _BuildPart(Counted):
         if self.fitted is None:
             self.fitted = load_fitted(root / FITTED, files, data)
         rows = ReceivedSamples(sent)
+        started = time.perf_counter()
         result = build_part(root, number, rows, data, layout, features, self.fitted)
+        self.counters["msec"].inc(round(1000 * (time.perf_counter() - started)))
         self.counters["in-rows"].inc(result.num_samples)
+        self.counters["out-bytes"].inc(sum(file.num_bytes for file in result.files))
         yield result.file_index // PARTS_PER_SUM, serialize_result(result)
         yield pvalue.TaggedOutput(BLOCKS, encode_blocks(result))
 

@@ -6,9 +6,10 @@ samples as `pipelines/shuffle.py` defines.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import apache_beam as beam
 import pyarrow as pa
@@ -56,6 +57,8 @@ from schemas.config.job import DataConfig
 from schemas.errors import SchemaError
 from schemas.storage.location import Location
 
+Value = TypeVar("Value")
+
 EVENTS = "events"
 REJECTED = "rejected"
 """Output of a segment's pipeline with the rejects themselves; they are not sent to the launcher."""
@@ -64,13 +67,13 @@ _KEYED = tuple[int, tuple[str, bytes]]
 
 
 class Counted(beam.DoFn):
-    """DoFn with the counters `in-rows, in-bytes, out-rows, out-bytes`."""
+    """DoFn with the counters `in-rows, in-bytes, out-rows, out-bytes, msec`."""
 
     def __init__(self, context: BuildContext, label: str) -> None:
         self.context = context
         self.counters = {
             name: Metrics.counter(label, name)
-            for name in ("in-rows", "in-bytes", "out-rows", "out-bytes")
+            for name in ("in-rows", "in-bytes", "out-rows", "out-bytes", "msec")
         }
 
     def setup(self) -> None:
@@ -98,6 +101,14 @@ class Counted(beam.DoFn):
         self.counters["out-rows"].inc(table.num_rows)
         self.counters["out-bytes"].inc(table.nbytes)
 
+    def timed(self, values: Iterator[Value]) -> Iterator[Value]:
+        """Yield values; count the milliseconds until each is made, without later steps."""
+        started = time.perf_counter()
+        for value in values:
+            self.counters["msec"].inc(round(1000 * (time.perf_counter() - started)))
+            yield value
+            started = time.perf_counter()
+
 
 def _rejected(rejects: pa.Table) -> Iterator[pvalue.TaggedOutput]:
     """Yield rejects, if there are any, to the output for them."""
@@ -116,7 +127,7 @@ def _split_file(file: InputSplit, context: BuildContext) -> Iterator[Any]:
 
 class _ReadSplit(Counted):
     def process(self, split: InputSplit) -> Iterator[Any]:
-        for rows in read_rows(self.context, split):
+        for rows in self.timed(read_rows(self.context, split)):
             for rejects in rows.all_rejects():
                 yield from _rejected(rejects)
             if rows.table is not None and rows.table.num_rows:
@@ -283,8 +294,8 @@ class _SampleFn(Counted):
         if paths is not None and not self.stage.sides:
             self.stage.use_sides(self.shared.get(paths, self.context))
 
-    def emit(self, made: Iterable[MadeSamples]) -> Iterator[Any]:
-        for each in made:
+    def emit(self, made: Iterator[MadeSamples]) -> Iterator[Any]:
+        for each in self.timed(made):
             if isinstance(each.samples, Tuples):
                 self.count_output(each.samples.samples)
             if each.samples is not None:

@@ -35,7 +35,7 @@ from pipelines.beam.io import (
 from pipelines.beam.yaml import rows_of_table, tables_of_rows
 from pipelines.build import build
 from pipelines.table.verify import verify
-from schemas.dataset.manifest import find_root
+from schemas.dataset.manifest import SegmentManifest, find_root
 from schemas.dataset.opened import open_dataset
 from schemas.dataset.samples import read_samples
 from schemas.errors import SchemaError
@@ -202,6 +202,18 @@ def rows_equal(found: list[pa.Table], expected: list[pa.Table]) -> None:
     assert sorted_rows(found) == sorted_rows(expected)
 
 
+def check_counters(pipeline: Any, manifest: SegmentManifest) -> None:
+    """Check what the steps of a build have counted."""
+    counters = pipeline.result.metrics().query()["counters"]
+    found = {(c.key.metric.namespace, c.key.metric.name): c.committed for c in counters}
+    rows, samples = manifest.num_rows, manifest.num_samples
+    assert found["ReadRows", "out-rows"] == found["MapRows", "in-rows"] == rows
+    assert found["MapRows", "out-rows"] == found["BuildParts", "in-rows"] == samples
+    assert found["ReadRows", "out-bytes"] == found["MapRows", "in-bytes"] > 0
+    assert found["BuildParts", "out-bytes"] == manifest.dataset_bytes
+    assert all(found[step, "msec"] > 0 for step in ("ReadRows", "MapRows", "BuildParts"))
+
+
 @pytest.mark.slow
 def test_a_build_inside_a_pipeline_gives_the_bytes_of_the_command(
     built: Path, tmp_path: Path
@@ -217,6 +229,8 @@ def test_a_build_inside_a_pipeline_gives_the_bytes_of_the_command(
             assert_that(files, equal_to(rejected), "rejects")
             assert_that(outputs["segment"], equal_to([expected.id]), "segment")
         assert bytes_of(tmp_path / "dataset") == bytes_of(built / "dataset")
+        if rejected:
+            check_counters(pipeline, expected.manifest)
     assert unnamed_places(tmp_path / "dataset") == []
 
 
