@@ -21,8 +21,8 @@ from pathlib import Path
 
 from benchmarks.logs import DEMO_JOB, write_result
 from pipelines.build import build
-from pipelines.build_request import BuildInput, BuildOptions, BuildRequest
 from pipelines.demo_log.generate import GeneratorConfig, write_log
+from pipelines.prepare import BuildInput, BuildOptions, BuildRequest
 from pipelines.table.target import SegmentTarget
 from schemas.storage.location import Location
 

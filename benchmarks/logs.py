@@ -20,8 +20,8 @@ import yaml
 from numpy.typing import NDArray
 
 from pipelines.build import build
-from pipelines.build_request import BuildInput, BuildOptions, BuildRequest
 from pipelines.demo_log.generate import GeneratorConfig, write_log
+from pipelines.prepare import BuildInput, BuildOptions, BuildRequest
 from pipelines.table.target import SegmentTarget
 from schemas.config.job import load_job
 from schemas.run.records import StepMetric

@@ -20,10 +20,9 @@ import pyarrow.compute as pc
 from pipelines import executor
 from pipelines.autogroup.choose import with_groups
 from pipelines.autogroup.costs import LEAST_DEDUP_FACTOR
-from pipelines.build_request import BuildOptions, BuildRequest
 from pipelines.clustering.part import PartResult
 from pipelines.exchange import Progress, num_processes
-from pipelines.prepare import holds_in_memory, prepare
+from pipelines.prepare import BuildOptions, BuildRequest, holds_in_memory, prepare
 from pipelines.quality.gate import GateError, keep_rejects
 from pipelines.quality.segment_statistics import segment_statistics
 from pipelines.runner_options import beam_build, local_options

@@ -16,9 +16,9 @@ from typing import Any
 from rich.console import Console
 
 from pipelines.build import build, record_build_speed
-from pipelines.build_request import BuildInput, BuildOptions, BuildRequest
 from pipelines.demo_log.example import generate_log, write_example
 from pipelines.init.first_job import init
+from pipelines.prepare import BuildInput, BuildOptions, BuildRequest
 from pipelines.preview import preview
 from pipelines.preview_text import WIDTH, show
 from pipelines.quality.gate import GateError

@@ -1,14 +1,14 @@
-"""Preparation of a build: list the input and check the job against it, before any work."""
+"""The request of a build, and its preparation: list the input, check the job against it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import duckdb
 import pyarrow as pa
 
-from pipelines.build_request import BuildInput, BuildRequest
 from pipelines.runner_options import LocalOptions
 from pipelines.samples.event_join import join_events
 from pipelines.samples.lookups import (
@@ -27,10 +27,10 @@ from pipelines.sources.formats import empty_rows
 from pipelines.sources.listing import list_inputs
 from pipelines.sources.raw_rows import ORIGIN, Folder, folder_of, undeclared_partitions
 from pipelines.stages import BuildContext
-from pipelines.table.target import JobFiles
+from pipelines.table.target import JobFiles, SegmentTarget
 from pipelines.transforms.apply import check_transforms
 from pipelines.transforms.fit import fitted_files
-from schemas.config.job import DataConfig
+from schemas.config.job import DataConfig, Job
 from schemas.dataset.manifest import InputFile
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet
@@ -45,6 +45,52 @@ about 256 MiB of samples in memory, which fit a worker of 2 GiB even if they tak
 memory as input."""
 MEMORY_INPUT_BYTES, MEMORY_FACTOR = 224 << 20, 18
 """Most input bytes of a segment that is held in memory by default, and the memory for each byte."""
+
+
+@dataclass(frozen=True, slots=True)
+class BuildInput:
+    """What a segment is built from.
+
+    Attributes:
+        job_path: the job file, or its URL.
+        root: directory of raw files, or its URL.
+        only: paths below `root` of the files to read; all when empty.
+        listing: input files; listed when None.
+        allow_outside: whether the job's schema may be outside the folder of the job file.
+    """
+
+    job_path: Path | Location
+    root: Path | str
+    only: tuple[str, ...] = ()
+    listing: tuple[InputFile, ...] | None = None
+    allow_outside: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BuildOptions:
+    """How a segment is built.
+
+    Attributes:
+        beam_args: Beam options.
+        check_sql: map all rows twice, in other chunks, and compare the samples.
+        progress: called with each progress message, one line.
+        check: called with the complete segment and its job before it is committed; raises to
+            refuse it.
+    """
+
+    beam_args: list[str]
+    check_sql: bool = False
+    progress: Callable[[str], None] = lambda _: None
+    check: Callable[[Location, Job], None] = lambda *_: None
+
+
+@dataclass(frozen=True, slots=True)
+class BuildRequest:
+    """The arguments of a build."""
+
+    input: BuildInput
+    target: SegmentTarget
+    options: BuildOptions
 
 
 def prepare(request: BuildRequest, job: JobFiles) -> BuildContext:

@@ -17,7 +17,7 @@ OF_SCHEMAS = {"google", "numpy", "obstore", "pyarrow", "tensorflow_metadata", "y
 FORBIDDEN = {"pipelines": TORCH, "trainer": BEAM, "scheduler": BEAM | TORCH}
 ABOVE_TABLE = {
     f"pipelines.{name}" for name in (
-        "autogroup", "beam", "build", "build_request", "exchange", "executor", "prepare", "stages",
+        "autogroup", "beam", "build", "exchange", "executor", "prepare", "stages",
     )
 }  # fmt: skip
 """What modules of `pipelines/table/` must not import: a dataset knows no build."""

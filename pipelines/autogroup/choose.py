@@ -32,10 +32,9 @@ from numpy.typing import NDArray
 from pipelines import executor, stages
 from pipelines.autogroup.costs import BYTES_PER_GROUP, Costs, feature_of
 from pipelines.autogroup.search import ChosenGroup, GroupChoice, choose_groups
-from pipelines.build_request import BuildRequest
 from pipelines.clustering.star import cluster
 from pipelines.exchange import Counts, ReadElements, TaskResult, Worker
-from pipelines.prepare import count_parts, holds_in_memory, prepare
+from pipelines.prepare import BuildRequest, count_parts, holds_in_memory, prepare
 from pipelines.runner_options import LocalOptions
 from pipelines.samples.lookups import key_column, key_hashes, key_type
 from pipelines.samples.tuples import hash_session_keys, separate_tuples

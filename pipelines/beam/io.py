@@ -34,9 +34,8 @@ from pipelines.beam.jobs import segment_of_rows, segment_pipeline
 from pipelines.beam.stage_transforms import REJECTED, EachReject, ReadRows
 from pipelines.beam.stage_transforms import MakeSamples as _SamplesBySql
 from pipelines.build import finish_segment_files, segment_hashes
-from pipelines.build_request import BuildInput, BuildOptions, BuildRequest
 from pipelines.clustering.part import LOOKUPS
-from pipelines.prepare import context_of, prepare
+from pipelines.prepare import BuildInput, BuildOptions, BuildRequest, context_of, prepare
 from pipelines.samples.statements import job_steps
 from pipelines.samples.tuples import Tuples
 from pipelines.shuffle import SHUFFLE, SourceRows

@@ -8,8 +8,8 @@ from typing import Any
 
 import schemas
 from pipelines.build import build
-from pipelines.build_request import BuildInput, BuildOptions, BuildRequest
 from pipelines.demo_log.generate import GeneratorConfig, write_log
+from pipelines.prepare import BuildInput, BuildOptions, BuildRequest
 from pipelines.table.target import SegmentTarget
 from schemas.config.job import GenerateConfig, load_job
 from schemas.dataset.manifest import find_root

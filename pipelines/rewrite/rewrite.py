@@ -21,8 +21,7 @@ import pyarrow as pa
 import yaml
 
 from pipelines.build import build
-from pipelines.build_request import BuildInput, BuildOptions, BuildRequest
-from pipelines.prepare import count_parts
+from pipelines.prepare import BuildInput, BuildOptions, BuildRequest, count_parts
 from pipelines.rewrite.flat import KEY, TIME, FlatPart, FlatStage, run_flat
 from pipelines.rewrite.input import FILES, SOURCE, Rows, check_microseconds, inspect_rows, star_type
 from pipelines.rewrite.plain_types import decoded, is_rewritable

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from pipelines.build_request import BuildRequest
+from pipelines.prepare import BuildRequest
 from schemas.storage.location import Location
 from tests.pipelines.logs import SCHEMA, built, request, write_job, write_log
 

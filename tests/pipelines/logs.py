@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines.build import build
-from pipelines.build_request import BuildInput, BuildOptions, BuildRequest
+from pipelines.prepare import BuildInput, BuildOptions, BuildRequest
 from pipelines.table.indexes import INDEX_PREFIX
 from pipelines.table.target import SegmentTarget
 from pipelines.table.vacuum import vacuum

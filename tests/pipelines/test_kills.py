@@ -11,10 +11,10 @@ import pytest
 
 from pipelines import executor
 from pipelines.build import build
-from pipelines.build_request import BuildRequest
 from pipelines.clustering import part
 from pipelines.clustering.part import LOOKUPS
 from pipelines.clustering.star import check_num_blocks
+from pipelines.prepare import BuildRequest
 from pipelines.table.expand import VIEW, view_sql
 from pipelines.table.verify import verify
 from schemas.dataset.manifest import find_root, read_dataset

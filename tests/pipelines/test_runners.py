@@ -47,7 +47,7 @@ def test_direct_runner_is_prism_and_gives_the_bytes_of_the_executor(
 def keeps_memory(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """The calls that configure the allocator of a worker process."""
     calls: list[bool] = []
-    for module in ("counted", "jobs"):
+    for module in ("stage_transforms", "jobs"):
         monkeypatch.setattr(
             f"pipelines.beam.{module}.keep_freed_memory", lambda: calls.append(True)
         )

@@ -12,8 +12,7 @@ import pytest
 
 from pipelines.beam.runner import pipeline_options
 from pipelines.build import build
-from pipelines.build_request import BuildRequest
-from pipelines.prepare import prepare
+from pipelines.prepare import BuildRequest, prepare
 from pipelines.samples.per_key import PerKey, run_key, run_keys
 from pipelines.samples.sql import Connection, LimitError, name_errors, run
 from pipelines.samples.statements import original_error, select_origin

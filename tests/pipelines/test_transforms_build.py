@@ -17,7 +17,7 @@ import pytest
 
 from pipelines import build as build_module
 from pipelines.build import build
-from pipelines.build_request import BuildRequest
+from pipelines.prepare import BuildRequest
 from pipelines.table.verify import verify
 from schemas.dataset.fitted import load_fitted
 from schemas.dataset.opened import open_dataset

@@ -11,9 +11,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines.build import build, record_build_speed
-from pipelines.build_request import BuildInput, BuildOptions, BuildRequest
 from pipelines.cli import main as build_command
 from pipelines.demo_log.generate import GeneratorConfig, write_log
+from pipelines.prepare import BuildInput, BuildOptions, BuildRequest
 from pipelines.table.target import SegmentTarget
 from pipelines.table.verify import verify
 from scheduler.__main__ import main
