@@ -24,8 +24,8 @@ from pipelines.samples.sql import Connection, name_errors, run
 from pipelines.samples.statements import PER, SqlError, Steps, job_steps, original_error
 from pipelines.samples.validate import check_columns, check_repeatable, check_sampling
 from pipelines.sources.formats import empty_rows
-from pipelines.sources.listing import list_inputs
-from pipelines.sources.raw_rows import ORIGIN, Folder, folder_of, undeclared_partitions
+from pipelines.sources.listing import list_inputs, undeclared_partitions
+from pipelines.sources.raw_rows import ORIGIN, Folder, folder_of
 from pipelines.stages import BuildContext
 from pipelines.table.target import JobFiles, SegmentTarget
 from pipelines.transforms.apply import check_transforms

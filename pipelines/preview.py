@@ -34,8 +34,8 @@ from pipelines.samples.lookups import broadcast_sides, key_column, key_type
 from pipelines.samples.sql import LIST_INDEX, PREVIEW_TIME
 from pipelines.samples.tuples import Tuples, in_evaluation
 from pipelines.sources.formats import Excerpt, copy_excerpt
-from pipelines.sources.listing import find_files
-from pipelines.sources.raw_rows import ORIGIN, Folder, folder_of, undeclared_partitions
+from pipelines.sources.listing import find_files, undeclared_partitions
+from pipelines.sources.raw_rows import ORIGIN, Folder, folder_of
 from pipelines.sources.rejects import RejectCounts, count_rejects, python_rows, sorted_rejects
 from pipelines.sources.types import type_text
 from pipelines.stages import REJECTS, SAMPLES, BuildContext, read_rows, split_file

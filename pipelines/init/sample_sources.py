@@ -22,8 +22,8 @@ from pipelines.sources.formats import (
     format_of,
     read_file,
 )
-from pipelines.sources.listing import glob_regex
-from pipelines.sources.raw_rows import ORIGIN, Folder, InputSplit, folder_of, infer_partitions
+from pipelines.sources.listing import glob_regex, infer_partitions
+from pipelines.sources.raw_rows import ORIGIN, Folder, InputSplit, folder_of
 from pipelines.sources.text_records import decompressed
 from schemas.config.sources import SourceConfig
 from schemas.dataset.manifest import InputFile

@@ -10,12 +10,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pipelines.sources.formats import input_splits, with_all_columns
-from pipelines.sources.listing import glob_regex, list_inputs
+from pipelines.sources.listing import glob_regex, infer_partitions, list_inputs
 from pipelines.sources.parquet import open_parquet, open_row_groups
 from pipelines.sources.raw_rows import (
     Folder,
     InputSplit,
-    infer_partitions,
     partition_fields,
     partition_values,
     typed_partitions,

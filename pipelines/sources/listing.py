@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import date
 from functools import partial
 from pathlib import PurePosixPath
 
-from pipelines.sources.raw_rows import Folder, typed_partitions, visible
+from pipelines.sources.raw_rows import Folder, partition_values, typed_partitions, visible
 from schemas.config.sources import SourceConfig
 from schemas.dataset.manifest import InputFile
 from schemas.errors import SchemaError, suggest_name
@@ -159,3 +160,74 @@ def without_duplicates(folder: Folder, paths: Iterable[str]) -> list[str]:
     for path in sorted(paths, key=lambda p: (folder.is_link(p), p)):
         chosen.setdefault(folder.real_path(path), path)
     return sorted(chosen.values())
+
+
+# Partition columns that the folder names of a source show.
+
+_INTEGER = re.compile(r"0|-?[1-9][0-9]{0,18}")
+_DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
+
+
+def infer_partitions(paths: Sequence[str]) -> dict[str, str]:
+    """Return the partition columns of a source's files, with their types.
+
+    A column is `int64` if all its values are integers without leading zeros, `date` if all are
+    dates such as 2026-03-01, else `string`; different texts are different values.
+
+    Raises:
+        SchemaError: files differ in their partition columns.
+    """
+    values = {path: partition_values(path) for path in paths}
+    first = next(iter(values), None)
+    if first is None:
+        return {}
+    for path, path_values in values.items():
+        different = sorted(values[first].keys() ^ path_values.keys())
+        if different:
+            inside, outside = (first, path) if different[0] in values[first] else (path, first)
+            raise SchemaError(
+                f"file lacks the folder {different[0]}=... of {inside}; move it, or process such "
+                "files separately",
+                file=outside,
+            )
+    return {name: _infer_type(v[name] for v in values.values()) for name in values[first]}
+
+
+def _infer_type(texts: Iterable[str | None]) -> str:
+    values = {text for text in texts if text is not None}
+    if values and all(_INTEGER.fullmatch(t) and -(2**63) <= int(t) < 2**63 for t in values):
+        return "int64"
+    return "date" if values and all(map(_is_date, values)) else "string"
+
+
+def _is_date(text: str) -> bool:
+    if not _DATE.fullmatch(text):
+        return False
+    try:
+        date.fromisoformat(text)
+    except ValueError:
+        return False
+    return True
+
+
+def undeclared_partitions(
+    name: str, paths: Sequence[str], types: Mapping[str, str], columns: Iterable[str]
+) -> str | None:
+    """Return a note about partition columns that the job does not declare, if there are any.
+
+    `columns` are all columns that the SQL can read.
+    """
+    try:
+        inferred = infer_partitions(paths)
+    except SchemaError:
+        return None  # folders differ in their columns: not a partitioned source
+    declared = {*types, *columns}
+    undeclared = ", ".join(
+        f"{column}: {kind}" for column, kind in inferred.items() if column not in declared
+    )
+    if not undeclared:
+        return None
+    return (
+        f"source {name}: folder names such as {paths[0].rpartition('/')[0]}/ give columns that "
+        f"the SQL does not see; add `partitions: {{{undeclared}}}` to read them"
+    )

@@ -10,9 +10,9 @@ import errno
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, date, datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 from urllib.parse import unquote
@@ -213,8 +213,6 @@ def is_transient(error: BaseException) -> bool:
 
 HIVE_NULL = "__HIVE_DEFAULT_PARTITION__"
 """Folder value of null in Hive and Spark."""
-_INTEGER = re.compile(r"0|-?[1-9][0-9]{0,18}")
-_DATE = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
 
 
 def partition_values(path: str) -> dict[str, str | None]:
@@ -239,48 +237,6 @@ def partition_values(path: str) -> dict[str, str | None]:
             )
         values[name] = None if text == HIVE_NULL else unquote(text)
     return values
-
-
-def infer_partitions(paths: Sequence[str]) -> dict[str, str]:
-    """Return the partition columns of a source's files, with their types.
-
-    A column is `int64` if all its values are integers without leading zeros, `date` if all are
-    dates such as 2026-03-01, else `string`; different texts are different values.
-
-    Raises:
-        SchemaError: files differ in their partition columns.
-    """
-    values = {path: partition_values(path) for path in paths}
-    first = next(iter(values), None)
-    if first is None:
-        return {}
-    for path, path_values in values.items():
-        different = sorted(values[first].keys() ^ path_values.keys())
-        if different:
-            inside, outside = (first, path) if different[0] in values[first] else (path, first)
-            raise SchemaError(
-                f"file lacks the folder {different[0]}=... of {inside}; move it, or process such "
-                "files separately",
-                file=outside,
-            )
-    return {name: _infer_type(v[name] for v in values.values()) for name in values[first]}
-
-
-def _infer_type(texts: Iterable[str | None]) -> str:
-    values = {text for text in texts if text is not None}
-    if values and all(_INTEGER.fullmatch(t) and -(2**63) <= int(t) < 2**63 for t in values):
-        return "int64"
-    return "date" if values and all(map(_is_date, values)) else "string"
-
-
-def _is_date(text: str) -> bool:
-    if not _DATE.fullmatch(text):
-        return False
-    try:
-        date.fromisoformat(text)
-    except ValueError:
-        return False
-    return True
 
 
 def typed_partitions(path: str, types: Mapping[str, str]) -> dict[str, pa.Scalar]:
@@ -313,29 +269,6 @@ def typed_partitions(path: str, types: Mapping[str, str]) -> dict[str, pa.Scalar
 def partition_fields(types: Mapping[str, str]) -> list[pa.Field]:
     """Return the fields of declared partition columns."""
     return [pa.field(name, arrow_type(kind)) for name, kind in types.items()]
-
-
-def undeclared_partitions(
-    name: str, paths: Sequence[str], types: Mapping[str, str], columns: Iterable[str]
-) -> str | None:
-    """Return a note about partition columns that the job does not declare, if there are any.
-
-    `columns` are all columns that the SQL can read.
-    """
-    try:
-        inferred = infer_partitions(paths)
-    except SchemaError:
-        return None  # folders differ in their columns: not a partitioned source
-    declared = {*types, *columns}
-    undeclared = ", ".join(
-        f"{column}: {kind}" for column, kind in inferred.items() if column not in declared
-    )
-    if not undeclared:
-        return None
-    return (
-        f"source {name}: folder names such as {paths[0].rpartition('/')[0]}/ give columns that "
-        f"the SQL does not see; add `partitions: {{{undeclared}}}` to read them"
-    )
 
 
 def microseconds(moment: datetime | timedelta) -> int:

@@ -14,15 +14,13 @@ from pipelines.cli import main
 from pipelines.prepare import prepare
 from pipelines.preview import preview
 from pipelines.sources.formats import empty_rows, input_splits, read_split
-from pipelines.sources.listing import list_inputs
+from pipelines.sources.listing import infer_partitions, list_inputs, undeclared_partitions
 from pipelines.sources.raw_rows import (
     ORIGIN,
     InputSplit,
     folder_of,
-    infer_partitions,
     partition_values,
     typed_partitions,
-    undeclared_partitions,
 )
 from pipelines.sources.types import arrow_type
 from pipelines.stages import BuildContext
