@@ -9,7 +9,6 @@ SHELL := /bin/bash
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 PACKAGES := schemas pipelines trainer scheduler presage benchmarks tests
-BENCHMARKS = $(filter-out recovery_peer,$(basename $(notdir $(shell grep -l '__name__ == "__main__"' benchmarks/*.py))))
 KERNELS := schemas/kernels trainer/data trainer/embedding/kernels
 JOB := schemas/demo/job.yaml
 JOBS ?= 2
@@ -103,14 +102,13 @@ format: build/installed ## mend format and what lint can mend
 	ruff format .
 	ruff check --fix .
 
-bench: build/installed ## every benchmark into benchmarks/results
-	@mkdir -p benchmarks/results
-	for name in $(BENCHMARKS); do python -m benchmarks.$$name --json > benchmarks/results/$$name.json; done
+bench: build/installed ## every benchmark into benchmarks/results; SIZE=small ends in minutes
+	python -m benchmarks $(if $(SIZE),--$(SIZE)) $(NAMES)
 
 # On a machine with a GPU, whose environment is requirements-gpu.lock or the machine's own.
 test-gpu: ## what needs a GPU: losses and bits against the processors', then times of a step
 	python -m pytest -m gpu -p no:xdist tests/trainer tests/presage
-	python -m benchmarks.gpu
+	python -m benchmarks.runs.steps --parts devices --datasets demo
 
 chaos: build/installed ## the long fault-injection run; DRAW=seed LIMIT=240 runs a part of it
 	$(PYTEST) -m chaos $(if $(DRAW),--draw $(DRAW)) $(if $(LIMIT),--seconds $(LIMIT))

@@ -1,14 +1,26 @@
-"""Training with the planned cache in front of two stores behind a link of 1 Gbit/s.
+"""Training with the planned cache, in front of remote stores, and under a memory limit.
 
-`python -m benchmarks.cache [--json] [--samples N] [--steps N] [--rows N] [--rounds N]`
+`python -m benchmarks.cache [--json] [--parts stores,memory] [--samples N] [--steps N] [--rows N]
+[--rounds N] [--large-samples N] [--large-steps N] [--large-rows N] [--limit-mib N] [--scratch DIR]`
 
-The demo's 26 tables, dim 64, batch 4,096. Each mode is one training process pinned to the first
-core, with two store processes pinned to the second; `plain` has all rows in its own memory. Trainer
-and stores communicate in their own network namespace, whose loopback is limited to 2 Gbit/s (`tc
-tbf`): fetches and write-backs share it like a link of 1 Gbit/s each way. `cached` follows the plan
-with the Belady policy, `lru` keeps the most recently used rows, both with at most `--rows` rows per
-table and one thread besides training; `uncached` fetches and writes in every step. Modes alternate;
-the time of a step is the median over steps after the first tenth. Requires root.
+`plain` has all rows in the trainer's memory, `cached` follows the plan with the Belady policy,
+`lru` keeps the most recently used rows, both with at most so many rows per table and one thread
+besides training; `uncached` fetches and writes in every step. Modes alternate. Requires root.
+
+`stores`: the demo's 26 tables, dim 64, batch 4,096. Each mode is one training process pinned to the
+first core, with two store processes pinned to the second. Trainer and stores communicate in their
+own network namespace, whose loopback is limited to 2 Gbit/s (`tc tbf`): fetches and write-backs
+share it like a link of 1 Gbit/s each way. The time of a step is the median over steps after the
+first tenth. `bound` is the time of a step without a cache over one without stores.
+
+`memory`: 26 tables of 2 M rows shaped like Criteo's large ones, dim 256, batch 1,024, one compute
+thread. A run without limit trains the first epoch, which touches every row. Each mode resumes from
+its checkpoint in the second epoch, so every fetched row was written before. `plain` has no limit.
+The others run in a memory cgroup (version 1) whose limit covers the whole process including its
+page cache: `log` is the planned cache in front of the log ordered by next use, `mmap` the same plan
+in front of memory-mapped files; `lru` and `uncached` use memory-mapped files as well. Files are
+dropped from the page cache before each run. Times are means over the steps after the first quarter,
+bytes are what the process read from and wrote to the device in these steps.
 """
 
 from __future__ import annotations
@@ -16,31 +28,56 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
+import shutil
 import subprocess
 import sys
-import tempfile
+import time
 from collections.abc import Sequence
-from datetime import datetime
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.logs import (
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from benchmarks.common.control_groups import group, require_groups
+from benchmarks.common.harness import (
+    MissingError,
+    Options,
+    alternate,
+    compared,
+    headline,
+    median,
+    ratios,
+)
+from benchmarks.common.logs import (
     DEMO_JOB,
     REPOSITORY,
     build_dataset,
+    demo_dataset,
+    num_lines,
     read_job,
-    step_figures,
     write_job_file,
-    write_result,
+    write_new_job,
+    write_yaml,
 )
-from pipelines.demo_log.generate import GeneratorConfig, write_log
+from benchmarks.common.processes import drop_pages, module, run
+from benchmarks.common.skew import NUM_TABLES, skewed_rows
+from benchmarks.common.training import step_figures
+from schemas.config.job import load_job
+from schemas.dataset.accesses import TableAccesses
 from schemas.dataset.opened import Dataset, open_dataset
 from schemas.run.records import METRICS, SUMMARY, read_metrics
+from trainer.components import order_of
+
+PARTS = ("stores", "memory")
+
+# Stores behind a network.
 
 MODES = ("plain", "cached", "lru", "uncached")
 DIM, BATCH, NUM_STORES, RATE = 64, 4096, 2, "2gbit"
-
 IN_NAMESPACE = """
 ip link set lo up
 tc qdisc add dev lo root tbf rate {rate} burst 1mb latency 100ms
@@ -78,9 +115,8 @@ def train_in_namespace(folder: Path) -> int:
             body = read_job(job)
             body["train"]["stores"] = {"addresses": addresses, "token_file": str(token)}
             job = write_job_file(folder, body)
-        train = [sys.executable, "-m", "trainer", "train", str(job), "--dataset", task["dataset"]]
-        train += ["--output", str(folder / "run"), "--embedding", task["mode"]]
-        train += ["--steps", str(task["steps"]), "--json"]
+        train = train_command(job, task["dataset"], folder / "run", task["mode"])
+        train += ["--steps", str(task["steps"])]
         return subprocess.run(["taskset", "-c", "0", *train], stdout=subprocess.DEVNULL).returncode
     finally:
         for process in processes:
@@ -92,31 +128,29 @@ def train_in_namespace(folder: Path) -> int:
 def _start_store(
     folder: Path, number: int, token: Path, delay_sec: float
 ) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-m", "trainer", "store", "--token-file", str(token)]
-    command += ["--directory", str(folder / f"store-{number}")]
-    command += ["--delay-sec", str(delay_sec), "--end-with-stdin"]
+    command = module("trainer", "store", "--token-file", token, "--end-with-stdin")
+    command += ["--directory", str(folder / f"store-{number}"), "--delay-sec", str(delay_sec)]
     return subprocess.Popen(
         ["taskset", "-c", "1", *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
 
 
-def measure(task: dict[str, Any], scratch: Path) -> dict[str, float]:
-    """Run one mode and return the milliseconds of a step, fetched rows and hit rate.
+def train_command(job: Path, dataset: Path | str, output: Path, embedding: str) -> list[str]:
+    """Return the command of one mode."""
+    words = ("train", job, "--dataset", dataset, "--output", output, "--embedding", embedding)
+    return module("trainer", *words, "--json")
 
-    Raises:
-        RuntimeError: the run failed; its error is on stderr.
-    """
-    with tempfile.TemporaryDirectory(dir=scratch) as name:
-        folder = Path(name)
-        (folder / "task.json").write_text(json.dumps(task), encoding="utf-8")
-        script = IN_NAMESPACE.format(rate=RATE, python=sys.executable, folder=folder)
-        done = subprocess.run(
-            ["unshare", "--net", "bash", "-euc", script], cwd=REPOSITORY, check=False
-        )
-        if done.returncode:
-            raise RuntimeError(f"{task['mode']} must train, got exit status {done.returncode}")
-        metrics = read_metrics(folder / "run" / METRICS)
-        summary = json.loads((folder / "run" / SUMMARY).read_text(encoding="utf-8"))
+
+def train_mode(task: dict[str, Any], mode: str, scratch: Path) -> dict[str, float]:
+    """Run one mode and return the milliseconds of a step, fetched rows and hit rate."""
+    folder = scratch / "mode"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    (folder / "task.json").write_text(json.dumps(task | {"mode": mode}), encoding="utf-8")
+    script = IN_NAMESPACE.format(rate=RATE, python=sys.executable, folder=folder)
+    run(["unshare", "--net", "bash", "-euc", script])
+    metrics = read_metrics(folder / "run" / METRICS)
+    summary = json.loads((folder / "run" / SUMMARY).read_text(encoding="utf-8"))
     return {
         **step_figures(metrics[len(metrics) // 10 :]),
         "fetched_rows": summary["fetched_rows"] / len(metrics),
@@ -124,68 +158,281 @@ def measure(task: dict[str, Any], scratch: Path) -> dict[str, float]:
     }
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark and print the result."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.cache", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="one JSON object on one line")
-    parser.add_argument("--samples", type=int, default=1_000_000)
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--rows", type=int, default=20_000, help="cached rows per table")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--delay-sec", type=float, default=0.0, help="added to every response")
-    parser.add_argument("--dataset", type=Path, help="an existing dataset of the demo")
-    parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args(argv)
-    if options.inside is not None:
-        return train_in_namespace(options.inside)
-    if os.geteuid() != 0:
-        sys.stderr.write("error: benchmark must run as root to create its network; use sudo\n")
-        return 1
-    with tempfile.TemporaryDirectory(prefix="presage-cache-") as name:
-        scratch = Path(name)
-        job = write_job(scratch / "job", options.rows)
-        dataset = options.dataset
-        if dataset is None:
-            log = GeneratorConfig(num_samples=options.samples, seed=1, start=datetime(2026, 1, 1))
-            write_log(log, scratch / "log")
-            dataset = build_dataset(job, scratch / "log", scratch / "dataset")
-        figures: dict[str, list[dict[str, float]]] = {mode: [] for mode in MODES}
-        for number in range(options.rounds):
-            for mode in MODES if number % 2 == 0 else reversed(MODES):
-                task = {"mode": mode, "job": str(job), "dataset": str(dataset)}
-                task |= {"steps": options.steps, "delay_sec": options.delay_sec}
-                figures[mode].append(measure(task, scratch))
-                sys.stderr.write(f"{mode} {json.dumps(figures[mode][-1])}\n")
-        result = summarize(figures, open_dataset(dataset), options)
-    write_result(result, options)
-    return 0
-
-
-def summarize(
-    figures: dict[str, list[dict[str, float]]], dataset: Dataset, options: argparse.Namespace
-) -> dict[str, Any]:
-    """Return the result of the benchmark."""
+def measure_stores(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    """Train in every mode."""
+    job = write_job(scratch / "job", options.rows)
+    path = options.dataset or demo_dataset(scratch, options.samples, job)
+    task = {"job": str(job), "dataset": str(path), "steps": options.steps}
+    task["delay_sec"] = options.delay_sec
+    runs = alternate(
+        {mode: partial(train_mode, task, mode, scratch) for mode in MODES}, options.rounds
+    )
+    sec = {mode: [one["step_ms"] / 1e3 for one in of] for mode, of in runs.items()}
+    dataset = open_dataset(path)
     touched = [
         max(s.manifest.tables[table].num_unique_rows for s in dataset.segments)
         for table in dataset.job.data.tables
     ]
-    steps = {mode: [r["step_ms"] for r in runs] for mode, runs in figures.items()}
-    ratios = {
-        mode: [a / b for a, b in zip(steps[mode], steps["cached"], strict=True)] for mode in MODES
+    return compared(
+        [BATCH / one for one in sec["cached"]],
+        [BATCH / one for one in sec["uncached"]],
+        "samples/s, the planned cache against no cache",
+        higher=True,
+        bound=median(ratios(sec["plain"], sec["uncached"])),
+        against_lru=ratios(sec["cached"], sec["lru"]),
+        of_plain=ratios(sec["cached"], sec["plain"]),
+        cached_rows=sum(min(options.rows, t) for t in touched),
+        touched_rows=sum(touched),
+        equal_losses=len({one["loss_last"] for of in runs.values() for one in of}) == 1,
+        modes={mode: of[-1] for mode, of in runs.items()},
+    )
+
+
+# A memory limit.
+
+TABLE_ROWS = 2_000_000
+HOT_SHARE = 0.5
+"""Share of accesses of the hottest 1 % of rows; low, so that every row of a table is touched."""
+NUM_DENSE = 13
+LARGE_DIM, LARGE_BATCH = 256, 1024
+EPOCHS = 2
+_EVALUATED = 16_384
+_ALWAYS = "presence { min_fraction: 1 }"
+_TIME = _ALWAYS + " time_domain { integer_format: UNIX_MICROSECONDS }"
+MODES_IN_MEMORY = {
+    "plain": ("plain", "log"),
+    "log": ("cached", "log"),
+    "mmap": ("cached", "mmap"),
+    "lru": ("lru", "mmap"),
+    "uncached": ("uncached", "mmap"),
+}
+"""Mode -> its `--embedding` and `cache.files`."""
+RECORD_BYTES = 4 * (LARGE_DIM + 1)
+_POLL_SEC = 0.01
+
+
+def write_large_log(directory: Path, num_samples: int) -> None:
+    """Write samples one second apart, each its own session; half of the labels are 1.
+
+    Args:
+        directory: to create.
+        num_samples: of training; evaluation samples are added.
+    """
+    directory.mkdir(parents=True)
+    count = num_samples + _EVALUATED
+    rng = np.random.default_rng(0)
+    columns: dict[str, Any] = {
+        "session": np.arange(count),
+        "time": np.arange(count).astype("datetime64[s]").astype("datetime64[us]"),
+        "label": rng.integers(0, 2, count),
     }
+    for number in range(NUM_DENSE):
+        columns[f"dense_{number}"] = rng.random(count, np.float32)
+    for number in range(NUM_TABLES):
+        columns[_id(number)] = skewed_rows(TABLE_ROWS, count, number, HOT_SHARE).astype(np.int64)
+    pq.write_table(pa.table(columns), directory / "log.parquet", row_group_size=1 << 16)
+
+
+def write_large_job(directory: Path, num_samples: int, train: dict[str, Any]) -> Path:
+    """Write the job that builds the log and trains on it, with its schema; return its path.
+
+    Args:
+        directory: to create.
+        num_samples: argument of `write_large_log`.
+        train: additional keys of the `train` section.
+    """
+    tables = {
+        _table(k): {"features": [_id(k)], "rows": "identity", "num_rows": TABLE_ROWS}
+        for k in range(NUM_TABLES)
+    }
+    first_evaluated = np.datetime64(num_samples, "s")
+    job = {
+        "name": "memory",
+        "data": {
+            "sources": {"log": {"files": "*.parquet", "format": "parquet"}},
+            "samples": {"map": "SELECT * FROM log"},
+            "session": {"key": "session", "time": "time"},
+            "split": {"evaluation_from": str(first_evaluated)},
+            "tables": tables,
+            "oracle": {"batch_samples": LARGE_BATCH, "epochs": EPOCHS},
+        },
+        "train": {
+            "model": {"name": "dlrm", "bottom_layers": [256], "top_layers": [512, 256]},
+            "embedding_dim": LARGE_DIM,
+            "batch_samples": LARGE_BATCH,
+            "epochs": EPOCHS,
+            **train,
+        },
+    }
+    features = [("session", "INT", "kept", _ALWAYS), ("time", "INT", "kept", _TIME)]
+    features.append(("label", "INT", "label", _ALWAYS))
+    features += [(f"dense_{k}", "FLOAT", "dense", "") for k in range(NUM_DENSE)]
+    features += [(_id(k), "INT", "sparse", _ALWAYS) for k in range(NUM_TABLES)]
+    return write_new_job(directory, job, features)
+
+
+def _id(number: int) -> str:
+    return f"id_{number:02d}"
+
+
+def _table(number: int) -> str:
+    return f"table_{number:02d}"
+
+
+def prepare(options: argparse.Namespace, scratch: Path) -> Path:
+    """Build the dataset and train its first epoch, unless both exist; return that run."""
+    warm, samples = scratch / "warm", options.large_samples
+    cache = {"policy": "belady", "rows": options.large_rows, "prefetch_steps": 4}
+    if warm.is_dir():
+        return warm
+    write_large_log(scratch / "log", samples)
+    job = write_large_job(scratch / "job", samples, {"num_threads": 1, "cache": cache})
+    dataset = build_dataset(job, scratch / "log", scratch / "dataset")
+    shutil.rmtree(scratch / "log")
+    steps = order_of(load_job(job), open_dataset(dataset)).num_steps // 2
+    unfinished = scratch / "warm.partial"
+    run([*train_command(job, dataset, unfinished, "plain"), "--steps", str(steps)])
+    return unfinished.rename(warm)
+
+
+def resume_mode(mode: str, scratch: Path, steps: int, limit_bytes: int) -> dict[str, float]:
+    """Resume from the first epoch in one mode and return its figures.
+
+    The process is killed after the steps.
+
+    Raises:
+        RuntimeError: it ended before; its error is on stderr.
+    """
+    embedding, files = MODES_IN_MEMORY[mode]
+    body = read_job(scratch / "job" / "job.yaml")
+    body["train"]["cache"]["files"] = files
+    job = write_yaml(scratch / "job" / f"{mode}.yaml", body)
+    folder = scratch / "run"
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(scratch / "warm", folder, copy_function=os.link)  # files are not modified
+    drop_pages(scratch / "dataset")
+    drop_pages(folder)
+    first = len(read_metrics(folder / METRICS))
+    counted, last = first + steps // 4, first + steps
+    command = [*train_command(job, scratch / "dataset", folder, embedding), "--resume"]
+    with nullcontext() if mode == "plain" else group("memory") as limits:
+        if limits is not None:
+            limits.limit_memory(limit_bytes)
+            command = limits.command(command)
+        process = subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.DEVNULL)
+        try:
+            read, written = _bytes_of_steps(process, folder / METRICS, counted, last)
+        finally:
+            process.kill()  # the rest of the epoch is not measured
+            process.wait()
+        peak = 0 if limits is None else limits.peak_bytes
+    per_step = 1e6 * (last - counted)
     return {
-        "ours": round(BATCH / statistics.median(steps["cached"]) * 1e3, 1),
-        "peer": round(BATCH / statistics.median(steps["uncached"]) * 1e3, 1),
-        "ratio": round(statistics.median(ratios["uncached"]), 3),
-        "unit": "samples/s, the planned cache against no cache",
-        "rounds": [round(r, 3) for r in ratios["uncached"]],
-        "against_lru": [round(r, 3) for r in ratios["lru"]],
-        "of_plain": [round(r, 3) for r in ratios["plain"]],
-        "cached_rows": sum(min(options.rows, t) for t in touched),
-        "touched_rows": sum(touched),
-        "equal_losses": len({run["loss_last"] for runs in figures.values() for run in runs}) == 1,
-        "modes": {mode: runs[-1] for mode, runs in figures.items()},
+        **step_figures(read_metrics(folder / METRICS)[counted:last]),
+        "read_mb": round(read / per_step, 2),
+        "written_mb": round(written / per_step, 2),
+        "peak_mib": peak >> 20,
     }
+
+
+def _bytes_of_steps(
+    process: subprocess.Popen[bytes], metrics: Path, first: int, last: int
+) -> tuple[int, int]:
+    """Return the bytes that a process reads and writes between the commits of two steps."""
+    counts: list[tuple[int, int]] = []
+    for step in (first, last):
+        while process.poll() is None and num_lines(metrics) < step:
+            time.sleep(_POLL_SEC)
+        if process.returncode is not None:
+            raise RuntimeError(f"trainer must continue, got exit status {process.returncode}")
+        counts.append(_device_bytes(process.pid))
+    return counts[1][0] - counts[0][0], counts[1][1] - counts[0][1]
+
+
+def _device_bytes(pid: int) -> tuple[int, int]:
+    lines = Path(f"/proc/{pid}/io").read_text(encoding="ascii").splitlines()
+    fields = dict(line.split(": ") for line in lines)
+    return int(fields["read_bytes"]), int(fields["write_bytes"])
+
+
+def refetched_share(dataset: Dataset, warm: Path, steps: range) -> float:
+    """Return the share of the rows of some steps that the first epoch touched."""
+    (checkpoint,) = (warm / "checkpoints").iterdir()
+    order = order_of(dataset.job, dataset)
+    num_accesses = num_touched = 0
+    for table in dataset.job.data.tables:
+        touched = np.load(checkpoint / table / "rows.npy")
+        accesses = TableAccesses(dataset, table, order)
+        for step in steps:
+            rows = accesses.rows[accesses.numbers(step)]
+            num_accesses += len(rows)
+            num_touched += int(np.isin(rows, touched, assume_unique=True).sum())
+    return num_touched / num_accesses
+
+
+def touched_rows(warm: Path) -> int:
+    """Return the number of rows that the first epoch wrote."""
+    files = warm.glob("checkpoints/*/*/rows.npy")
+    return sum(len(np.load(path, mmap_mode="r")) for path in files)
+
+
+def measure_memory(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    """Train the second epoch in every mode."""
+    scratch.mkdir(parents=True, exist_ok=True)
+    warm, limit = prepare(options, scratch), options.limit_mib << 20
+    sides = {
+        mode: partial(resume_mode, mode, scratch, options.large_steps, limit)
+        for mode in MODES_IN_MEMORY
+    }
+    runs = alternate(sides, options.rounds)
+    sec = {mode: [one["mean_ms"] / 1e3 for one in of] for mode, of in runs.items()}
+    dataset, first = open_dataset(scratch / "dataset"), len(read_metrics(warm / METRICS))
+    touched = touched_rows(warm) * RECORD_BYTES
+    return compared(
+        [LARGE_BATCH / one for one in sec["log"]],
+        [LARGE_BATCH / one for one in sec["uncached"]],
+        "samples/s under a memory limit, the plan over a log against no cache",
+        higher=True,
+        over_log={mode: ratios(sec["log"], sec[mode]) for mode in ("plain", "lru", "mmap")},
+        touched_bytes=touched,
+        limit_bytes=limit,
+        touched_of_limit=round(touched / limit, 2),
+        refetched=round(refetched_share(dataset, warm, range(first, first + 8)), 4),
+        equal_losses=len({one["loss_last"] for of in runs.values() for one in of}) == 1,
+        modes={mode: of[-1] for mode, of in runs.items()},
+    )
+
+
+def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    """Measure the parts; the result is the first one."""
+    if os.geteuid() != 0:
+        raise MissingError("it must run as root to create its network; use sudo")
+    details: dict[str, Any] = {}
+    if "stores" in options.parts:
+        details["stores"] = measure_stores(options, scratch)
+    if "memory" in options.parts:
+        require_groups()
+        details["memory"] = measure_memory(options, options.scratch or scratch / "memory")
+    return headline(details, options.parts[0])
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark and print the result."""
+    options = Options("cache", __doc__, rounds=2)
+    options.add("--parts", PARTS, "comma-separated", small=("stores",), choices=PARTS)
+    options.add("--samples", 1_000_000, "of the demo's log", small=40_000)
+    options.add("--steps", 200, "of `stores`", small=8)
+    options.add("--rows", 20_000, "cached rows per table of `stores`")
+    options.add("--delay-sec", 0.0, "added to every response of a store")
+    options.add("--dataset", None, "an existing dataset of the demo")
+    options.add("--large-samples", 786_432, "of the log of `memory`", small=32_768)
+    options.add("--large-steps", 48, "of the second epoch", small=8)
+    options.add("--large-rows", 6000, "cached rows of a table of `memory`")
+    options.add("--limit-mib", 2000, "memory of a process", small=1200)
+    options.add("--scratch", None, "folder to keep and reuse the dataset of `memory` in")
+    options.add("--inside", None, argparse.SUPPRESS)
+    inside = options.parse(argv).inside
+    return options.run(measure, argv) if inside is None else train_in_namespace(inside)
 
 
 if __name__ == "__main__":

@@ -15,11 +15,12 @@ the lookups, which our reader computes in its thread and FBGEMM in its backward.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,7 +34,17 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from numpy.typing import NDArray
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from benchmarks.logs import write_result
+from benchmarks.common.harness import (
+    Options,
+    alternate,
+    compared,
+    headline,
+    median,
+    ratios,
+    report,
+    timed,
+)
+from benchmarks.common.skew import skewed_rows
 from schemas.arrays import offsets_of
 from schemas.config.train import SparseOptimizerConfig
 from schemas.dataset import order
@@ -44,8 +55,6 @@ from trainer.embedding.kernels.interface import ArenaRows, TableRows, rule_at
 from trainer.embedding.pooling import Pooling
 
 SKEWS = ("uniform", "mild", "heavy")
-HOT_ROWS, HOT_SHARE = 0.01, 0.92
-"""Heavy skew: this share of the rows gets that share of the lookups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,31 +173,13 @@ def draw(num_rows: int, count: int, skew: str, rng: np.random.Generator) -> NDAr
     """Draw ids with one of `SKEWS`; hot rows are spread over the table."""
     if skew == "uniform" or num_rows < 10:
         return rng.integers(0, num_rows, count)
-    if skew == "mild":
-        ranks = (num_rows * rng.random(count) ** 1.5).astype(np.int64)
-        return rng.permutation(num_rows)[np.minimum(ranks, num_rows - 1)]
-    cumulative = np.cumsum(np.arange(1, num_rows + 1, dtype=np.float64) ** -_exponent(num_rows))
-    ranks = np.searchsorted(cumulative, rng.random(count) * cumulative[-1])
-    return rng.permutation(num_rows)[ranks]
-
-
-def _exponent(num_rows: int) -> float:
-    """Return the exponent of the power law with which the hottest rows get their share."""
-    low, high = 0.5, 2.5
-    ranks, hot = np.arange(1, num_rows + 1, dtype=np.float64), max(1, round(num_rows * HOT_ROWS))
-    for _ in range(25):
-        middle = (low + high) / 2
-        weights = ranks**-middle
-        if weights[:hot].sum() / weights.sum() < HOT_SHARE:
-            low = middle
-        else:
-            high = middle
-    return low
+    if skew == "heavy":
+        return skewed_rows(num_rows, count, int(rng.integers(1 << 30))).astype(np.int64)
+    ranks = (num_rows * rng.random(count) ** 1.5).astype(np.int64)
+    return rng.permutation(num_rows)[np.minimum(ranks, num_rows - 1)]
 
 
 RULE = SparseOptimizerConfig(learning_rate=0.01)
-SIDES = ("ours", "fbgemm", "torch")
-DIMS = (16, 32, 64, 128)
 CALLS = 3
 """Steps of one side in a round."""
 
@@ -248,7 +239,7 @@ def ours(step: Step, dim: int, gradient: torch.Tensor) -> Callable[[], None]:
     return run
 
 
-def measure(shape: Shape, skew: str, dim: int, rounds: int) -> dict[str, Any]:
+def measure_shape(shape: Shape, skew: str, dim: int, rounds: int) -> dict[str, Any]:
     """Measure all sides of one configuration.
 
     Args:
@@ -260,89 +251,59 @@ def measure(shape: Shape, skew: str, dim: int, rounds: int) -> dict[str, Any]:
     step = step_of(shape, skew, np.random.default_rng(0))
     gradient = torch.randn(shape.num_samples, len(step.ids) * dim) * 0.01
     sides = {"ours": ours, "fbgemm": fbgemm, "torch": torch_bag}
-    runs = {name: sides[name](step, dim, gradient) for name in SIDES} | {
-        "transpose": step.transpose
-    }
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for run in runs.values():
-        run()
-    for _ in range(rounds):
-        for name, run in runs.items():
-            seconds[name].append(seconds_per_step(run))
-    times = {name: np.array(values) for name, values in seconds.items()}
-    best = np.minimum(times["fbgemm"], times["torch"])
-    ratios, prepared = best / times["ours"], best / (times["ours"] + times["transpose"])
-    return {
-        "shape": shape.name,
-        "skew": skew,
-        "dim": dim,
-        "num_lookups": step.num_lookups,
-        "num_distinct": step.num_distinct,
-        "milliseconds": {n: round(float(np.median(v)) * 1e3, 3) for n, v in times.items()},
-        "ratio": round(float(np.median(ratios)), 2),
-        "ratio_prepared": round(float(np.median(prepared)), 2),
-        "rounds": [round(float(r), 2) for r in ratios],
-    }
+    runs = {name: sides[name](step, dim, gradient) for name in sides}
+    runs["transpose"] = step.transpose
+    seconds = alternate(
+        {name: partial(seconds_per_step, run) for name, run in runs.items()}, rounds, warm_up=1
+    )
+    times = {name: np.array(values) * 1e3 for name, values in seconds.items()}
+    best = np.minimum(times["fbgemm"], times["torch"]).tolist()
+    prepared = (times["ours"] + times["transpose"]).tolist()
+    return compared(
+        times["ours"].tolist(),
+        best,
+        "ms of a step",
+        num_lookups=step.num_lookups,
+        num_distinct=step.num_distinct,
+        milliseconds={n: round(float(np.median(v)), 3) for n, v in times.items()},
+        ratio_prepared=median(ratios(prepared, best)),
+    )
 
 
 def seconds_per_step(run: Callable[[], None]) -> float:
     """Return the seconds of one step."""
-    start = time.perf_counter()
-    for _ in range(CALLS):
-        run()
-    return (time.perf_counter() - start) / CALLS
+    return timed(lambda: [run() for _ in range(CALLS)]) / CALLS
 
 
-def headline(details: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the configuration with the smallest ratio, and counts over all configurations."""
-    worst = min(details, key=lambda c: c["ratio"])
-    times = worst["milliseconds"]
-    ratios = [c["ratio"] for c in details]
+def measure(options: argparse.Namespace, _: Path) -> dict[str, Any]:
+    """Measure all configurations; the result is the one with the smallest ratio."""
+    torch.set_num_threads(options.threads)
+    by_name: dict[str, Shape] = {shape.name: shape for shape in shapes(options.samples)}
+    details: dict[str, Any] = {}
+    for name, skew, dim in product(options.shapes, options.skews, options.dims):
+        label = f"{name} {skew} {dim}"
+        details[label] = measure_shape(by_name[name], skew, dim, options.rounds)
+        report(label, details[label])
+    found = [one["ratio"] for one in details.values()]
     return {
-        "ours": times["ours"],
-        "peer": min(times["fbgemm"], times["torch"]),
-        "ratio": worst["ratio"],
-        "unit": "ms of a step, the configuration with the smallest ratio",
-        "rounds": worst["rounds"],
-        "median_ratio": round(statistics.median(ratios), 2),
-        "smallest_prepared": min(c["ratio_prepared"] for c in details),
-        "at_least_1": sum(r >= 1 for r in ratios),
-        "at_least_2": sum(r >= 2 for r in ratios),
+        **headline(details, min(details, key=lambda label: details[label]["ratio"])),
+        "median_ratio": median(found),
+        "smallest_prepared": min(one["ratio_prepared"] for one in details.values()),
+        "at_least_1": sum(ratio >= 1 for ratio in found),
+        "at_least_2": sum(ratio >= 2 for ratio in found),
         "num_configurations": len(details),
     }
 
 
-def _format_row(figures: dict[str, Any]) -> str:
-    times = figures["milliseconds"]
-    numbers = "  ".join(f"{name} {times[name]:8.2f}" for name in (*SIDES, "transpose"))
-    spread = f"{min(figures['rounds']):.2f}..{max(figures['rounds']):.2f}"
-    return (
-        f"{figures['shape']:>5} {figures['skew']:>8} {figures['dim']:>4}  {numbers}  "
-        f"ratio {figures['ratio']:.2f} ({spread}), prepared {figures['ratio_prepared']:.2f}\n"
-    )
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark and print the result."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.embedding", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="one JSON object on one line")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--dims", default=",".join(map(str, DIMS)), help="widths, comma-separated")
-    parser.add_argument("--skews", default=",".join(SKEWS), help="of ids, comma-separated")
-    parser.add_argument("--shapes", default="26x1,1x35", help="features x ids, comma-separated")
-    parser.add_argument("--samples", type=int, default=4096, help="samples of a step")
-    parser.add_argument("--threads", type=int, default=2)
-    options = parser.parse_args(argv)
-    torch.set_num_threads(options.threads)
-    by_name: dict[str, Shape] = {shape.name: shape for shape in shapes(options.samples)}
-    details: list[dict[str, Any]] = []
-    for name in options.shapes.split(","):
-        for skew in options.skews.split(","):
-            for dim in map(int, options.dims.split(",")):
-                details.append(measure(by_name[name], skew, dim, options.rounds))
-                sys.stderr.write(_format_row(details[-1]))
-    write_result(headline(details) | {"details": details}, options)
-    return 0
+    options = Options("embedding", __doc__, rounds=7)
+    options.add("--dims", (16, 32, 64, 128), "widths", small=(16,))
+    options.add("--skews", SKEWS, "of ids", small=("heavy",), choices=SKEWS)
+    options.add("--shapes", ("26x1", "1x35"), "features x ids")
+    options.add("--samples", 4096, "samples of a step", small=64)
+    options.add("--threads", 2, "of torch")
+    return options.run(measure, argv)
 
 
 if __name__ == "__main__":

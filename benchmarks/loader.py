@@ -1,71 +1,84 @@
 """Batches of `presage.DataLoader` against a loader of plain Parquet that builds the same tensors.
 
-`python -m benchmarks.loader [--json] [--rounds N] [--datasets mind,demo]
-[--samples N,N]`
+`python -m benchmarks.loader [--json] [--parts batches,tables] [--rounds N]
+[--datasets mind,demo] [--samples N,N]`
 
-Peers read the samples as `presage expand --model-inputs` writes them, by
+Each side is a process of its own, in alternating order. Rates are samples per second of processor
+time of all threads, so per core.
+
+`batches`: peers read the samples as `presage expand --model-inputs` writes them, by
 `pyarrow.parquet.ParquetFile.iter_batches` (`iter_batches`), by `pyarrow.dataset` (`scanner`), and
-by Hugging Face `datasets`, `torchdata` and Mosaic `streaming` where they are installed
-(`loader_peers.py`), in batches of as many samples, hash ids to rows by the same kernel, and build
+by Hugging Face `datasets` and `torchdata` where they are installed (`peers/loading.py`), in batches
+of as many samples, hash ids to rows by the same kernel, and build
 one KeyedJaggedTensor of all sparse features, dense features and labels. Row groups have 65,536
 samples. Before the measurement their tensors are compared with those of `expanded`: all values,
-lengths, labels and dense features are equal.
+lengths, labels and dense features are equal. A process makes one pass to warm up, then as many as
+take a second, each with a new reader, so that nothing decoded is kept. The floors are Arrow alone:
+our files and the plain file, decoded to Arrow tables and dropped; `bound` is that of our files.
+Ratios compare with the faster of `iter_batches` and `scanner`. Columns are labels, weights, dense
+and sparse features, without kept ones.
 
-Each side is a process of its own, in alternating order: one pass to warm up, then as many as take a
-second, each with a new reader, so that nothing decoded is kept. `floor` is Arrow alone: our files
-and the plain file, decoded to Arrow tables and dropped. Rates are samples per second of processor
-time of all threads, so per core; ratios compare with the faster of `iter_batches` and `scanner`.
-Columns are labels, weights, dense and sparse features, without kept ones. MIND is measured if its
-log exists; the demo's log is generated.
+`tables`: all columns, and two of them, read by `presage.Dataset` and from what `presage expand`
+writes; `_2` marks two columns. Seconds, and growth of the peak memory.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
-import multiprocessing
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from benchmarks.loader_peers import (
+from benchmarks.common.harness import (
+    MissingError,
+    Options,
+    alternate,
+    compared,
+    headline,
+    median,
+    medians,
+    ratios,
+)
+from benchmarks.common.logs import (
+    DEMO_JOB,
+    SHARED_DATA,
+    build_dataset,
+    demo_dataset,
+    job_path,
+    read_job,
+    write_demo,
+    write_job_file,
+)
+from benchmarks.common.processes import in_process, measured
+from benchmarks.peers.loading import (
     BATCH,
     LIBRARIES,
-    MDS_SAMPLES,
     PEERS,
     Tensors,
     has,
     peer_batches,
-    peers_of,
     plain_path,
-    write_mds,
 )
-from benchmarks.logs import (
-    DEMO_JOB,
-    SHARED_DATA,
-    build_dataset,
-    job_path,
-    read_job,
-    write_job_file,
-    write_result,
-)
-from pipelines.demo_log.generate import GeneratorConfig, write_log
+from pipelines.report.sizes import dataset_bytes
 from pipelines.table.expand import expand
 from presage import DataLoader
+from presage.dataset import Dataset as Table
 from schemas.dataset.checked_files import CheckedFile
 from schemas.dataset.opened import open_dataset
 from schemas.layout import DATA_DIRECTORIES
 from trainer.data.decode import spec_of
 
+PARTS = ("batches", "tables")
 ROW_GROUP = 65_536
 MIN_SEC = 1.0
 """Processor time of the measured passes of a process, at least."""
@@ -119,9 +132,9 @@ def read_side(side: str, dataset: Path) -> int:
     return drain(peer_batches(dataset, side))
 
 
-def time_side(side: str, dataset: str) -> dict[str, float]:
+def time_side(side: str, path: Path) -> dict[str, float]:
     """Return the wall and the processor time of a pass of a side, in this process."""
-    path, passes = Path(dataset), 0
+    passes = 0
     read_side(side, path)
     wall, processor = time.perf_counter(), time.process_time()
     while time.process_time() - processor < MIN_SEC:
@@ -131,9 +144,8 @@ def time_side(side: str, dataset: str) -> dict[str, float]:
     return {"wall_sec": (end[0] - wall) / passes, "cpu_sec": (end[1] - processor) / passes}
 
 
-def digest(dataset: str, side: str) -> str:
+def digest(path: Path, side: str) -> str:
     """Return a hash of the samples of a side, however they are divided into batches."""
-    path = Path(dataset)
     ours = side in OURS
     batches = our_batches(path, deduplicated=False) if ours else peer_batches(path, side)
     hashes: dict[str, Any] = {}
@@ -150,64 +162,38 @@ def digest(dataset: str, side: str) -> str:
     return " ".join(f"{name} {each.hexdigest()}" for name, each in sorted(hashes.items()))
 
 
-def in_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return the result of a function in a new process."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(function, *arguments).result()
-
-
-def measure(dataset: Path, rounds: int) -> dict[str, Any]:
+def measure_batches(dataset: Path, rounds: int) -> dict[str, Any]:
     """Return rates and ratios on one dataset, after a comparison of the tensors of all sides."""
     num_samples = pq.read_metadata(plain_path(dataset)).num_rows
-    shards = write_mds(dataset) if num_samples <= MDS_SAMPLES and has("streaming") else None
-    peers = peers_of(dataset)
-    digests = {side: in_process(digest, str(dataset), side) for side in ("expanded", *peers)}
+    peers = (*PEERS, *filter(has, LIBRARIES))
+    digests = {side: in_process(digest, dataset, side) for side in ("expanded", *peers)}
     if len(set(digests.values())) != 1:
         raise RuntimeError(f"all sides must build the same tensors, got {digests}")
-    runs: dict[str, list[dict[str, float]]] = {side: [] for side in (*OURS, *peers, *FLOORS)}
-    for number in range(rounds):
-        for side in runs if number % 2 else reversed(runs):
-            runs[side].append(in_process(time_side, side, str(dataset)))
-            sys.stderr.write(f"{dataset.name} {side} {runs[side][-1]}\n")
-    return {**summarize(dataset, runs), "mds": shards}
-
-
-def summarize(dataset: Path, runs: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
-    """Return rates, ratios by round, and bytes."""
-    num_samples = pq.read_metadata(plain_path(dataset)).num_rows
-
-    def rates(clock: str) -> dict[str, int]:
-        return {
-            side: round(num_samples / statistics.median(r[clock] for r in of_side))
-            for side, of_side in runs.items()
-        }
-
-    peer = min(PEERS, key=lambda side: statistics.median(r["cpu_sec"] for r in runs[side]))
-    ratios = {
-        f"{side}_{clock}": [
-            a[clock] / b[clock] for a, b in zip(runs[peer], runs[side], strict=True)
-        ]
-        for side in OURS
+    sides = (*OURS, *peers, *FLOORS)
+    runs = alternate(
+        {side: partial(in_process, time_side, side, dataset) for side in sides}, rounds
+    )
+    sec = {
+        clock: {side: [one[clock] for one in of] for side, of in runs.items()}
         for clock in ("cpu_sec", "wall_sec")
     }
-    return {
-        "num_samples": num_samples,
-        "peer": peer,
-        "samples_per_core_sec": rates("cpu_sec"),
-        "samples_per_sec": rates("wall_sec"),
-        "ratios": {name: round(statistics.median(values), 2) for name, values in ratios.items()},
-        "rounds": {name: [round(v, 2) for v in values] for name, values in ratios.items()},
-        "read_bytes": {"ours": our_bytes(dataset), "peer": plain_bytes(dataset)},
-    }
-
-
-def our_bytes(dataset: Path) -> int:
-    """Return the bytes that are verified and decoded: whole row groups of the data files."""
-    return sum(
-        entry.num_bytes
-        for segment in open_dataset(dataset).segments
-        for path, entry in segment.files.items()
-        if path.startswith(tuple(DATA_DIRECTORIES))
+    cpu, wall = sec["cpu_sec"], sec["wall_sec"]
+    peer = min(PEERS, key=lambda side: statistics.median(cpu[side]))
+    rates = {side: [num_samples / one for one in of] for side, of in cpu.items()}
+    return compared(
+        rates["deduplicated"],
+        rates[peer],
+        f"samples per second and core, deduplicated, against {peer}",
+        higher=True,
+        bound=statistics.median(cpu[peer]) / statistics.median(cpu["our_floor"]),
+        num_samples=num_samples,
+        samples_per_core_sec={side: round(median(of)) for side, of in rates.items()},
+        expanded=ratios(cpu["expanded"], cpu[peer]),
+        wall={side: ratios(wall[side], wall[peer]) for side in OURS},
+        read_bytes={
+            "ours": dataset_bytes(open_dataset(dataset)),
+            "peer": plain_bytes(dataset),
+        },
     )
 
 
@@ -220,7 +206,7 @@ def plain_bytes(dataset: Path) -> int:
     return sum(c.total_compressed_size for c in chunks if c.path_in_schema.split(".")[0] in names)
 
 
-def build_without_split(job: Path, log: Path, dataset: Path) -> Path:
+def write_dataset(job: Path, log: Path, dataset: Path) -> Path:
     """Build a dataset whose samples are all trained, and write its plain file."""
     content = read_job(job)
     content["data"].pop("split")
@@ -231,46 +217,87 @@ def build_without_split(job: Path, log: Path, dataset: Path) -> Path:
     return dataset
 
 
-def datasets(names: Sequence[str], samples: Sequence[int], scratch: Path) -> Iterator[Path]:
-    """Yield the datasets that are measured."""
+TWO = ["item_id", "clicked"]
+WAYS: dict[str, Callable[[str, list[str] | None], int]] = {
+    "batches": lambda path, columns: sum(b.num_rows for b in Table(path).batches(columns)),
+    "to_arrow": lambda path, columns: Table(path).to_arrow(columns).num_rows,
+    "to_polars": lambda path, columns: len(Table(path).to_polars(columns)),
+    "to_duckdb": lambda path, columns: len(Table(path).to_duckdb(columns)),
+    "parquet_batches": lambda path, columns: sum(
+        b.num_rows for b in pq.ParquetFile(f"{path}.parquet").iter_batches(columns=columns)
+    ),
+    "parquet_table": lambda path, columns: (
+        pq.read_table(f"{path}.parquet", columns=columns).num_rows
+    ),
+}
+
+
+def read_table(way: str, path: Path, columns: list[str] | None) -> dict[str, float]:
+    """Read the samples in this process; return rows, seconds and the growth of peak memory."""
+    pa.array(np.zeros(1))  # imports pandas
+    return measured(WAYS[way], str(path), columns)
+
+
+def measure_tables(dataset: Path, rounds: int) -> dict[str, Any]:
+    """Read the samples of a dataset in each way."""
+    expand(dataset, dataset.with_suffix(".parquet"))
+    sides = {
+        f"{way}{suffix}": partial(in_process, read_table, way, dataset, columns)
+        for suffix, columns in (("", None), ("_2", TWO))
+        for way in WAYS
+    }
+    found = alternate(sides, rounds)
+    rates = {way: [run["result"] / run["sec"] for run in of] for way, of in found.items()}
+    return compared(
+        rates["batches"],
+        rates["parquet_batches"],
+        "samples per second, all columns, against plain Parquet",
+        higher=True,
+        dataset_bytes=Table(dataset).sizes.dataset_bytes,
+        parquet_bytes=dataset.with_suffix(".parquet").stat().st_size,
+        reads={way: medians(of) for way, of in found.items()},
+    )
+
+
+def logs(options: argparse.Namespace, scratch: Path) -> Iterator[tuple[str, Path, Path]]:
+    """Yield name, job and raw files of the logs that are measured, the largest last."""
     mind = SHARED_DATA / "mind"
-    if "mind" in names and mind.is_dir():
-        yield build_without_split(job_path("mind"), mind, scratch / "mind")
-    elif "mind" in names:
+    if "mind" in options.datasets and mind.is_dir():
+        yield "mind", job_path("mind"), mind
+    elif "mind" in options.datasets:
         sys.stderr.write(f"skipped mind, its log is not in {SHARED_DATA}\n")
-    for count in samples if "demo" in names else ():
-        log = scratch / f"log-{count}"
-        write_log(GeneratorConfig(num_samples=count, start=datetime(2026, 1, 1)), log)
-        yield build_without_split(DEMO_JOB, log, scratch / f"demo-{count}")
+    for count in options.samples if "demo" in options.datasets else ():
+        yield f"demo-{count}", DEMO_JOB, write_demo(scratch / f"log-{count}", count)
+
+
+def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    """Measure the parts; the result is that of the first one on the largest log."""
+    details: dict[str, Any] = {}
+    last = ""
+    for name, job, log in logs(options, scratch):
+        last = name
+        if "batches" in options.parts:
+            dataset = write_dataset(job, log, scratch / name)
+            details[name] = measure_batches(dataset, options.rounds)
+    if not last:
+        raise MissingError("a log must exist, got none")
+    if "tables" in options.parts:
+        dataset = demo_dataset(scratch / "tables", max(options.samples))
+        details["tables"] = measure_tables(dataset, options.rounds)
+    head = last if last in details else next(iter(details))
+    return {
+        **headline(details, head),
+        "not_installed": [name for name in LIBRARIES if not has(name)],
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark and print the ratio of the largest log."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.loader", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="one JSON object on one line")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--datasets", default="mind,demo", help="logs, comma-separated")
-    parser.add_argument("--samples", default="100000,1000000", help="of demo logs, largest last")
-    options = parser.parse_args(argv)
-    with tempfile.TemporaryDirectory(prefix="presage-loader-") as scratch:
-        names, samples = options.datasets.split(","), map(int, options.samples.split(","))
-        built = datasets(names, list(samples), Path(scratch))
-        details = {dataset.name: measure(dataset, options.rounds) for dataset in built}
-    missing = [name for name in LIBRARIES if not has(name)]
-    if missing:
-        sys.stderr.write(f"not installed, not measured: {', '.join(missing)}\n")
-    last = details[max(details, key=lambda name: details[name]["num_samples"])]
-    result = {
-        "ours": last["samples_per_core_sec"]["deduplicated"],
-        "peer": last["samples_per_core_sec"][last["peer"]],
-        "ratio": last["ratios"]["deduplicated_cpu_sec"],
-        "unit": "samples per second and core, deduplicated",
-        "rounds": last["rounds"]["deduplicated_cpu_sec"],
-        "details": details,
-        "not_installed": missing,
-    }
-    write_result(result, options)
-    return 0
+    """Run the benchmark and print the result."""
+    options = Options("loader", __doc__, rounds=3)
+    options.add("--parts", PARTS, "comma-separated", choices=PARTS)
+    options.add("--datasets", ("mind", "demo"), "logs", small=("demo",), choices=("mind", "demo"))
+    options.add("--samples", (100_000, 1_000_000), "of demo logs, largest last", small=(20_000,))
+    return options.run(measure, argv)
 
 
 if __name__ == "__main__":

@@ -8,8 +8,7 @@ Each part runs a job under `python -m scheduler run` with real processes and kil
 one of these stores, both at once with the store's directory as in the loss of their node, or a
 segment job. `pause_sec` is the time without a new step, or in which no process builds the segment;
 the peer is the usual time between two steps before the kill, or the time to build the segment. The
-bits of each run are compared with those of an undisturbed run. All parts run in each round,
-forwards and backwards in turn.
+bits of each run are compared with those of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -18,20 +17,18 @@ import argparse
 import os
 import shutil
 import signal
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from datetime import datetime
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.logs import DEMO_JOB, REPOSITORY, read_job, write_job_file, write_result
-from benchmarks.recovery import in_rounds
-from pipelines.demo_log.generate import GeneratorConfig, write_log
+from benchmarks.common.commits import CommitWatcher
+from benchmarks.common.harness import Options, alternate, compared
+from benchmarks.common.logs import DEMO_JOB, read_job, write_demo, write_job_file
+from benchmarks.common.processes import module, start_quietly
 from scheduler.controller.events import Ended
 from scheduler.controller.journal import Incident
 from scheduler.controller.log import LOG, read_log
@@ -47,8 +44,6 @@ FAULT_STEPS = 30
 """Steps before a trainer or a store is killed."""
 FAULT_SEC = 6.0
 """Seconds before a segment job is killed."""
-POLL_SEC = 0.01
-TIMEOUT_SEC = 1200.0
 KINDS = {
     "replica": "replicas",
     "coordinator": "stores",
@@ -91,47 +86,11 @@ class SchedulerRun:
         self.output = output
         self.job = read_job(job)["name"]
         self.run = output / self.job / "run"
-        self.commits: list[tuple[float, int]] = []
         budget = output.with_suffix(".yaml")
         budget.write_text("cpus: 4\nmemory: 8GiB\n")
-        options = ["--input", str(log), "--output", str(output), "--status", "off"]
-        options += ["--budget", str(budget)]
-        with output.with_suffix(".err").open("wb") as errors:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "scheduler", "run", str(job), *options],
-                cwd=REPOSITORY,
-                stdout=subprocess.DEVNULL,
-                stderr=errors,
-            )
-
-    def wait_for(self, condition: Callable[[], object]) -> float:
-        """Poll until a condition holds; return the time.
-
-        Raises:
-            RuntimeError: the scheduler ended before, or the wait timed out.
-        """
-        start = time.time()
-        while True:
-            ended, now, count = self.has_ended, time.time(), self.num_steps
-            if not self.commits or count != self.commits[-1][1]:
-                self.commits.append((now, count))
-            if condition():
-                return now
-            if ended or now - start > TIMEOUT_SEC:
-                errors = self.output.with_suffix(".err").read_text(errors="replace")[-2000:]
-                raise RuntimeError(f"scheduler ended or timed out: {errors}")
-            time.sleep(POLL_SEC)
-
-    @property
-    def num_steps(self) -> int:
-        """Number of committed steps."""
-        path = self.run / METRICS
-        return path.read_bytes().count(b"\n") if path.is_file() else 0
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the scheduler has ended."""
-        return self._process.poll() is not None
+        words = ("run", job, "--input", log, "--output", output, "--status", "off")
+        self._process = start_quietly(module("scheduler", *words, "--budget", budget))
+        self.watcher = CommitWatcher(self.run, self._process)
 
     def pid(self, name: str) -> int | None:
         """Return the pid of a child process, None before it has one."""
@@ -145,13 +104,13 @@ class SchedulerRun:
         Raises:
             RuntimeError: it failed.
         """
-        self.wait_for(lambda: self.has_ended)
+        self.watcher.wait_for(lambda _: self._process.poll() is not None)
         if self._process.returncode != 0:
-            raise RuntimeError(self.output.with_suffix(".err").read_text()[-2000:])
+            raise RuntimeError(f"scheduler must succeed, got {self._process.returncode}")
 
     def stop(self) -> None:
         """Terminate the scheduler and its processes if they are running."""
-        if not self.has_ended:
+        if self._process.poll() is None:
             self._process.terminate()
             self._process.wait()
 
@@ -187,7 +146,7 @@ def run_undisturbed(job: Path, log: Path, output: Path) -> Path:
     return run.run
 
 
-def measure(part: str, job: Path, log: Path, undisturbed: Path, scratch: Path) -> dict[str, Any]:
+def kill(part: str, job: Path, log: Path, undisturbed: Path, scratch: Path) -> dict[str, Any]:
     """Kill one process of a run; return what it cost.
 
     Args:
@@ -209,26 +168,27 @@ def measure(part: str, job: Path, log: Path, undisturbed: Path, scratch: Path) -
 
 def _kill_in_training(run: SchedulerRun, part: str) -> dict[str, Any]:
     victim = VICTIMS[part]
-    run.wait_for(lambda: run.num_steps >= FAULT_STEPS and run.pid(victim))
-    before = run.num_steps
-    fault = _kill(run, victim)
+    watcher = run.watcher
+    watcher.wait_for(lambda count: count >= FAULT_STEPS and run.pid(victim))
+    before = watcher.commits[-1][1]
+    fault = _kill_process(run, victim)
     if part == "node":  # the node also has the trainer and the store's directory
-        _kill(run, VICTIMS["coordinator"])
+        _kill_process(run, VICTIMS["coordinator"])
         shutil.rmtree(run.run.parent / "stores" / victim.removeprefix("store-").partition(".")[0])
-    after = run.wait_for(lambda: run.num_steps > before)
+    after = watcher.wait_for(lambda count: count > before)
     run.finish()
     incident = _incident(run, victim)
     replaced = incident.back_sec
-    lowest = min((count for at, count in run.commits if at >= fault), default=before)
-    times = [at for at, _ in run.commits if at <= fault]
     metrics = read_metrics(run.run / METRICS)
     return {
         "pause_sec": round(after - fault, 3),
-        "longest_gap_sec": round(_longest_gap(run, fault, max(after, replaced or after)), 3),
-        "usual_gap_sec": round(statistics.median(b - a for a, b in pairwise(times[-20:])), 3),
+        "longest_gap_sec": round(
+            max(after - fault, watcher.longest_gap(fault, replaced or after)), 3
+        ),
+        "usual_gap_sec": round(watcher.median_gap(fault), 3),
         "seen_after_sec": round(incident.time_sec - fault, 3),
         "replaced_after_sec": None if replaced is None else round(replaced - fault, 3),
-        "recomputed_steps": max(0, before - lowest),
+        "recomputed_steps": watcher.recomputed(before, fault),
         "steps": len(metrics),
         "steps_with_fewer_replicas": sum(
             one.num_replicas < max(m.num_replicas for m in metrics) for one in metrics
@@ -237,9 +197,9 @@ def _kill_in_training(run: SchedulerRun, part: str) -> dict[str, Any]:
 
 
 def _kill_segment_job(run: SchedulerRun) -> dict[str, Any]:
-    start = run.wait_for(lambda: run.pid(SEGMENT))
-    run.wait_for(lambda: time.time() - start >= FAULT_SEC)
-    fault = _kill(run, SEGMENT)
+    start = run.watcher.wait_for(lambda _: run.pid(SEGMENT))
+    run.watcher.wait_for(lambda _: time.time() - start >= FAULT_SEC)
+    fault = _kill_process(run, SEGMENT)
     run.finish()
     incident, task = _incident(run, SEGMENT), SEGMENT.partition(".")[0]
     built = next(
@@ -260,7 +220,7 @@ def _kill_segment_job(run: SchedulerRun) -> dict[str, Any]:
     }
 
 
-def _kill(run: SchedulerRun, victim: str) -> float:
+def _kill_process(run: SchedulerRun, victim: str) -> float:
     pid = run.pid(victim)
     if pid is None:
         raise RuntimeError(f"{victim} has no pid and cannot be killed")
@@ -277,54 +237,37 @@ def _incident(run: SchedulerRun, victim: str) -> Incident:
     raise RuntimeError(f"the scheduler reported no loss of {victim}")
 
 
-def _longest_gap(run: SchedulerRun, since: float, until: float) -> float:
-    times = [since, *(at for at, _ in run.commits if since <= at <= until)]
-    return max((b - a for a, b in pairwise(times)), default=0.0)
-
-
-def headline(costs: dict[str, list[dict[str, Any]]], part: str) -> dict[str, Any]:
+def compare(costs: Mapping[str, Sequence[Mapping[str, Any]]], part: str) -> dict[str, Any]:
     """Compare the pause of one part with the usual time of a step or of a segment."""
     peer = "work_sec" if part == "segment" else "usual_gap_sec"
     pauses, usual = ([one[key] for one in costs[part]] for key in ("pause_sec", peer))
-    ratios = [b / a for a, b in zip(pauses, usual, strict=True)]
-    return {
-        "ours": round(statistics.median(pauses), 3),
-        "peer": round(statistics.median(usual), 3),
-        "ratio": round(statistics.median(ratios), 4),
-        "unit": f"seconds of pause when a {part} is killed, against {peer.removesuffix('_sec')}",
-        "rounds": [round(ratio, 4) for ratio in ratios],
-    }
+    unit = f"seconds of pause when a {part} is killed, against {peer.removesuffix('_sec')}"
+    return compared(pauses, usual, unit)
+
+
+def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    """Kill a process of every part; the result is the first one."""
+    log = write_demo(scratch / "log", SAMPLES)
+    kinds = dict.fromkeys(KINDS[part] for part in options.parts)
+    jobs = {kind: write_job(scratch / f"job-{kind}", kind) for kind in kinds}
+    alone = {kind: run_undisturbed(job, log, scratch / kind) for kind, job in jobs.items()}
+    costs = alternate(
+        {
+            part: partial(kill, part, jobs[KINDS[part]], log, alone[KINDS[part]], scratch)
+            for part in options.parts
+        },
+        options.rounds,
+    )
+    equal = all(one["equal_bits"] for runs in costs.values() for one in runs)
+    return {**compare(costs, options.parts[0]), "equal_bits": equal, "parts": costs}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark and print the result."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.migration", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="one JSON object on one line")
-    parser.add_argument("--parts", default=",".join(KINDS), help="comma-separated")
-    parser.add_argument("--rounds", type=int, default=2)
-    options = parser.parse_args(argv)
-    parts = options.parts.split(",")
-    if not set(parts) <= set(KINDS):
-        parser.error(f"parts must be of {', '.join(KINDS)}, got {options.parts!r}")
-    with tempfile.TemporaryDirectory(prefix="presage-migration-") as name:
-        scratch = Path(name)
-        log = scratch / "log"
-        start = datetime(2026, 1, 1)
-        write_log(GeneratorConfig(num_samples=SAMPLES, seed=1, start=start), log)
-        kinds = dict.fromkeys(KINDS[part] for part in parts)
-        jobs = {kind: write_job(scratch / f"job-{kind}", kind) for kind in kinds}
-        undisturbed = {
-            kind: run_undisturbed(job, log, scratch / kind) for kind, job in jobs.items()
-        }
-        costs = in_rounds(
-            parts,
-            options.rounds,
-            lambda part: measure(part, jobs[KINDS[part]], log, undisturbed[KINDS[part]], scratch),
-        )
-    equal = all(one["equal_bits"] for runs in costs.values() for one in runs)
-    result = headline(costs, parts[0]) | {"equal_bits": equal, "parts": costs}
-    write_result(result, options)
-    return 0
+    options = Options("migration", __doc__, rounds=2)
+    parts = tuple(KINDS)
+    options.add("--parts", parts, "comma-separated", small=("coordinator",), choices=parts)
+    return options.run(measure, argv)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Accuracy of the throughput model for sizes that were not measured.
 
-`python -m benchmarks.model [--json] [--seeds N] [--shared-data DIR]`
+`python -m benchmarks.model [--json] [--rounds N] [--shared-data DIR]`
 
 Two published sets of measurements are converted to the CSV format of `scheduler fit`: eight models
 over parameter servers and workers (DL2, one total batch each), and neural collaborative filtering
@@ -17,7 +17,6 @@ import argparse
 import csv
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import nnls
 
-from benchmarks.logs import SHARED_DATA, write_result
+from benchmarks.common.harness import MissingError, Options, compared
 from scheduler.model.measurements import fit_rows, read_measurements, setting_of, step_sec
 from scheduler.model.throughput import predict_seconds
 
@@ -179,46 +178,31 @@ def measure_job(rows: Sequence[Row], seeds: int) -> dict[str, Any]:
     }
 
 
-def measure(shared_data: Path, seeds: int) -> dict[str, Any]:
-    """Measure all jobs.
-
-    Args:
-        shared_data: folder of both sets.
-        seeds: random splits into folds.
-    """
-    with tempfile.TemporaryDirectory() as scratch:
-        path = Path(scratch) / "measurements.csv"
-        convert(shared_data, path)
-        read = read_measurements(path)
-    jobs = {job: measure_job(rows, seeds) for job, rows in read.rows.items()}
+def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    """Measure all jobs; a round is a random split into folds."""
+    for needed in (DL2, NCF):
+        if not (options.shared_data / needed).exists():
+            raise MissingError(f"measurements must exist, got no {options.shared_data / needed}")
+    path = scratch / "measurements.csv"
+    convert(options.shared_data, path)
+    read = read_measurements(path)
+    jobs = {job: measure_job(rows, options.rounds) for job, rows in read.rows.items()}
     sides = [
-        [statistics.mean(job[key][seed] for job in jobs.values()) for seed in range(seeds)]
+        [
+            statistics.mean(by_round)
+            for by_round in zip(*(j[key] for j in jobs.values()), strict=True)
+        ]
         for key in ("held_back_mape_rounds", "held_back_mape_optimus_rounds")
     ]
-    return {
-        "ours": round(statistics.mean(sides[0]), 4),
-        "peer": round(statistics.mean(sides[1]), 4),
-        "ratio": round(statistics.mean(sides[1]) / statistics.mean(sides[0]), 3),
-        "unit": "mean absolute percentage error of held-out sizes, as a share, against Optimus",
-        "rounds": [round(b / a, 3) for a, b in zip(*sides, strict=True)],
-        "skipped": read.num_skipped,
-        "jobs": jobs,
-    }
+    unit = "mean absolute percentage error of held-out sizes, as a share, against Optimus"
+    return compared(sides[0], sides[1], unit, skipped=read.num_skipped, jobs=jobs)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark and print the result."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.model", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="one JSON object on one line")
-    parser.add_argument("--seeds", type=int, default=5, help="random splits into folds")
-    parser.add_argument("--shared-data", type=Path, default=SHARED_DATA)
-    options = parser.parse_args(argv)
-    for needed in (DL2, NCF):
-        if not (options.shared_data / needed).exists():
-            sys.stderr.write(f"measurements must exist, got no {options.shared_data / needed}\n")
-            return 1
-    write_result(measure(options.shared_data, options.seeds), options)
-    return 0
+    options = Options("model", __doc__, rounds=5)
+    options.add_shared_data()
+    return options.run(measure, argv)
 
 
 if __name__ == "__main__":

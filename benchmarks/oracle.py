@@ -1,205 +1,101 @@
-"""Throughput of the oracle's kernels: distinct rows of each step and the next use of each row.
+"""The oracle and the plans that it gives: speed, bytes and memory.
 
-`python -m benchmarks.oracle [--json] [--samples N] [--rounds N] [--bagpipe DIR]`
+`python -m benchmarks.oracle [--json] [--parts kernels,bytes,plan,memory] [--samples N] [--rounds N]
+[--steps N] [--rows N] [--accesses N] [--bagpipe DIR] [--datasets NAME,NAME] [--shared-data DIR]`
 
-`ours` is `schemas.oracle.next_uses.distinct` and `schemas.oracle.next_uses.next_use`; the peer is
-the obvious numpy solution, one sort of all accesses by (row, step). Both give the same result and
-use one thread per core, in alternating rounds. With a checkout of BagPipe, its oracle processes the
-same accesses in the same rounds, unmodified and in one thread: compare rates per CPU second.
-Uniform ids over 10 M rows are the worst case. The benchmark also measures the end-to-end rate of
-the Beam stages, from lookups to files, and the bytes of the oracle files of shipped jobs
-(`oracle_pipeline.py`).
+`kernels`: distinct rows of each step and the next use of each row. `ours` is
+`schemas.oracle.next_uses.distinct` and `schemas.oracle.next_uses.next_use`; the peer is the obvious
+numpy solution, one sort of all accesses by (row, step). Both give the same result and use one
+thread per core. With a checkout of BagPipe, its oracle processes the same accesses in the same
+rounds (`peers/bagpipe.py`): compare rates per CPU second. Uniform ids over 10 M rows are the worst
+case.
 
-BagPipe's `BagPipe/oraclecacher.py` is loaded by itself: its transport, JSON reader and prints are
-replaced by stubs, and `np.in1d`, which numpy removed, by `np.isin`. It computes the distinct rows
-of each table and batch (`unique_once` of its loader), which rows the next batch shares, and, over a
-window of batches, which rows are fetched and how long each is kept. Its loader normally runs in
-separate processes; here it runs in the same thread, so that rates are per core. Rates are measured
-between the first and the last decision, when each decision corresponds to one batch read: filling
-the window and the batches left in it at the end are not counted.
+`bytes`: of the oracle files of shipped jobs.
+
+`plan`: the demo's job is trained with the planned cache in front of stores in memory. A round
+measures the steps of training, and the work of the plan in them: reading the index and planning all
+tables, in the cache's thread. `ours` is the plan's CPU seconds per step, `peer` the seconds of a
+step, so a `ratio` of 20 means that the plan takes 5 % of one core. `critical_share` is the share of
+the steps' time in which training waited for rows while the plan was computed. The result is the
+more expensive policy. `ns_per_access` is planning alone, over an index decoded in memory; an access
+is one row of one table in one step.
+
+`memory`: peak memory of planning a large table. The files of one table are written as by a build: N
+rows of 8 bytes, 16,384 uniform accesses per step. `ours` is the trainer's plan (Belady, a cache of
+5 % of the rows), which decodes files step by step; the peer is the same plan over fully decoded
+lists and next uses. `join` merges the dictionaries of two segments that share half of their rows,
+as a reader does. Each task is a process.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
-import statistics
 import sys
-import tempfile
 import time
-from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.logs import NUM_ROWS, SHARED_DATA, skewed_rows, uniform_rows, write_result
-from benchmarks.oracle_pipeline import GOALS, measure_bytes, run_beam_stages
-from schemas.arrays import Jagged
+from benchmarks.common.harness import (
+    Options,
+    alternate,
+    compared,
+    headline,
+    median,
+    medians,
+    ratios,
+    report,
+)
+from benchmarks.common.logs import build_job, demo_dataset, each_log, job_path
+from benchmarks.common.processes import in_process, measured
+from benchmarks.common.skew import NUM_ROWS, skewed_rows, uniform_rows
+from benchmarks.peers.bagpipe import bagpipe_rate, fetches_equal_rows
+from pipelines.oracle.table_files import (
+    split_into_files,
+    write_access_file,
+    write_edges_file,
+    write_index_file,
+)
+from pipelines.report.sizes import dataset_bytes
+from pipelines.table.indexes import PartBuilder, add_index
+from pipelines.table.segment import sum_bytes
+from schemas.arrays import Jagged, offsets_of
+from schemas.config.job import OrderConfig
 from schemas.config.train import CacheConfig
+from schemas.dataset.accesses import NextUses, indexed_steps, merge_dictionaries, num_unique_rows
+from schemas.dataset.checked_files import ListFiles
+from schemas.dataset.files import describe_file, sha256_of, write_files
+from schemas.dataset.manifest import Reference
+from schemas.dataset.opened import (
+    Dataset,
+    Index,
+    IndexPart,
+    Segment,
+    access_lists,
+    open_dataset,
+)
+from schemas.dataset.order import Order
+from schemas.layout import FILES
 from schemas.machine import num_cores
-from schemas.oracle.cache_plan import Plan
-from schemas.oracle.next_uses import distinct, next_use
+from schemas.oracle.cache_plan import Plan, PlanStep, required_rows, summarize
+from schemas.oracle.next_uses import distinct, next_use, sorted_gaps
+from schemas.storage.location import Location
+from trainer.components import build_components, order_of, plans_of
+from trainer.data.decode import spec_of
+from trainer.data.reader import Reader, prefetch
+from trainer.embedding.cache import PlannedCache, RowsOfTables, TablePlan
+from trainer.step import PhaseTimer, train_batch
+from trainer.stores.store import GatheredRows
 
-ORACLE = Path("BagPipe/oraclecacher.py")
-_PACKAGE = "bagpipe_checkout"
-
-
-def load_bagpipe(checkout: Path) -> tuple[Any, Any]:
-    """Return BagPipe's oracle and loader modules without importing their package.
-
-    Raises:
-        ValueError: the folder is no checkout of BagPipe.
-    """
-    if not (checkout / ORACLE).is_file():
-        raise ValueError(
-            f"--bagpipe must be a checkout of uw-mad-dash/bagpipe, got no {ORACLE} in {checkout}; "
-            "clone it, or leave the option out"
-        )
-    package = ModuleType(_PACKAGE)
-    package.__path__ = [str(checkout / ORACLE.parent)]  # its __init__ would start the trainer
-    sys.modules[_PACKAGE] = package
-    sys.modules.setdefault("orjson", ModuleType("orjson"))  # imported, but not used here
-    oracle: Any = importlib.import_module(f"{_PACKAGE}.oraclecacher")
-    loader: Any = importlib.import_module(f"{_PACKAGE}.load_csv")
-    oracle.print = lambda *_: None
-    if not hasattr(np, "in1d"):
-        numpy_with_in1d: Any = ModuleType("numpy")
-        vars(numpy_with_in1d).update(vars(np), in1d=np.isin)
-        oracle.np = numpy_with_in1d
-    return oracle, loader
-
-
-@dataclass(slots=True)
-class Decisions:
-    """A stub for BagPipe's RPC module that records what the oracle sends to its trainer.
-
-    Attributes:
-        record_rows: whether to record `fetched`.
-        fetched: fetched rows of each table, by batch.
-        times: wall and CPU seconds of each decision.
-    """
-
-    record_rows: bool
-    fetched: list[list[NDArray[np.int64]]] = field(default_factory=list)
-    times: list[tuple[float, float]] = field(default_factory=list)
-
-    def init_rpc(self, *_: object, **__: object) -> None:
-        """Open no connection."""
-
-    def rpc_async(self, _: str, __: object, args: tuple[dict[str, Any]]) -> None:
-        """Record a decision."""
-        self.times.append((time.perf_counter(), time.process_time()))
-        if self.record_rows:
-            self.fetched.append(args[0]["prefetch"]["prefetch_list"])
-
-
-def run_bagpipe(
-    checkout: Path,
-    columns: Sequence[NDArray[np.int32]],
-    num_rows: Sequence[int],
-    batch: int,
-    lookahead: int,
-    *,
-    record_rows: bool = False,
-) -> Decisions:
-    """Run BagPipe's oracle over all batches but those that stay in its window.
-
-    Args:
-        checkout: folder of BagPipe.
-        columns: for each table the row of each sample.
-        num_rows: rows of each table.
-        batch: samples of a batch.
-        lookahead: batches of the window, including the current one.
-        record_rows: record the fetched rows, for comparison.
-    """
-    oracle, loader = load_bagpipe(checkout)
-    decisions = Decisions(record_rows)
-
-    class InMemoryLoader:
-        """Batches from memory with distinct rows computed by BagPipe's loader."""
-
-        def __init__(self, *_: object) -> None:
-            self._batches = _batches(columns, batch, loader)
-
-        def __next__(self) -> tuple[Any, ...]:
-            return next(self._batches)
-
-    oracle.CSVLoader, oracle.rpc = InMemoryLoader, decisions
-    settings = Namespace(
-        lookahead_value=lookahead,
-        stop_iter=0,
-        ragged=False,
-        additive_increase_param=1,
-        multiplicative_decrease_param=2,
-        worker_addresses=None,
-        cache_size=0,
-        processed_csv=None,
-        mini_batch_size=batch,
-        ln_emb=list(num_rows),
-        dataset_multi_num=0,
-        verbose=False,
-        world_size_trainers=1,
-        cleanup_proportion=0.25,
-        worker_id=0,
-        oracle_prefix="oracle",
-        trainer_prefix="worker",
-        world_size=2,
-        master_ip="127.0.0.1",
-        master_port="0",
-    )
-    oracle.OracleCacher(settings).train_addition()
-    return decisions
-
-
-def _batches(
-    columns: Sequence[NDArray[np.int32]], batch: int, loader: Any
-) -> Iterator[tuple[Any, ...]]:
-    dense, target = np.empty((batch, 0), np.float32), np.empty((batch, 1), np.float32)
-    for start in range(0, len(columns[0]) - batch + 1, batch):
-        sparse = np.stack([column[start : start + batch] for column in columns]).astype(np.int64)
-        yield dense, sparse, [loader.unique_once(rows) for rows in sparse], target
-
-
-def bagpipe_rate(
-    checkout: Path,
-    columns: Sequence[NDArray[np.int32]],
-    num_rows: Sequence[int],
-    batch: int,
-    lookahead: int,
-) -> tuple[float, float]:
-    """Return BagPipe's accesses per wall second and per CPU second."""
-    times = run_bagpipe(checkout, columns, num_rows, batch, lookahead).times
-    accesses = (len(times) - 1) * batch * len(columns)
-    return accesses / (times[-1][0] - times[0][0]), accesses / (times[-1][1] - times[0][1])
-
-
-def fetches_equal_rows(
-    checkout: Path, columns: Sequence[NDArray[np.int32]], num_rows: Sequence[int], batch: int
-) -> bool:
-    """Return whether BagPipe's oracle and our plan with the `ttl` policy fetch the same rows.
-
-    A window of n batches keeps a row for n - 1 steps.
-    """
-    lookahead = 5
-    cache = CacheConfig(policy="ttl", lookahead=lookahead - 1, prefetch_steps=1)
-    fetched = run_bagpipe(checkout, columns, num_rows, batch, lookahead, record_rows=True).fetched
-    for table, rows in enumerate(columns):
-        ids = rows.astype(np.int64)
-        steps = [np.unique(ids[start : start + batch]) for start in range(0, len(rows), batch)]
-        plan = Plan(zip(steps, next_use(steps, num_rows[table]), strict=True), cache)
-        for of_tables, step in zip(fetched, plan, strict=False):
-            if not np.array_equal(of_tables[table], step.numbers[step.fetch]):
-                return False
-    return len(fetched) > 0
-
-
+PARTS = ("kernels", "bytes", "plan", "memory")
 BATCHES = 2_048, 16_384
 LOOKAHEAD = 200
 """BagPipe's default window in batches; the benchmark limits it to a quarter of the run."""
@@ -239,111 +135,395 @@ def rate(
     return total / (time.perf_counter() - wall_start), total / (time.process_time() - cpu_start)
 
 
-def compare(
+def compare_kernels(
     columns: Sequence[NDArray[np.int32]],
     num_rows: Sequence[int],
     batch: int,
     rounds: int,
-    bagpipe: Path | None = None,
+    bagpipe: Path | None,
 ) -> dict[str, Any]:
-    """Measure the rates of all kernels in alternating rounds."""
-    kernels: dict[str, Callable[[], tuple[float, float]]] = {
+    """Measure the rates of all kernels."""
+    sides: dict[str, Callable[[], tuple[float, float]]] = {
         "ours": lambda: rate(ours, columns, batch, num_rows),
         "peer": lambda: rate(one_sort, columns, batch, num_rows),
     }
     if bagpipe is not None:
         window = min(LOOKAHEAD, len(columns[0]) // batch // 4)
-        kernels["bagpipe"] = lambda: bagpipe_rate(bagpipe, columns, num_rows, batch, window)
-    wall: dict[str, list[float]] = {name: [] for name in kernels}
-    cpu: dict[str, list[float]] = {name: [] for name in kernels}
+        sides["bagpipe"] = lambda: bagpipe_rate(bagpipe, columns, num_rows, batch, window)
     expected, actual = (kernel(columns[-1], batch, num_rows[-1]) for kernel in (one_sort, ours))
     assert np.array_equal(actual, expected), "both kernels must give the same next uses"
-    for _ in range(rounds):
-        for name, measure_rate in kernels.items():
-            per_wall_sec, per_cpu_sec = measure_rate()
-            wall[name].append(per_wall_sec)
-            cpu[name].append(per_cpu_sec)
-    cpu_ratios = {
-        f"cpu_rounds_against_{name}": [
-            round(a / b, 2) for a, b in zip(cpu["ours"], rates, strict=True)
-        ]
-        for name, rates in cpu.items()
-        if name != "ours"
-    }
-    return {
-        **{name: round(statistics.median(rates) / 1e6, 1) for name, rates in wall.items()},
-        "per_cpu_second": {
-            name: round(statistics.median(rates) / 1e6, 1) for name, rates in cpu.items()
-        },
-        "rounds": [round(a / b, 2) for a, b in zip(wall["ours"], wall["peer"], strict=True)],
-        **cpu_ratios,
-    }
+    rates = alternate(sides, rounds)
+    wall, cpu = (
+        {name: [one[clock] / 1e6 for one in of] for name, of in rates.items()} for clock in (0, 1)
+    )
+    return compared(
+        wall["ours"],
+        wall["peer"],
+        "million accesses a second, against one sort",
+        higher=True,
+        per_cpu_second={name: median(of) for name, of in cpu.items()},
+        cpu_rounds={name: ratios(cpu["ours"], of, higher=True) for name, of in cpu.items()},
+    )
 
 
-def end_to_end(columns: list[NDArray[np.int32]], batch: int) -> dict[str, float]:
-    """Return the rate of the Beam stages, including pipeline start-up."""
-    with tempfile.TemporaryDirectory() as root:
-        seconds = run_beam_stages(columns, batch, Path(root))
-    accesses = sum(map(len, columns))
-    return {"seconds": round(seconds, 2), "M_per_sec": round(accesses / seconds / 1e6, 2)}
-
-
-def measure(
-    samples: int, rounds: int, shared_data: Path, bagpipe: Path | None = None
-) -> dict[str, Any]:
-    """Measure everything.
-
-    Args:
-        samples: accesses per table.
-        rounds: of the kernels.
-        shared_data: directory of logs.
-        bagpipe: checkout of BagPipe, None to skip it.
-    """
+def measure_kernels(options: argparse.Namespace) -> dict[str, Any]:
+    """Measure the kernels on 26 skewed tables, and on two of uniform rows."""
+    samples, bagpipe = options.samples, options.bagpipe
     columns = [skewed_rows(num_rows, samples, 0) for num_rows in NUM_ROWS]
     worst = [uniform_rows(NUM_ROWS[-1], samples * 4, seed) for seed in range(2)]
     if bagpipe is None:
         sys.stderr.write("skipped BagPipe's oracle; pass a checkout of it with --bagpipe\n")
     else:
-        small = [rows[:2_048] for rows in columns[:16]]
-        assert fetches_equal_rows(bagpipe, small, NUM_ROWS[:16], 64), "fetched rows must be equal"
-    details: dict[str, Any] = {}
+        few = [rows[:2_048] for rows in columns[:16]]
+        assert fetches_equal_rows(bagpipe, few, NUM_ROWS[:16], 64), "fetched rows must be equal"
+    found: dict[str, Any] = {}
     for batch in BATCHES:
-        details[f"batch {batch}"] = compare(columns, NUM_ROWS, batch, rounds, bagpipe)
-        details[f"batch {batch}, uniform"] = compare(
-            worst, [NUM_ROWS[-1]] * 2, batch, rounds, bagpipe
-        )
-        details[f"batch {batch}, end to end"] = end_to_end(columns, batch)
-        sys.stderr.write(f"batch {batch}: {details[f'batch {batch}']}\n")
-    for name in GOALS:
-        with tempfile.TemporaryDirectory() as scratch:
-            sizes = measure_bytes(name, shared_data, Path(scratch))
-        if sizes is None:
-            sys.stderr.write(f"skipped {name}, its log is not in {shared_data}\n")
-        else:
-            details[f"bytes of {name}"] = sizes
-    head = details[f"batch {BATCHES[0]}"]
+        inputs = {"": (columns, NUM_ROWS), ", uniform": (worst, (NUM_ROWS[-1],) * 2)}
+        for kind, (rows, sizes) in inputs.items():
+            figures = compare_kernels(rows, sizes, batch, options.rounds, bagpipe)
+            found[f"kernels, batch {batch}{kind}"] = figures
+    return found
+
+
+BATCH_SAMPLES = 8_192
+GOALS = {"kuairand": 0.10, "demo": 0.25, "mind": None}
+"""Shipped job -> target for the size of access lists and index, as a share of the dataset."""
+GOAL_BYTES_PER_ENTRY = 2.5
+
+
+def measure_bytes(name: str, log: Path, scratch: Path) -> dict[str, Any]:
+    """Build a shipped job and index it at `BATCH_SAMPLES`."""
+    build_job(job_path(name), log, scratch / "dataset")
+    dataset = open_dataset(scratch / "dataset")
+    block = dataset.job.data.block_samples
+    order = dataset.order(-(-BATCH_SAMPLES // block) * block, 1, "none", 0)
+    dataset = add_index(dataset, order, PartBuilder(dataset.directory, []))
+    index = dataset.index_for(order)
+    sizes = {
+        part: sum(sum_bytes(list(s.files.values()), f"{part}/") for s in dataset.segments)
+        for part in ("access", "edges")
+    }
+    entries = sum(map(index.num_accesses, dataset.job.data.tables))
+    size = dataset_bytes(dataset)
+    together = sizes["access"] + index.oracle_bytes
     return {
-        "ours": head["ours"],
-        "peer": head["peer"],
-        "ratio": round(statistics.median(head["rounds"]), 2),
-        "unit": f"million accesses a second, 26 tables, batch {BATCHES[0]}, against one sort",
-        "rounds": head["rounds"],
-        "details": details,
+        "batch_samples": index.entry.batch_samples,
+        "entries": entries,
+        "dataset": size,
+        **sizes,
+        "index": index.oracle_bytes,
+        "bytes_per_entry": round(together / entries, 3),
+        "goal_bytes_per_entry": GOAL_BYTES_PER_ENTRY,
+        "share_of_dataset": round(together / size, 4),
+        "goal_share": GOALS.get(name),
+        "share_with_edges": round((together + sizes["edges"]) / size, 4),
     }
 
 
+# Plans of caches.
+
+CACHE_SHARE = 0.05
+"""Size of Belady's cache as a share of the largest table's rows, at least the required minimum."""
+
+
+@dataclass(slots=True)
+class Spans:
+    """Wall-clock intervals of some work, and its total CPU seconds."""
+
+    spans: list[tuple[float, float]] = field(default_factory=list)
+    cpu_sec: float = 0.0
+
+    def add(self, start: float, cpu_start: float) -> None:
+        """Add an interval that ends now."""
+        self.cpu_sec += time.thread_time() - cpu_start
+        self.spans.append((start, time.perf_counter()))
+
+
+def overlap_sec(
+    some: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]
+) -> float:
+    """Return the seconds in which intervals of both sorted lists overlap.
+
+    Example:
+        >>> overlap_sec([(0.0, 2.0), (3.0, 4.0)], [(1.0, 3.5)])
+        1.5
+    """
+    total, first = 0.0, 0
+    for start, end in some:
+        while first < len(others) and others[first][1] <= start:
+            first += 1
+        index = first
+        while index < len(others) and others[index][0] < end:
+            total += min(end, others[index][1]) - max(start, others[index][0])
+            index += 1
+    return total
+
+
+def record_planning(steps: Iterator[PlanStep], spans: Spans) -> Iterator[PlanStep]:
+    """Yield the steps of a plan and record when they are computed."""
+    while True:
+        start, cpu_start = time.perf_counter(), time.thread_time()
+        step = next(steps, None)
+        spans.add(start, cpu_start)
+        if step is None:
+            return
+        yield step
+
+
+class RecordingCache(PlannedCache):
+    """A planned cache that records when training waits for rows."""
+
+    def __init__(self, *parts: Any, waits: Spans, **settings: Any) -> None:
+        """Add `waits` to the arguments of a planned cache."""
+        super().__init__(*parts, **settings)
+        self._waits = waits
+
+    def gather(self, train_step: int, rows: RowsOfTables) -> dict[str, GatheredRows]:
+        """Return a step's rows, and record the wait for their prefetch."""
+        if self._pending:
+            start, cpu_start = time.perf_counter(), time.thread_time()
+            self._pending[0].result()
+            self._waits.add(start, cpu_start)
+        return super().gather(train_step, rows)
+
+
+def train_planned(dataset: Dataset, cache: CacheConfig, max_steps: int) -> dict[str, float]:
+    """Train the dataset's own job with a plan, for at most `max_steps` steps.
+
+    Returns:
+        seconds of a step, CPU seconds of its plan, and the share of the steps' time in which
+        training waited while the plan was computed, without the first step.
+    """
+    config, order = dataset.job.train, order_of(dataset.job, dataset)
+    spec = spec_of(dataset, config.dtype)
+    components = build_components(spec, config)
+    planning, waits = Spans(), Spans()
+    plans = {
+        table: TablePlan(record_planning(plan.steps, planning), plan.row_of_number)
+        for table, plan in plans_of(dataset, order, components.store.layouts, cache, 0).items()
+    }
+    last = min(max_steps, order.num_steps)
+    source = RecordingCache(
+        components.store, plans, waits=waits, first_step=0, last_step=last,
+        prefetch_steps=cache.prefetch_steps,
+    )  # fmt: skip
+    components.embedding.set_source(source)
+    timer = PhaseTimer(time.perf_counter)
+    batches = prefetch(Reader(dataset, order, spec).read, range(last), 2)
+    ends: list[float] = []
+    for _ in range(last):
+        train_batch(components, next(batches), timer)
+        ends.append(time.perf_counter())
+    source.close()
+    seconds = ends[-1] - ends[0]
+    measured_waits = [span for span in waits.spans if span[0] >= ends[0]]
+    return {
+        "step_sec": seconds / (last - 1),
+        "plan_sec": planning.cpu_sec / last,
+        "critical_share": overlap_sec(measured_waits, planning.spans) / seconds,
+    }
+
+
+def plan_alone(dataset: Dataset, order: Order, caches: Mapping[str, CacheConfig]) -> dict[str, Any]:
+    """Measure each policy over all tables, from an index decoded in memory."""
+    index = dataset.index_for(order)
+    figures: dict[str, Any] = {}
+    for name, cache in caches.items():
+        seconds, accesses, fetched = 0.0, 0, 0
+        for table in dataset.job.data.tables:
+            steps = list(indexed_steps(dataset, index, table))
+            start = time.thread_time()
+            summary = summarize(Plan(steps, cache))
+            seconds += time.thread_time() - start
+            accesses += summary.num_accesses
+            fetched += summary.fetched_rows
+        figures[name] = {
+            "ns_per_access": seconds / accesses * 1e9,
+            "accesses_per_step": accesses / order.num_steps,
+            "hit_rate": 1 - fetched / accesses,
+            "cache_rows": cache.rows,
+        }
+    return figures
+
+
+def caches_of(dataset: Dataset, order: Order) -> dict[str, CacheConfig]:
+    """Return the job's cache with both policies; Belady's is large enough for all tables."""
+    index = dataset.index_for(order)
+    belady = replace(dataset.job.train.cache, policy="belady")
+    required = 1
+    for table in dataset.job.data.tables:
+        required = max(required, required_rows(NextUses(dataset, index, table), belady))
+    share = int(CACHE_SHARE * max(num_unique_rows(dataset, t) for t in dataset.job.data.tables))
+    return {
+        "ttl": replace(dataset.job.train.cache, policy="ttl", rows=None),
+        "belady": replace(belady, rows=max(required, share)),
+    }
+
+
+def measure_plan(dataset: Dataset, rounds: int, max_steps: int) -> dict[str, Any]:
+    """Measure both policies; the result is the more expensive one."""
+    order = order_of(dataset.job, dataset)
+    caches = caches_of(dataset, order)
+    alone = plan_alone(dataset, order, caches)
+    sides = {name: partial(train_planned, dataset, c, max_steps) for name, c in caches.items()}
+    runs = alternate(sides, rounds)
+    policies = {name: alone[name] | medians(of) for name, of in runs.items()}
+    costly = max(policies, key=lambda name: policies[name]["plan_sec"])
+    return compared(
+        [run["plan_sec"] for run in runs[costly]],
+        [run["step_sec"] for run in runs[costly]],
+        f"seconds per step: index and {costly} plan against the whole step",
+        policies=policies,
+    )
+
+
+# Memory of a plan.
+
+TABLE, STEP_ACCESSES = "items", 16_384
+
+
+def write_tables(root: Path, num_rows: int, num_accesses: int) -> None:
+    """Write a segment with its index, and the edges of a second segment."""
+    rng = np.random.default_rng(0)
+    count = num_accesses // STEP_ACCESSES
+    steps = [
+        np.unique(rng.integers(0, num_rows, STEP_ACCESSES, np.int32)).astype(np.int32)
+        for _ in range(count)
+    ]
+    distances = next_use(cast("list[NDArray[np.int64]]", steps), num_rows)
+    for index, (a, b) in enumerate(
+        pairwise(split_into_files(np.array(list(map(len, steps)))).tolist())
+    ):
+        offsets = offsets_of(np.array(list(map(len, steps[a:b]))))
+        numbers = Jagged(np.concatenate(steps[a:b]), offsets)
+        gaps = Jagged(sorted_gaps(numbers, num_rows), offsets)
+        write_access_file(root / "segment", TABLE, index, np.arange(a, b), gaps)
+        flat = Jagged(np.concatenate(distances[a:b]), offsets)
+        write_index_file(root / "index", TABLE, index, a, flat)
+    rows = rng.integers(0, 1 << 62, num_rows + num_rows // 2)
+    write_edges(root / "segment", rows[:num_rows])
+    write_edges(root / "second", rng.permutation(rows[num_rows // 2 :]))
+    for name in ("segment", "index", "second"):
+        place = root / name
+        paths = [path.relative_to(place).as_posix() for path in place.rglob("*.parquet")]
+        write_files(place / FILES, [describe_file(place / path, path) for path in paths])
+
+
+def write_edges(root: Path, rows: NDArray[np.int64]) -> None:
+    """Write the rows of a segment in files of 1 Mi rows."""
+    for index, start in enumerate(range(0, len(rows), 1 << 20)):
+        write_edges_file(root, TABLE, index, rows[start : start + (1 << 20)])
+
+
+def manifest_of(root: Path) -> Any:
+    """Return a manifest with the fields that plans read."""
+    return SimpleNamespace(columns={}, files_sha256=sha256_of(root / FILES))
+
+
+def segment_of(root: Path) -> Segment:
+    """Return a segment with the fields that plans read."""
+    reference = Reference(id="00000-a", manifest_sha256="")
+    return Segment(Location.parse(root), reference, manifest_of(root))
+
+
+def open_files(root: Path) -> tuple[Dataset, Index]:
+    """Return a dataset with the fields that plans read, and its index."""
+    place, anything = Location.parse(root), cast(Any, None)
+    part = IndexPart(place / "index", manifest_of(root / "index"))
+    order = Order((len(part.steps(TABLE)),), 1, 1, OrderConfig())
+    job = SimpleNamespace(data=SimpleNamespace(tables={TABLE: SimpleNamespace(features=())}))
+    features = SimpleNamespace(features=())
+    segments = (segment_of(root / "segment"),)
+    dataset = Dataset(place, anything, cast(Any, job), cast(Any, features), segments)
+    return dataset, Index(place / "index", anything, order, (part,))
+
+
+def count_fetched_rows(steps: Iterable[tuple[Any, Any]], num_rows: int) -> int:
+    """Compute the plan; return its fetched rows."""
+    cache = CacheConfig(policy="belady", rows=int(num_rows * CACHE_SHARE), prefetch_steps=2)
+    return summarize(Plan(steps, cache)).fetched_rows
+
+
+def plan_streaming(root: Path, num_rows: int) -> int:
+    """Plan as the trainer does."""
+    dataset, index = open_files(root)
+    return count_fetched_rows(indexed_steps(dataset, index, TABLE), num_rows)
+
+
+def plan_decoded(root: Path, num_rows: int) -> int:
+    """Plan over fully decoded lists and next uses."""
+    dataset, index = open_files(root)
+    lists = ListFiles(dataset.segments[0].access_files(TABLE), access_lists)
+    steps = zip(
+        [lists[i] for i in range(len(lists))], list(NextUses(dataset, index, TABLE)), strict=True
+    )
+    return count_fetched_rows(steps, num_rows)
+
+
+def merge_rows(root: Path, _: int) -> int:
+    """Merge dictionaries as a reader does."""
+    segments = [segment_of(root / name) for name in ("segment", "second")]
+    return len(merge_dictionaries([segment.rows(TABLE) for segment in segments])[1])
+
+
+TASKS: dict[str, Callable[[Path, int], int]] = {
+    "ours": plan_streaming,
+    "decoded whole": plan_decoded,
+    "join": merge_rows,
+}
+
+
+def run_task(task: str, root: Path, num_rows: int) -> dict[str, Any]:
+    """Run one task in this process."""
+    return measured(TASKS[task], root, num_rows)
+
+
+def measure_memory(num_rows: int, num_accesses: int, scratch: Path) -> dict[str, Any]:
+    """Write the files of a table and run all tasks.
+
+    Args:
+        num_rows: of the table.
+        num_accesses: over all steps, including repeated accesses of a step.
+        scratch: folder of the files.
+    """
+    write_tables(scratch, num_rows, num_accesses)
+    tasks = {task: in_process(run_task, task, scratch, num_rows) for task in TASKS}
+    assert tasks["ours"]["result"] == tasks["decoded whole"]["result"], "plans must be equal"
+    unit = f"MB of memory besides imports, {num_rows} rows, {num_accesses} accesses"
+    added = [max(1, tasks[task]["mb"]) for task in ("ours", "decoded whole")]
+    return compared(added[:1], added[1:], unit, tasks=tasks)
+
+
+def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    """Measure the parts; the result is the first one."""
+    details: dict[str, Any] = {}
+    if "kernels" in options.parts:
+        details |= measure_kernels(options)
+    more: dict[str, Any] = {}
+    for name, log, folder in each_log(options, scratch) if "bytes" in options.parts else ():
+        more[name] = measure_bytes(name, log, folder)
+        report(name, more[name])
+    if "plan" in options.parts:
+        dataset = open_dataset(demo_dataset(scratch / "plan", options.demo_samples))
+        details["plan"] = measure_plan(dataset, options.rounds, options.steps)
+    if "memory" in options.parts:
+        details["memory"] = measure_memory(options.rows, options.accesses, scratch / "memory")
+    head = headline(details, next(iter(details))) if details else {}
+    return {**head, "bytes": more}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the benchmark and print it."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.oracle", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="one JSON object on one line")
-    parser.add_argument("--samples", type=int, default=1 << 20, help="accesses per table")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--shared-data", type=Path, default=SHARED_DATA)
-    parser.add_argument("--bagpipe", type=Path, help="checkout of uw-mad-dash/bagpipe")
-    options = parser.parse_args(argv)
-    result = measure(options.samples, options.rounds, options.shared_data, options.bagpipe)
-    write_result(result, options)
-    return 0
+    """Run the benchmark and print the result."""
+    options = Options("oracle", __doc__, rounds=3)
+    options.add("--parts", PARTS, "comma-separated", choices=PARTS)
+    options.add_logs([*GOALS])
+    options.add("--samples", 1 << 20, "accesses per table", small=1 << 15)
+    options.add("--bagpipe", None, "checkout of uw-mad-dash/bagpipe")
+    options.add("--demo-samples", 200_000, "of the log of `plan`", small=20_000)
+    options.add("--steps", 1 << 30, "of each training of `plan`, at least 2", small=3)
+    options.add("--rows", 10_000_000, "of the table of `memory`", small=100_000)
+    options.add("--accesses", 100_000_000, "of `memory`", small=1_000_000)
+    return options.run(measure, argv)
 
 
 if __name__ == "__main__":

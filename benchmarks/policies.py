@@ -1,14 +1,15 @@
 """Our policy against four others, simulated on the arrivals of two published clusters.
 
-`python -m benchmarks.policies [--json] [--seeds N] [--jobs N] [--trace NAME] [--sweep] ...`
+`python -m benchmarks.policies [--json] [--rounds N] [--jobs N] [--trace NAME,NAME]
+[--sweep PARAMETER,PARAMETER] [--parts] [--shared-data DIR]`
 
 Each round is one seed, which selects a block of consecutive arrivals; blocks of consecutive seeds
 do not overlap. Jobs get the measured speeds of eight models, and what traces do not contain is
 drawn with five parameters (`benchmarks/policies.md` lists every assumption). Every policy gets the
 same jobs, failures and cluster. `ours` and `peer` are mean job completion times, `peer` of the best
-other policy over all rounds; a missing trace is reported on stderr and skipped. `--sweep
-PARAMETER`, or `all`, also varies a parameter over its range, one at a time; `--parts` also runs
-ours without each of its parts.
+other policy of a trace over its rounds; a missing trace is reported on stderr and skipped.
+`--sweep` also varies parameters over their ranges, one at a time; `--parts` also runs ours without
+each of its parts.
 """
 
 from __future__ import annotations
@@ -29,14 +30,13 @@ from typing import Any
 import numpy as np
 from scipy.stats import t as student
 
-from benchmarks.logs import SHARED_DATA, write_result
+from benchmarks.common.harness import MissingError, Options, compared, report, short
 from scheduler.simulator.cluster import outcome_of
 from scheduler.simulator.command import (
     LOAD,
     POLICIES,
     cluster_capacity,
     lower_bound_sec,
-    parse_policies,
     simulate,
 )
 from scheduler.simulator.jobs import (
@@ -237,7 +237,7 @@ def simulate_round(
             "ms_per_job": 1e3 * policy.cpu_sec / len(jobs),
             "simulator_ms_per_job": 1e3 * (cpu_sec - policy.cpu_sec) / len(jobs),
         }
-        _log(f"seed {seed}, {name}: JCT {outcome['jct_mean_sec']:,.0f} s, {cpu_sec:.0f} s of CPU")
+        report(f"seed {seed}, {name}", {"jct": outcome["jct_mean_sec"], "cpu_sec": cpu_sec})
     return figures
 
 
@@ -249,9 +249,9 @@ def interval(values: Sequence[float]) -> dict[str, float]:
         {'mean': 2.0, 'half': 2.484}
     """
     if len(values) < 2:
-        return {"mean": _short(values[0]), "half": float("inf")}
+        return {"mean": short(values[0]), "half": float("inf")}
     half = float(student.ppf(0.975, len(values) - 1)) * stdev(values) / len(values) ** 0.5
-    return {"mean": _short(mean(values)), "half": _short(half)}
+    return {"mean": short(mean(values)), "half": short(half)}
 
 
 def summarize(rounds: Sequence[Figures]) -> dict[str, Any]:
@@ -276,96 +276,74 @@ def ratios(rounds: Sequence[Figures]) -> tuple[str, list[float]]:
     return best, [one[best]["jct_mean_sec"] / one[OURS]["jct_mean_sec"] for one in rounds]
 
 
-def points(sweep: str | None) -> Iterator[tuple[str, Knobs]]:
-    """Yield the centre, then one parameter, or each of `all`, at the other values of its range."""
+def points(sweep: Sequence[str]) -> Iterator[tuple[str, Knobs]]:
+    """Yield the centre, then each of some parameters at the other values of its range."""
     yield "centre", Knobs()
     for knob, values in RANGES.items():
-        for value in values if sweep in (knob, "all") else ():
+        for value in values if {knob, "all"} & {*sweep} else ():
             yield f"{knob}={value:g}", replace(Knobs(), **{knob: value})
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the result of the benchmark.
-
-    Raises:
-        FileNotFoundError: the speeds, or all traces, are missing.
-    """
+def measure(options: argparse.Namespace, _: Path) -> dict[str, Any]:
+    """Return the result of the benchmark."""
+    if not (options.shared_data / DL2).exists():
+        raise MissingError(f"measurements must exist, got no {options.shared_data / DL2}")
     tables = speeds(options.shared_data)
-    names = (*parse_policies(options.policies), *(WITHOUT if options.parts else ()))
+    names = (*options.policies, *(WITHOUT if options.parts else ()))
+    seeds = range(options.first_seed, options.first_seed + options.rounds)
     traces: dict[str, Any] = {}
-    at_centre: list[tuple[str, list[Figures]]] = []
-    for trace, (path, read) in TRACES.items():
-        if options.trace not in (trace, "all"):
-            continue
+    at_centre: dict[str, list[Figures]] = {}
+    for trace in options.trace:
+        path, read = TRACES[trace]
         if not (options.shared_data / path).exists():
-            _log(f"left out {trace}: there is no {options.shared_data / path}")
+            sys.stderr.write(f"skipped {trace}, there is no {options.shared_data / path}\n")
             continue
         jobs, results = read(options.shared_data), {}
         for point, knobs in points(options.sweep):
-            _log(f"{trace}, {point}")
             rounds = [
                 simulate_round(
                     window(jobs, options.jobs, seed), tables, knobs, seed, names, options.load
                 )
-                for seed in range(options.first_seed, options.first_seed + options.seeds)
+                for seed in seeds
             ]
             results[point] = summarize(rounds)
-            if point == "centre":
-                at_centre.append((trace, rounds))
+            at_centre.setdefault(trace, rounds)
         traces[trace] = results
     if not at_centre:
-        raise FileNotFoundError(f"a trace must exist, got none in {options.shared_data}")
-    head = _headline(at_centre)
+        raise MissingError(f"a trace must exist, got none in {options.shared_data}")
+    head = compare_traces(at_centre)
     return {**head, "jobs": options.jobs, "load": options.load, "traces": traces}
 
 
-def _headline(traces: Sequence[tuple[str, Sequence[Figures]]]) -> dict[str, Any]:
-    """Return ours, peer and ratio over all traces at the centre."""
-    by_trace = {trace: ratios(rounds) for trace, rounds in traces}
-    ours = mean(one[OURS]["jct_mean_sec"] for _, rounds in traces for one in rounds)
-    peers = [one[by_trace[trace][0]]["jct_mean_sec"] for trace, rounds in traces for one in rounds]
-    each = [ratio for _, of_trace in by_trace.values() for ratio in of_trace]
-    return {
-        "ours": round(ours, 1),
-        "peer": round(mean(peers), 1),
-        "ratio": round(float(np.exp(np.mean(np.log(each)))), 3),
-        "unit": "mean seconds from submission to end, simulated, against the best other policy",
-        "rounds": [round(ratio, 3) for ratio in each],
-        "peers": {trace: peer for trace, (peer, _) in by_trace.items()},
-    }
-
-
-def _short(value: float) -> float:
-    return float(f"{value:.4g}")
-
-
-def _log(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+def compare_traces(traces: Mapping[str, Sequence[Figures]]) -> dict[str, Any]:
+    """Compare ours with the best other policy of each trace, over all rounds."""
+    best = {trace: ratios(rounds)[0] for trace, rounds in traces.items()}
+    ours, peer = (
+        [one[side(trace)]["jct_mean_sec"] for trace, rounds in traces.items() for one in rounds]
+        for side in (lambda _: OURS, best.__getitem__)
+    )
+    unit = "mean seconds from submission to end, simulated, against the best other policy"
+    each = [b / a for a, b in zip(ours, peer, strict=True)]
+    geometric = short(float(np.exp(np.mean(np.log(each)))))
+    return compared(ours, peer, unit, geometric_ratio=geometric, peers=best)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark and print the result."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.policies", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="one JSON object on one line")
-    parser.add_argument("--seeds", type=int, default=5, help="rounds")
-    parser.add_argument("--first-seed", type=int, default=0, help="of the rounds")
-    parser.add_argument("--jobs", type=int, default=1000, help="arrivals of each round")
-    parser.add_argument("--trace", choices=(*TRACES, "all"), default="all")
-    parser.add_argument("--policies", default=",".join(POLICIES), help="must include presage")
-    parser.add_argument("--load", type=float, default=LOAD, help="of the cluster, by requests")
-    parser.add_argument("--sweep", choices=(*RANGES, "all"), help="also sweep this parameter")
-    parser.add_argument("--parts", action="store_true", help="also run ours without each part")
-    parser.add_argument("--shared-data", type=Path, default=SHARED_DATA)
-    options = parser.parse_args(argv)
-    policies = options.policies.split(",")
+    options = Options("policies", __doc__, rounds=5)
+    options.add("--first-seed", 0, "of the rounds")
+    options.add("--jobs", 1000, "arrivals of each round", small=8)
+    options.add("--trace", tuple(TRACES), "comma-separated", choices=tuple(TRACES))
+    options.add("--policies", tuple(POLICIES), "with presage", choices=tuple(POLICIES))
+    options.add("--load", LOAD, "of the cluster, by requests")
+    options.add("--sweep", ("none",), "also sweep these", choices=("none", "all", *RANGES))
+    options.add("--parts", False, "also run ours without each part")
+    options.add_shared_data()
+    policies = options.parse(argv).policies
     if OURS not in policies or not set(policies) - {OURS}:
-        parser.error(f"--policies must name {OURS} and a peer, got {options.policies!r}")
-    if not (options.shared_data / DL2).exists():
-        _log(f"measurements must exist, got no {options.shared_data / DL2}")
-        return 1
-    result = measure(options)
-    write_result(result, options)
-    return 0
+        got = ",".join(policies)
+        options.parser.error(f"--policies must name {OURS} and a peer, got {got!r}")
+    return options.run(measure, argv)
 
 
 if __name__ == "__main__":

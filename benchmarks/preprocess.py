@@ -10,6 +10,7 @@ expansion of the peer's input is not measured.
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import sys
 import time
@@ -19,7 +20,8 @@ from typing import Any
 
 import pyarrow as pa
 
-from benchmarks.logs import LOGS, build_dataset, each_log, job_path, log_parser, write_result
+from benchmarks.common.harness import Options, alternate, compared, headline, medians, report
+from benchmarks.common.logs import LOGS, build_dataset, each_log, job_path
 from pipelines.transforms.apply import apply_transforms
 from schemas.config.job import SAMPLES, DataConfig
 from schemas.dataset.fitted import FittedValues, load_fitted
@@ -84,89 +86,58 @@ def run_round(tables: Tables, data: DataConfig, fitted: FittedValues) -> dict[st
     return {name: statistics.mean(p[name] for p in passes) for name in tables}
 
 
-def ratio_of_long_parts(
-    tuples: Tables, samples: Tables, data: DataConfig, fitted: FittedValues
-) -> float:
-    """Return the ratio with parts four times as long, which reduces the fixed cost of calls."""
-    seconds = [
-        sum(
-            run_round(
-                {n: [pa.concat_tables([*p] * 4)] for n, p in side.items()}, data, fitted
-            ).values()
-        )
-        for side in (tuples, samples)
-    ]
-    return seconds[1] / seconds[0]
-
-
-def measure(dataset: Dataset, rounds: int) -> dict[str, Any]:
-    """Measure both sides in alternating order.
-
-    Args:
-        dataset: built by its job.
-        rounds: runs of each side after one warm-up run.
-    """
+def measure_dataset(dataset: Dataset, rounds: int) -> dict[str, Any]:
+    """Measure both sides, after one warm-up round."""
     data = dataset.job.data
     fitted = load_fitted(dataset.directory, dataset.segments[-1].manifest.fitted, data)
     tuples, samples = sides(dataset)
-    tables = {"ours": tuples, "peer": samples}
-    seconds: dict[str, list[dict[str, float]]] = {"ours": [], "peer": []}
-    for number in range(rounds + 1):
-        for side in ("ours", "peer") if number % 2 else ("peer", "ours"):
-            by_group = run_round(tables[side], data, fitted)
-            if number:
-                seconds[side].append(by_group)
-    totals = {side: [sum(s.values()) for s in of_side] for side, of_side in seconds.items()}
+    seconds = alternate(
+        {
+            "ours": lambda: run_round(tuples, data, fitted),
+            "peer": lambda: run_round(samples, data, fitted),
+        },
+        rounds,
+        warm_up=1,
+    )
     num_samples = sum(s.manifest.num_samples for s in dataset.segments)
-    ratios = [b / a for a, b in zip(totals["ours"], totals["peer"], strict=True)]
-    return {
-        "num_samples": num_samples,
-        "ours": round(num_samples / statistics.median(totals["ours"]), 1),
-        "peer": round(num_samples / statistics.median(totals["peer"]), 1),
-        "ratio": round(statistics.median(ratios), 3),
-        "rounds": [round(r, 3) for r in ratios],
-        "ratio_of_four_times_the_rows": round(
-            ratio_of_long_parts(tuples, samples, data, fitted), 3
-        ),
-        "groups": {
+    rates = {
+        side: [num_samples / sum(by_group.values()) for by_group in of_side]
+        for side, of_side in seconds.items()
+    }
+    rows = {name: sum(t.num_rows for t in tuples[name]) for name in data.transforms}
+    return compared(
+        rates["ours"],
+        rates["peer"],
+        "samples/s, transforms per unique tuple against per sample",
+        higher=True,
+        num_samples=num_samples,
+        groups={
             name: {
                 "transforms": len(data.transforms[name]),
-                "rows": sum(t.num_rows for t in tuples[name]),
-                "dedup_factor": round(num_samples / sum(t.num_rows for t in tuples[name]), 3),
-                **{
-                    f"{side}_sec": round(statistics.median(s[name] for s in of_side), 5)
-                    for side, of_side in seconds.items()
-                },
+                "rows": rows[name],
+                "dedup_factor": round(num_samples / rows[name], 3),
+                **{f"{side}_sec": medians(of_side)[name] for side, of_side in seconds.items()},
             }
             for name in data.transforms
         },
-    }
+    )
 
 
-def details(name: str, log: Path, rounds: int, scratch: Path) -> dict[str, Any]:
-    """Build one log and measure its transforms."""
-    dataset = build_dataset(job_path(name), log, scratch / "dataset")
-    return measure(open_dataset(dataset), rounds)
+def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    """Build each log and measure its transforms; the result is that of MIND or else the first."""
+    by_log: dict[str, Any] = {}
+    for name, log, folder in each_log(options, scratch):
+        dataset = open_dataset(build_dataset(job_path(name), log, folder / "dataset"))
+        by_log[name] = measure_dataset(dataset, options.rounds)
+        report(name, by_log[name]["ratio"])
+    return headline(by_log, HEADLINE if HEADLINE in by_log else next(iter(by_log)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark and print the result."""
-    parser = log_parser("preprocess", __doc__, LOGS)
-    parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args(argv)
-    by_log: dict[str, dict[str, Any]] = {}
-    for name, log, scratch in each_log(options):
-        by_log[name] = details(name, log, options.rounds, scratch)
-        sys.stderr.write(f"{name}: {by_log[name]['ratio']}\n")
-    first = HEADLINE if HEADLINE in by_log else next(iter(by_log))
-    head = {key: by_log[first][key] for key in ("ours", "peer", "ratio", "rounds")}
-    result = {
-        **head,
-        "unit": f"samples/s, {first}, transforms per unique tuple against per sample",
-        "details": by_log,
-    }
-    write_result(result, options)
-    return 0
+    options = Options("preprocess", __doc__, rounds=5)
+    options.add_logs([*LOGS])
+    return options.run(measure, argv)
 
 
 if __name__ == "__main__":

@@ -5,13 +5,13 @@
 Each scenario reports the seconds from the failure to the next new step and the steps that were
 trained again. `replicas` trains the demo's job on two replicas; it also reports the seconds until
 all replicas train again, the longest gap between commits around the rejoin, and the usual gap. Its
-peers are `torchrun` over TorchRec's sharded tables (`recovery_peer.py`), which restarts all
+peers are `torchrun` over TorchRec's sharded tables (`peers/torchrun.py`), which restarts all
 processes from the newest checkpoint, and our own launcher, killed and restarted with `--resume`.
 `stores` trains one process with the planned cache in front of two supervised store processes; a
 store is killed (`kill -9`), alone or with its directory, or a quarter of all slots moves to the
 other one; or the trainer is killed, and is forked again (`--restarts`) or started again with
-`--resume`. It also reports the longest gap between commits until the next checkpoint. Scenarios run
-in rounds, forwards and backwards in turn.
+`--resume`. It also reports the longest gap between commits until the next checkpoint. `bound` is of
+a recovery that takes no longer than the heartbeat by which a loss is noticed.
 """
 
 from __future__ import annotations
@@ -25,23 +25,24 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from datetime import datetime
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.logs import (
+from benchmarks.common.commits import CommitWatcher
+from benchmarks.common.harness import Options, alternate, compared, headline, median
+from benchmarks.common.logs import (
     DEMO_JOB,
-    REPOSITORY,
     build_dataset,
     read_job,
+    write_demo,
     write_job_file,
-    write_result,
 )
-from pipelines.demo_log.generate import GeneratorConfig, write_log
+from benchmarks.common.processes import module, start_quietly
 from schemas.run.records import METRICS, SUMMARY, read_metrics
 from tests.trainer.faults import DONE, FAULTY, Faults
 from tests.trainer.processes import forked
@@ -50,9 +51,11 @@ from trainer.run.folder import verify_run
 from trainer.stores.remote.connection import read_access
 from trainer.stores.remote.processes import TOKEN, StoreProcesses, migrate_slots
 
-Costs = dict[str, list[dict[str, Any]]]
+Costs = Mapping[str, Sequence[Mapping[str, Any]]]
 """Scenario -> its costs in each round."""
 PARTS = ("replicas", "stores")
+HEARTBEAT_SEC = 1.0
+"""After which a silent replica is lost."""
 EVERY, FAULT_STEP, BATCH = 20, 30, 1024
 """Steps between checkpoints, steps before the failure, samples of a step."""
 NUM_REPLICAS, EPOCHS, FAULT_SEC = 2, 8, 3.0
@@ -69,47 +72,6 @@ FAULTS = {
 WHOLE_RUN, TRAINER, TORCHRUN = "everything", "trainer", "torchrun"
 REPLICA_SCENARIOS = (*FAULTS, WHOLE_RUN, TORCHRUN)
 STORE_SCENARIOS = ("process", "node", "migration", TRAINER, WHOLE_RUN)
-_TIMEOUT_SEC = 600.0
-_POLL_SEC = 0.001
-
-
-class CommitWatcher:
-    """Times at which steps of a run are committed, from polling its metrics file."""
-
-    def __init__(self, run: Path, process: subprocess.Popen[bytes]) -> None:
-        """Watch the run of a process."""
-        self._path = run / METRICS
-        self.process = process
-        self.commits: list[tuple[float, int]] = []
-
-    def wait_for(self, condition: Callable[[int], bool]) -> float:
-        """Poll until the number of committed steps meets a condition; return the time.
-
-        Raises:
-            RuntimeError: the run ended before.
-        """
-        start = time.monotonic()
-        while True:
-            ended = self.process.poll() is not None
-            count = self._path.read_bytes().count(b"\n") if self._path.is_file() else 0
-            now = time.monotonic()
-            if not self.commits or count != self.commits[-1][1]:
-                self.commits.append((now, count))
-            if condition(count):
-                return now
-            if ended or now - start > _TIMEOUT_SEC:
-                raise RuntimeError(f"run must commit steps, got {count} and then none")
-            time.sleep(_POLL_SEC)
-
-    def longest_gap(self, since: float, until: float = float("inf")) -> float:
-        """Return the longest time between two commits, in seconds."""
-        times = [at for at, _ in self.commits if since <= at <= until]
-        return max((b - a for a, b in pairwise(times)), default=0.0)
-
-    def median_gap(self, until: float) -> float:
-        """Return the median seconds between two commits before a time."""
-        times = [at for at, count in self.commits if at <= until and count > 2]
-        return statistics.median([b - a for a, b in pairwise(times)])
 
 
 def write_store_job(folder: Path, stores: StoreProcesses | None) -> Path:
@@ -135,11 +97,8 @@ def write_store_job(folder: Path, stores: StoreProcesses | None) -> Path:
 
 def start_training(job: Path, dataset: Path, run: Path, *options: str) -> subprocess.Popen[bytes]:
     """Start one training process with the planned cache."""
-    command = [sys.executable, "-m", "trainer", "train", str(job), "--dataset", str(dataset)]
-    command += ["--output", str(run), "--embedding", "cached", "--steps", str(STORE_STEPS)]
-    return subprocess.Popen(
-        [*command, *options, "--json"], cwd=REPOSITORY, stdout=subprocess.DEVNULL
-    )
+    words = ("train", job, "--dataset", dataset, "--output", run, "--embedding", "cached")
+    return start_quietly(module("trainer", *words, "--steps", STORE_STEPS, *options, "--json"))
 
 
 def measure_store_failure(scenario: str, dataset: Path, scratch: Path) -> dict[str, Any]:
@@ -157,7 +116,7 @@ def measure_store_failure(scenario: str, dataset: Path, scratch: Path) -> dict[s
         watcher = CommitWatcher(run, start_training(job, dataset, run, *supervised))
         stack.callback(watcher.process.kill)
         watcher.wait_for(lambda count: count >= FAULT_STEP)
-        fault, before, costs = time.monotonic(), watcher.commits[-1][1], dict[str, Any]()
+        fault, before, costs = time.time(), watcher.commits[-1][1], dict[str, Any]()
         if scenario == "migration":
             slots = ((0, 1024),)
             source, target = stores.addresses
@@ -178,7 +137,7 @@ def measure_store_failure(scenario: str, dataset: Path, scratch: Path) -> dict[s
             os.kill(stores.pids[0], 9)
             if scenario == "node":
                 shutil.rmtree(folder / "stores" / "store-000", ignore_errors=True)
-        end_of_fault = time.monotonic()
+        end_of_fault = time.time()
         watcher.wait_for(lambda count: count > before)
         after = min(at for at, count in watcher.commits if at > fault and count > before)
         saved = watcher.wait_for(lambda count: count >= FAULT_STEP + EVERY // 2)
@@ -188,13 +147,12 @@ def measure_store_failure(scenario: str, dataset: Path, scratch: Path) -> dict[s
             raise RuntimeError(f"{scenario} must train to the end, got exit status {status}")
         gap, usual = watcher.longest_gap(fault - 1.0, saved), watcher.median_gap(fault)
         summary = json.loads((run / SUMMARY).read_text(encoding="utf-8"))
-        lowest = min(count for at, count in watcher.commits if at >= fault)
         return costs | {
             "next_step_sec": round(after - fault, 3),
             "longest_gap_sec": round(gap, 3),
             "usual_gap_sec": round(usual, 3),
             "fault_sec": round(end_of_fault - fault, 3),
-            "recomputed_steps": summary["recomputed_steps"] or max(0, before - lowest),
+            "recomputed_steps": summary["recomputed_steps"] or watcher.recomputed(before, fault),
             "loss_last": summary["loss_last"],
         }
 
@@ -211,27 +169,18 @@ def start_replicas(
     job: Path, dataset: Path, run: Path, faults: Faults, *options: str
 ) -> subprocess.Popen[bytes]:
     """Start our launcher."""
-    command = [sys.executable, "-m", *FAULTY, "train", str(job), "--dataset", str(dataset)]
-    command += ["--output", str(run), "--replicas", str(NUM_REPLICAS), *options, "--json"]
-    return start_silently(command, faults.environment())
+    words = (*FAULTY, "train", job, "--dataset", dataset, "--output", run)
+    command = module(*words, "--replicas", NUM_REPLICAS, *options, "--json")
+    return start_quietly(command, faults.environment())
 
 
 def start_torchrun(job: Path, dataset: Path, run: Path) -> subprocess.Popen[bytes]:
     """Start the peer, one process of which kills itself once."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--local-addr", "127.0.0.1", "--nproc-per-node", str(NUM_REPLICAS)]
-    command += ["--max-restarts", "1", "-m", "benchmarks.recovery_peer", str(job)]
-    command += ["--dataset", str(dataset), "--output", str(run), "--every", str(EVERY)]
-    command += ["--steps", str(FAULT_STEP + EVERY), "--kill-at", str(FAULT_STEP)]
-    return start_silently(command)
-
-
-def start_silently(
-    command: Sequence[str], environment: dict[str, str] | None = None
-) -> subprocess.Popen[bytes]:
-    """Start a process without output."""
-    none = subprocess.DEVNULL
-    return subprocess.Popen(command, cwd=REPOSITORY, stdout=none, stderr=none, env=environment)
+    launcher = ("torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1")
+    launcher += ("--nproc-per-node", NUM_REPLICAS, "--max-restarts", 1)
+    peer = ("-m", "benchmarks.peers.torchrun", job, "--dataset", dataset, "--output", run)
+    steps = ("--every", EVERY, "--steps", FAULT_STEP + EVERY, "--kill-at", FAULT_STEP)
+    return start_quietly(module(*launcher, *peer, *steps))
 
 
 def train_undisturbed(job: Path, dataset: Path, run: Path) -> Path:
@@ -271,13 +220,13 @@ def measure_replica_failure(
         stack.callback(lambda: watcher.process.kill())
         watcher.wait_for(lambda count: count >= FAULT_STEP)
         if scenario == WHOLE_RUN:
-            fault = time.monotonic()
+            fault = time.time()
             process.kill()
             process.wait()
             watcher.process = start_replicas(job, dataset, run, Faults(), "--resume")
             watcher.wait_for(lambda count: count < FAULT_STEP)  # processes that end may commit more
         elif scenario in FAULTS and FAULTS[scenario].schedule[0].kind == "slow":
-            fault = time.monotonic()  # this fault leaves no mark
+            fault = time.time()  # this fault leaves no mark
         else:
             fault = wait_for_fault(run, watcher)
         before = max(count for at, count in watcher.commits if at <= fault)
@@ -287,10 +236,9 @@ def measure_replica_failure(
         watcher.wait_for(lambda count: count >= num_steps)
         if watcher.process.wait() != 0:
             raise RuntimeError(f"{scenario} must train to the end, got another exit status")
-        lowest = min(count for at, count in watcher.commits if at >= fault)
         cost = {
             "next_step_sec": round(after - fault, 3),
-            "recomputed_steps": max(0, before - lowest),
+            "recomputed_steps": watcher.recomputed(before, fault),
             "usual_gap_sec": round(watcher.median_gap(fault), 4),
         }
         if scenario == TORCHRUN:
@@ -306,7 +254,7 @@ def wait_for_fault(run: Path, watcher: CommitWatcher) -> float:
     while not mark.is_file():
         count = watcher.commits[-1][1]
         watcher.wait_for(lambda current, count=count: current > count or mark.is_file())
-    return time.monotonic() - (time.time() - mark.stat().st_mtime)
+    return mark.stat().st_mtime
 
 
 def rejoin_costs(run: Path, watcher: CommitWatcher, after: float) -> dict[str, Any]:
@@ -328,84 +276,57 @@ def rejoin_costs(run: Path, watcher: CommitWatcher, after: float) -> dict[str, A
     }
 
 
-def in_rounds(
-    scenarios: Iterable[str], rounds: int, measure: Callable[[str], dict[str, Any]]
-) -> Costs:
-    """Measure every scenario in every round, in reverse order in odd rounds."""
-    costs: Costs = {scenario: [] for scenario in scenarios}
-    for number in range(rounds):
-        for scenario in costs if number % 2 == 0 else reversed(costs):
-            costs[scenario].append(measure(scenario))
-            sys.stderr.write(f"{scenario}: {json.dumps(costs[scenario][-1])}\n")
-    return costs
-
-
-def measure_replicas(log: Path, scratch: Path, rounds: int) -> Costs:
-    """Measure all replica scenarios."""
+def measure_replicas(options: argparse.Namespace, log: Path, scratch: Path) -> dict[str, Any]:
+    """Measure the scenarios of replicas: a killed one against torchrun."""
     job = write_replica_job(scratch / "job-replicas")
     dataset = build_dataset(job, log, scratch / "dataset-replicas")
     undisturbed = train_undisturbed(job, dataset, scratch / "alone")
-    return in_rounds(
-        REPLICA_SCENARIOS,
-        rounds,
-        lambda scenario: measure_replica_failure(scenario, job, dataset, undisturbed, scratch),
+    costs = alternate(
+        {
+            name: partial(measure_replica_failure, name, job, dataset, undisturbed, scratch)
+            for name in REPLICA_SCENARIOS
+            if not options.small or name in ("killed", TORCHRUN)
+        },
+        options.rounds,
     )
+    equal = all(one.get("equal_bits", True) for runs in costs.values() for one in runs)
+    return compare(costs, "killed", TORCHRUN, equal_bits=equal)
 
 
-def measure_stores(log: Path, scratch: Path, rounds: int) -> Costs:
-    """Measure all store scenarios."""
+def measure_stores(options: argparse.Namespace, log: Path, scratch: Path) -> dict[str, Any]:
+    """Measure the scenarios of stores: a killed one against a restart of everything."""
     job = write_store_job(scratch / "job-stores", None)
     dataset = build_dataset(job, log, scratch / "dataset-stores")
-    return in_rounds(
-        STORE_SCENARIOS,
-        rounds,
-        lambda scenario: measure_store_failure(scenario, dataset, scratch),
+    costs = alternate(
+        {name: partial(measure_store_failure, name, dataset, scratch) for name in STORE_SCENARIOS},
+        options.rounds,
     )
+    losses = {one["loss_last"] for runs in costs.values() for one in runs}
+    return compare(costs, "process", WHOLE_RUN, equal_losses=len(losses) == 1)
 
 
-def headline(costs: Costs, ours: str, peer: str) -> dict[str, Any]:
-    """Compare the seconds to the next new step of two scenarios."""
-    our_sec, peer_sec = ([one["next_step_sec"] for one in costs[name]] for name in (ours, peer))
-    ratios = [b / a for a, b in zip(our_sec, peer_sec, strict=True)]
-    return {
-        "ours": round(statistics.median(our_sec), 3),
-        "peer": round(statistics.median(peer_sec), 3),
-        "ratio": round(statistics.median(ratios), 3),
-        "unit": f"seconds to the next new step: {ours} against {peer}",
-        "rounds": [round(ratio, 3) for ratio in ratios],
-    }
+def compare(costs: Costs, ours: str, peer: str, **more: Any) -> dict[str, Any]:
+    """Compare the seconds to the next new step of two scenarios; the bound is the heartbeat."""
+    sec = {name: [one["next_step_sec"] for one in runs] for name, runs in costs.items()}
+    unit = f"seconds to the next new step: {ours} against {peer}"
+    bound = median(sec[peer]) / HEARTBEAT_SEC if peer == TORCHRUN else None
+    return compared(sec[ours], sec[peer], unit, bound=bound, scenarios=costs, **more)
+
+
+def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    """Measure the parts; the result is the first one."""
+    log = write_demo(scratch / "log", options.samples)
+    parts = {"replicas": measure_replicas, "stores": measure_stores}
+    details = {part: parts[part](options, log, scratch) for part in options.parts}
+    return headline(details, options.parts[0])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark and print the result."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.recovery", description=__doc__)
-    parser.add_argument("--json", action="store_true", help="one JSON object on one line")
-    parser.add_argument("--parts", default=",".join(PARTS), help="comma-separated")
-    parser.add_argument("--samples", type=int, default=100_000)
-    parser.add_argument("--rounds", type=int, default=2)
-    options = parser.parse_args(argv)
-    parts = options.parts.split(",")
-    if not set(parts) <= set(PARTS):
-        parser.error(f"parts must be of {', '.join(PARTS)}, got {options.parts!r}")
-    result: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(prefix="presage-recovery-") as name:
-        scratch = Path(name)
-        log = scratch / "log"
-        start = datetime(2026, 1, 1)
-        write_log(GeneratorConfig(num_samples=options.samples, seed=1, start=start), log)
-        if "replicas" in parts:
-            costs = measure_replicas(log, scratch, options.rounds)
-            equal = [one.get("equal_bits", True) for runs in costs.values() for one in runs]
-            result |= headline(costs, "killed", TORCHRUN)
-            result |= {"equal_bits": all(equal), "replicas": costs}
-        if "stores" in parts:
-            costs = measure_stores(log, scratch, options.rounds)
-            losses = {one["loss_last"] for runs in costs.values() for one in runs}
-            if "replicas" not in parts:
-                result |= headline(costs, "process", WHOLE_RUN)
-            result |= {"equal_losses": len(losses) == 1, "stores": costs}
-    write_result(result, options)
-    return 0
+    options = Options("recovery", __doc__, rounds=2)
+    options.add("--parts", PARTS, "comma-separated", small=("replicas",), choices=PARTS)
+    options.add("--samples", 100_000, "of the demo's log")
+    return options.run(measure, argv)
 
 
 if __name__ == "__main__":

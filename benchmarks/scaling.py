@@ -11,36 +11,36 @@ pooled vectors are sent back, their gradients are sent to the table again, and d
 averaged. TorchRec's batches are in memory; ours are read during the measurement. Bytes are the
 kernel's count of what was sent over all TCP connections of all processes, without the lighthouse.
 The sides alternate in turns of some steps; a waiting process is idle, and each process has one
-thread. `parity` is the largest relative difference of the loss of the first step, `parity_after`
-that of all steps.
+thread. `parity` is the largest relative difference of the loss of the first step and of all steps.
 """
 
 from __future__ import annotations
 
-import json
+import argparse
 import multiprocessing
 import secrets
 import socket
-import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from benchmarks.logs import (
-    build_dataset,
-    each_log,
-    job_path,
-    log_parser,
-    read_job,
-    write_job_file,
-    write_result,
+from benchmarks.common.harness import (
+    Options,
+    alternate,
+    compared,
+    headline,
+    median,
+    ratios,
+    report,
 )
-from benchmarks.scaling_processes import ProcessConfig, Turn, run_replica, run_torchrec
+from benchmarks.common.logs import build_dataset, each_log, job_path, read_job, write_job_file
+from benchmarks.peers.torchrec_ranks import ProcessConfig, Turn, run_replica, run_torchrec
 from schemas.config.job import load_job
 from schemas.dataset.opened import open_dataset
 from schemas.run.records import METRICS, read_metrics
@@ -90,7 +90,7 @@ class ProcessGroup:
     def __enter__(self) -> ProcessGroup:
         """Start all processes and wait until they are ready for their first step."""
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["benchmarks.scaling_processes", "pandas"])
+        context.set_forkserver_preload(["benchmarks.peers.torchrec_ranks", "pandas"])
         for rank in range(self._config.count):
             parent, child = context.Pipe()
             config = replace(self._config, rank=rank)
@@ -117,22 +117,7 @@ class ProcessGroup:
         return time.perf_counter() - start, turns
 
 
-@dataclass(slots=True)
-class Measurements:
-    """Seconds and bytes per step of one side in each turn, and the losses of its steps."""
-
-    seconds: list[float]
-    num_bytes: list[int]
-    losses: list[float]
-
-    def add(self, seconds: float, turns: Sequence[Turn]) -> None:
-        """Add a turn."""
-        self.seconds.append(seconds / STEPS)
-        self.num_bytes.append(sum(turn.bytes_sent for turn in turns) // STEPS)
-        self.losses += [sum(parts) for parts in zip(*(t.losses for t in turns), strict=True)]
-
-
-def measure(
+def measure_count(
     job: Path, dataset: Path, count: int, rounds: int, plans: Sequence[str], scratch: Path
 ) -> dict[str, Any]:
     """Train all sides in turns.
@@ -169,12 +154,33 @@ def measure(
         groups = [start("ours", run_replica, lighthouse.address)]
         for plan in plans:
             groups.append(start(plan, run_torchrec, f"127.0.0.1:{free_port()}", plan))
-        sides = {group.name: Measurements([], [], []) for group in groups}
-        for number in range(rounds + 1):
-            for group in groups if number % 2 else reversed(groups):
-                sides[group.name].add(*group.train(STEPS))
-        sides["ours"].losses = [metric.loss for metric in read_metrics(run / METRICS)]
-    return {name: summarize(side, sides["ours"]) for name, side in sides.items()}
+        turns = alternate({g.name: partial(g.train, STEPS) for g in groups}, rounds + 1)
+        losses = [metric.loss for metric in read_metrics(run / METRICS)]
+    num_bytes = {name: bytes_per_step(of[1:]) for name, of in turns.items()}
+    seconds = {name: [sec / STEPS for sec, _ in of[1:]] for name, of in turns.items()}
+    return compared(
+        num_bytes["ours"],
+        num_bytes[plans[0]],
+        f"bytes per step, dim {DIM}, batch {BATCH}",
+        step_ms={name: round(median(of) * 1e3, 1) for name, of in seconds.items()},
+        bytes={name: median(of) for name, of in num_bytes.items()},
+        faster={plan: ratios(seconds["ours"], seconds[plan]) for plan in plans},
+        parity={plan: parity(turns[plan], losses) for plan in plans},
+    )
+
+
+def bytes_per_step(turns: Sequence[tuple[float, Sequence[Turn]]]) -> list[float]:
+    """Return the bytes that all processes of a side sent per step, in each round."""
+    return [sum(turn.bytes_sent for turn in of) // STEPS for _, of in turns]
+
+
+def parity(
+    turns: Sequence[tuple[float, Sequence[Turn]]], losses: Sequence[float]
+) -> dict[str, float]:
+    """Return the largest relative difference of the loss of the first step, and of all steps."""
+    theirs = [sum(parts) for _, of in turns for parts in zip(*(t.losses for t in of), strict=True)]
+    differences = [abs(a / b - 1) for a, b in zip(theirs, losses, strict=False)]
+    return {"first": differences[0], "all": max(differences)}
 
 
 def free_port() -> int:
@@ -195,46 +201,29 @@ def _is_free(port: int) -> bool:
     return True
 
 
-def summarize(side: Measurements, reference: Measurements) -> dict[str, Any]:
-    """Return the medians of a side without its warm-up, and the difference of its losses."""
-    differences = [abs(a / b - 1) for a, b in zip(side.losses, reference.losses, strict=False)]
-    ratios = [round(a / b, 3) for a, b in zip(side.seconds, reference.seconds, strict=True)]
-    return {
-        "step_ms": round(statistics.median(side.seconds[1:]) * 1e3, 1),
-        "bytes": round(statistics.median(side.num_bytes[1:])),
-        "faster": ratios[1:],
-        "parity": differences[0],
-        "parity_after": max(differences),
-    }
+def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    """Measure all logs and counts; the result is the first one."""
+    details: dict[str, Any] = {}
+    for name, log, folder in each_log(options, scratch):
+        job = write_job(name, folder / "job")
+        dataset = build_dataset(job, log, folder / "dataset")
+        for count in options.counts:
+            label = f"{name}, {count} processes"
+            details[label] = measure_count(
+                job, dataset, count, options.rounds, options.plans, folder
+            )
+            report(label, details[label])
+    return headline(details, next(iter(details)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark and print the result."""
-    parser = log_parser("scaling", __doc__, LOGS)
-    parser.add_argument("--counts", default="2,4", help="processes of each side, comma-separated")
-    parser.add_argument("--plans", default="planner,row_wise", help="of TorchRec's tables")
-    parser.add_argument("--rounds", type=int, default=3)
-    options = parser.parse_args(argv)
-    plans = options.plans.split(",")
-    details: dict[str, dict[str, Any]] = {}
-    for name, log, scratch in each_log(options):
-        job = write_job(name, scratch / "job")
-        dataset = build_dataset(job, log, scratch / "dataset")
-        for count in map(int, options.counts.split(",")):
-            label = f"{name}, {count} processes"
-            details[label] = measure(job, dataset, count, options.rounds, plans, scratch)
-            sys.stderr.write(f"{label}: {json.dumps(details[label])}\n")
-    label, first = next(iter(details.items()))
-    result = {
-        "ours": first["ours"]["bytes"],
-        "peer": first[plans[0]]["bytes"],
-        "ratio": round(first[plans[0]]["bytes"] / first["ours"]["bytes"], 3),
-        "unit": f"bytes per step, {label}, dim {DIM}, batch {BATCH}",
-        "rounds": first[plans[0]]["faster"],
-        "details": details,
-    }
-    write_result(result, options)
-    return 0
+    options = Options("scaling", __doc__, rounds=3)
+    options.add_logs(LOGS, small=("demo",))
+    plans = ("planner", "row_wise")
+    options.add("--counts", (2, 4), "processes of each side", small=(2,))
+    options.add("--plans", plans, "of TorchRec's tables", small=("row_wise",), choices=plans)
+    return options.run(measure, argv)
 
 
 if __name__ == "__main__":

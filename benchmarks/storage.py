@@ -1,29 +1,34 @@
 """Bytes of datasets against the same rows as zstd Parquet, in three orders.
 
-`python -m benchmarks.storage [--json] [--datasets NAME,NAME] [--groups named|auto] [--rounds N]
-[--shared-data DIR]`
+`python -m benchmarks.storage [--json] [--parts logs,shapes] [--datasets NAME,NAME] [--rounds N]
+[--rows N] [--shared-data DIR]`
 
-Each log is built by its job: the shipped ones, and synthetic logs of clickouts in which little
-repeats (`logs.py`); `--groups auto` replaces the groups of the job by `groups: auto`. A peer holds
-the expanded rows, with all columns of the job's SQL, in one file: shuffled, in time order, or
-clustered by session (in the order of the dataset, of session keys, or of the times of sessions),
-each with pyarrow's defaults, with encodings from the same trial as in a build, and by DuckDB. All
-sides use zstd 3. `ours` is samples and groups
-without derived columns (from transforms), which the peers do not have; derived columns and the
-oracle are reported separately.
+`logs`: each log is built by its job: the shipped ones, and synthetic logs of clickouts in which
+little repeats. A peer holds the expanded rows, with all columns of the job's SQL, in one file:
+shuffled, in time order, or clustered by session (in the order of the dataset, of session keys, or
+of the times of sessions), each with pyarrow's defaults, with encodings from the same trial as in a
+build, and by DuckDB. All sides use zstd 3. `ours` is samples and groups without derived columns
+(from transforms), which the peers do not have; derived columns and the oracle are reported
+separately. `folder` is every file of the dataset except the oracle (`access/`, `edges/`,
+`index-*`), including statistics, manifests, job and schema. `limit` is 1.02 times the clustered
+file with the best encodings plus 64 kB. It is compared with the same columns on both sides: without
+derived columns, and with them. `auto` are the figures of the same job with `groups: auto`: bytes of
+samples and groups, and the values that a reader decodes and looks up, stored lists counted by
+entry. `requests` are those of a pass over a million samples, one for each row group of each table.
 
-`folder` is every file of the dataset except the oracle (`access/`, `edges/`, `index-*`), including
-statistics, manifests, job and schema. `limit` is 1.02 times the clustered file with the best
-encodings plus 64 kB. It is compared with the same columns on both sides: without derived columns,
-and with them (`clustered with made columns`). Bytes do not depend on the machine; each round
-shuffles with another seed.
+`shapes`: each synthetic table of `common/shapes.py` is rewritten as a star schema (`star`: groups
+chosen), as plain files (`flat`), and built with all columns in one group (`together`) and with a
+group for each column (`apart`), which are bad choices for most logs. The peer is the smallest file
+of the same rows in any of these orders and encodings, or as they are; figures are bytes over the
+limit, of samples and groups and of every file but the oracle's (`folder`).
+
+Bytes do not depend on the machine; each round shuffles with another seed.
 """
 
 from __future__ import annotations
 
-import statistics
+import argparse
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,17 +38,20 @@ import duckdb
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
-from benchmarks.logs import (
+from benchmarks.common.clickouts import CLICKOUTS
+from benchmarks.common.harness import Options, compared, headline, report
+from benchmarks.common.logs import (
     LOGS,
-    SYNTHETIC_LOGS,
     build_job,
     each_log,
     job_path,
-    log_parser,
+    read_job,
     with_auto,
-    write_result,
+    write_job_file,
 )
+from benchmarks.common.shapes import SHAPES
 from pipelines.clustering.storage_layout import COMPRESSION_LEVEL as LEVEL
 from pipelines.report.sizes import (
     bytes_by_table,
@@ -57,9 +65,17 @@ from pipelines.report.sizes import (
     write_best,
     write_flat,
 )
+from pipelines.rewrite.input import inspect_rows
+from pipelines.rewrite.rewrite import RewriteRequest, rewrite
+from pipelines.sources.listing import folder_of
+from schemas.config.job import MAX_GROUPS
 from schemas.dataset.opened import Dataset, open_dataset
 from schemas.dataset.samples import column_names
+from schemas.errors import SchemaError
+from schemas.layout import DATA_DIRECTORIES
+from schemas.storage.location import Location
 
+PARTS = ("logs", "shapes")
 LIMIT_RATIO, LIMIT_BYTES = 1.02, 64_000
 """Limit for a dataset without its oracle, relative to the best clustered file."""
 HEADLINE = "mind"
@@ -89,9 +105,6 @@ class Sizes:
         ours: samples and groups, without derived columns.
         transforms: derived columns.
         folder: every file of the dataset except the oracle, with derived columns.
-        dedup_factor: values of the plain rows over stored values; a list counts as one.
-        oracle: access lists, edges and indexes.
-        tables: samples and each group, with derived columns.
         peers: `order, encodings` -> bytes; shuffled peers are those of the first round.
         made_peers: `encodings` -> bytes of the clustered rows with derived columns.
         shuffles: `encodings` -> bytes of the shuffled rows in each round.
@@ -100,9 +113,6 @@ class Sizes:
     ours: int
     transforms: int
     folder: int
-    dedup_factor: float
-    oracle: int
-    tables: Mapping[str, int]
     peers: Mapping[str, int]
     made_peers: Mapping[str, int]
     shuffles: Mapping[str, Sequence[int]]
@@ -118,9 +128,7 @@ class Sizes:
         smallest = min(clustered, key=clustered.__getitem__)
         return {
             "smallest_clustered": smallest,
-            "ours_over_smallest_clustered": round(self.ours / clustered[smallest], 3),
             "ours_of_limit": round(self.ours / limit_of(clustered[smallest]), 3),
-            "dedup_factor": round(self.dedup_factor, 2),
             "folder": self.folder,
             "folder_without_made": columns,
             "over_best": round(columns / best, 3),
@@ -129,7 +137,6 @@ class Sizes:
             "over_best_with_made": round(self.folder / self.made_peers["best"], 3),
             "of_limit_with_made": round(self.folder / limit_of(self.made_peers["best"]), 3),
             "default_over_folder_with_made": round(self.made_peers["default"] / self.folder, 3),
-            "over_best_made_on_our_side_only": round(self.folder / best, 3),
         }
 
 
@@ -163,7 +170,31 @@ def dedup_factor(dataset: Dataset) -> float:
     return plain / stored
 
 
-def measure(dataset: Dataset, rounds: int, scratch: Path) -> Sizes:
+def requests_per_million(dataset: Dataset) -> float:
+    """Return the requests of a pass over a million samples: one a row group of each table."""
+    num_requests = num_samples = 0
+    for segment in dataset.segments:
+        num_samples += segment.manifest.num_samples
+        for path in segment.files:
+            if path.startswith(tuple(DATA_DIRECTORIES)):
+                num_requests += segment.file(path).metadata.num_row_groups
+    return round(1e6 * num_requests / num_samples, 1)
+
+
+def num_values(dataset: Dataset) -> int:
+    """Return the stored values that a reader decodes and looks up, lists counted by entry."""
+    values, data = 0, dataset.job.data
+    for segment in dataset.segments:
+        manifest = segment.manifest
+        own = [name for name in manifest.columns if name not in data.group_of_column]
+        values += len(own) * manifest.num_samples
+        for name, group in manifest.groups.items():
+            values += len(data.groups[name]) * group.num_unique + group.num_values_dedup
+            values += manifest.num_samples  # the inverse index
+    return values
+
+
+def measure_dataset(dataset: Dataset, rounds: int, scratch: Path) -> Sizes:
     """Write every peer of a dataset and return all sizes."""
     rows = flat_rows(dataset)
     assert rows.share == 1, "the benchmark writes all rows of its logs"
@@ -189,75 +220,130 @@ def measure(dataset: Dataset, rounds: int, scratch: Path) -> Sizes:
         ours=dataset_bytes(dataset) - derived,
         transforms=derived,
         folder=folder_bytes(dataset),
-        dedup_factor=dedup_factor(dataset),
-        oracle=oracle_bytes(dataset),
-        tables=bytes_by_table(dataset),
         peers={f"shuffled, {e}": sizes[0] for e, sizes in shuffles.items()} | peers,
         made_peers={e: write(with_derived, path) for e, write in ENCODINGS.items()},
         shuffles=shuffles,
     )
 
 
-def details(
-    name: str, log: Path, rounds: int, scratch: Path, *, auto: bool = False
-) -> dict[str, Any]:
-    """Build one log, with `groups: auto` if `auto`, and measure it."""
-    start = time.perf_counter()
+def measure_log(name: str, log: Path, rounds: int, scratch: Path) -> dict[str, Any]:
+    """Build one log, also with `groups: auto`, and measure it."""
     job = job_path(name, scratch)
-    built = build_job(with_auto(job, scratch) if auto else job, log, scratch / "dataset")
-    seconds = time.perf_counter() - start
-    sizes = measure(open_dataset(scratch / "dataset"), rounds, scratch)
-    best = min(sizes.peers, key=lambda peer: sizes.peers[peer])
-    return {
-        "num_samples": built["num_samples"],
-        "build_sec": round(seconds, 2),
-        "groups": built["groups"],
-        "ours": sizes.ours,
-        "transforms": sizes.transforms,
-        "oracle": sizes.oracle,
-        "tables": sizes.tables,
-        "peers": sizes.peers,
-        "ratios": sizes.ratios(),
-        "clustered with made columns": sizes.made_peers,
-        "whole": sizes.folder_against(),
-        "ratio_with_transforms": {
-            name: round(size / (sizes.ours + sizes.transforms), 3)
-            for name, size in sizes.peers.items()
+    built = build_job(job, log, scratch / "dataset")
+    build_job(with_auto(job, scratch), log, scratch / "auto-dataset")
+    dataset, auto = open_dataset(scratch / "dataset"), open_dataset(scratch / "auto-dataset")
+    sizes = measure_dataset(dataset, rounds, scratch)
+    auto_bytes = dataset_bytes(auto)
+    return compared(
+        [sizes.ours] * rounds,
+        sizes.shuffles["default"],
+        "bytes, samples and groups against shuffled zstd Parquet",
+        num_samples=built["num_samples"],
+        transforms=sizes.transforms,
+        oracle=oracle_bytes(dataset),
+        tables=bytes_by_table(dataset),
+        peers=sizes.peers,
+        ratios=sizes.ratios(),
+        made_peers=sizes.made_peers,
+        whole=sizes.folder_against(),
+        dedup_factor=round(dedup_factor(dataset), 2),
+        requests=requests_per_million(dataset),
+        groups=built["groups"],
+        auto={
+            "groups": {name: list(columns) for name, columns in auto.job.data.groups.items()},
+            "bytes": auto_bytes,
+            "bytes_ratio": round(auto_bytes / (sizes.ours + sizes.transforms), 4),
+            "values_ratio": round(num_values(auto) / num_values(dataset), 4),
         },
-        "smallest_peer": best,
-        "rounds_shuffled": {
-            encodings: [round(size / sizes.ours, 3) for size in each]
-            for encodings, each in sizes.shuffles.items()
-        },
-    }
+    )
 
 
-def headline(by_log: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """Return MIND, or else the first log, against shuffled Parquet with pyarrow's defaults."""
-    name = HEADLINE if HEADLINE in by_log else next(iter(by_log))
-    rounds = by_log[name]["rounds_shuffled"]["default"]
-    return {
-        "ours": by_log[name]["ours"],
-        "peer": by_log[name]["peers"]["shuffled, default"],
-        "ratio": round(statistics.median(rounds), 3),
-        "unit": f"bytes, {name}, samples and groups against shuffled zstd Parquet",
-        "rounds": rounds,
-    }
+def smallest_file(table: pa.Table, session: str, time: str | None, path: Path) -> tuple[str, int]:
+    """Return name and bytes of the smallest plain file of some rows."""
+    orders = {"as is": table}
+    if time:
+        orders |= {"by time": time_ordered(table, time), **by_session(table, session, time)}
+    sizes: dict[str, int] = {}
+    for order, rows in orders.items():
+        for encodings, write in ENCODINGS.items():
+            sizes[f"{order}, {encodings}"] = write(rows, path)
+    name = min(sizes, key=sizes.__getitem__)
+    return name, sizes[name]
+
+
+def named(dataset: Path, scratch: Path, groups: str) -> Path:
+    """Write the job of a rewritten log with badly named groups."""
+    job = read_job(dataset / "job.yaml")
+    columns = list(open_dataset(dataset).segments[0].manifest.columns)
+    apart = {f"g{i}": [n] for i, n in enumerate(columns[:MAX_GROUPS])}
+    bad = {"all": columns} if groups == "together" else apart
+    job["data"]["groups"] = bad
+    return write_job_file(scratch / groups, job, dataset / "job.yaml")
+
+
+def measure_shape(table: pa.Table, scratch: Path) -> dict[str, Any]:
+    """Rewrite and build one log, and compare it with its smallest file."""
+    folder = scratch / "log"
+    folder.mkdir(parents=True)
+    pq.write_table(table, folder / "log.parquet")
+    rows = inspect_rows(folder_of(str(folder)), None, None)
+    peer, best = smallest_file(table, rows.session, rows.time, scratch / "peer.parquet")
+    limit = limit_of(best)
+    figures: dict[str, Any] = {"rows": table.num_rows, "peer": peer, "best": best}
+
+    def add(name: str, num_bytes: int, dataset: Path | None) -> None:
+        figures[name] = round(num_bytes / limit, 3)
+        if dataset is not None:
+            figures[f"{name}_folder"] = round(folder_bytes(open_dataset(dataset)) / limit, 3)
+
+    for layout in ("star", "flat"):
+        output = scratch / layout
+        request = RewriteRequest(
+            folder=str(folder),
+            output=Location.parse(output),
+            layout=layout,
+            session=None,
+            time=None,
+            label=None,
+            beam_args=["--runner=InProcess"],
+            attempt="benchmark",
+        )
+        try:
+            done = rewrite(request)
+        except SchemaError as error:
+            figures[layout] = str(error)
+            continue
+        add(layout, done["bytes_after"], output if layout == "star" else None)
+    if (scratch / "star").exists():
+        for groups in ("together", "apart"):
+            job, output = named(scratch / "star", scratch, groups), scratch / f"built-{groups}"
+            built = build_job(job, folder, output)
+            add(groups, built["dataset_bytes"], output)
+    return figures
+
+
+def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    """Measure the logs, of which MIND or else the first is the result, and the shapes."""
+    logs: dict[str, Any] = {}
+    for name, log, folder in each_log(options, scratch) if "logs" in options.parts else ():
+        logs[name] = measure_log(name, log, options.rounds, folder)
+        report(name, logs[name]["whole"])
+    shapes: dict[str, Any] = {}
+    for name in SHAPES if "shapes" in options.parts else ():
+        table = SHAPES[name](np.random.default_rng(0), options.rows)
+        shapes[name] = measure_shape(table, scratch / name)
+        report(name, shapes[name])
+    head = headline(logs, HEADLINE if HEADLINE in logs else next(iter(logs))) if logs else {}
+    return {**head, "shapes": shapes}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark and print the result."""
-    parser = log_parser("storage", __doc__, [*LOGS, *SYNTHETIC_LOGS])
-    parser.add_argument("--groups", choices=("named", "auto"), default="named")
-    parser.add_argument("--rounds", type=int, default=3, help="shuffles")
-    options = parser.parse_args(argv)
-    by_log: dict[str, dict[str, Any]] = {}
-    for name, log, scratch in each_log(options):
-        auto = options.groups == "auto"
-        by_log[name] = details(name, log, options.rounds, scratch, auto=auto)
-        sys.stderr.write(f"{name}: {by_log[name]['ratios']} {by_log[name]['whole']}\n")
-    write_result(headline(by_log) | {"details": by_log}, options)
-    return 0
+    options = Options("storage", __doc__, rounds=3)
+    options.add("--parts", PARTS, "comma-separated", small=("logs",), choices=PARTS)
+    options.add_logs([*LOGS, *CLICKOUTS], small=("ten_rows", "demo_small"))
+    options.add("--rows", 100_000, "of the largest shapes")
+    return options.run(measure, argv)
 
 
 if __name__ == "__main__":

@@ -38,8 +38,9 @@ from schemas.config.train import TrainConfig
 
 # Defaults, used before anything was measured. A plan that is based on them is not confident.
 
-# All measured on one machine by `benchmarks.pools`, and fitted by `benchmarks.pools_fit`
-# (benchmarks/pools.md: date, machine, errors), unless they say that they are assumed.
+# All measured on one machine by `benchmarks.scheduler.pools`, and fitted by
+# `benchmarks.scheduler.fit` (benchmarks/pools.md: date, machine, errors), unless they say that they
+# are assumed.
 
 MULTIPLICATION_SEC, HISTORY_SEC = 6.8e-11, 2.95e-8
 """Core seconds of a step for each sample, divided by threads: of a multiplication of dense layers
@@ -62,7 +63,8 @@ ROW_SEC, ROW_FEATURE_SEC = 1.78e-6, 1.06e-7
 """Core seconds of a row that workers divide, and for each feature those in one thread."""
 TRAINER_START_SEC = 5.0
 """Core seconds of a trainer besides its steps, most of them imports: from its start to the first
-step, and from the last one to its end (the first five runs of `benchmarks.scheduled_runs`)."""
+step, and from the last one to its end (the first five runs of
+`benchmarks.scheduler.scheduled_runs`)."""
 SHARING_SHARE = 0.01
 """Assumed: contention of a further segment job, as a share of a worker's time."""
 

@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.logs import HOT_SHARE, NUM_ROWS, skewed_rows, uniform_rows
-from benchmarks.oracle import bagpipe_rate, fetches_equal_rows, one_sort, ours
+from benchmarks.common.skew import HOT_SHARE, NUM_ROWS, skewed_rows, uniform_rows
+from benchmarks.oracle import one_sort, ours
+from benchmarks.peers.bagpipe import bagpipe_rate, fetches_equal_rows
 
 
 @pytest.mark.parametrize("batch", [7, 64, 5_000])

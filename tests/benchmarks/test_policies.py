@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.common.harness import SKIPPED
 from benchmarks.policies import (
     ALIBABA,
     OURS,
@@ -110,7 +111,7 @@ def test_ratios_compare_with_the_best_other_policy() -> None:
 
 @pytest.mark.slow
 def test_main_prints_one_object(shared_data: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--json", "--jobs", "8", "--seeds", "2", "--shared-data", str(shared_data)]
+    words = ["--json", "--jobs", "8", "--rounds", "2", "--shared-data", str(shared_data)]
     assert main(words) == 0
     printed = capsys.readouterr()
     found = json.loads(printed.out)
@@ -120,7 +121,8 @@ def test_main_prints_one_object(shared_data: Path, capsys: pytest.CaptureFixture
 
 
 def test_main_without_the_measurements_fails_with_a_message(tmp_path: Path) -> None:
-    assert "measurements must exist, got no" in error_of(main, ["--shared-data", str(tmp_path)])
+    words = ["--shared-data", str(tmp_path)]
+    assert "measurements must exist, got no" in error_of(main, words, SKIPPED)
 
 
 @pytest.mark.parametrize("policies", ["static,marginal", "presage"])

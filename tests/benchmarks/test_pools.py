@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.pools import GRID_FILE
-from benchmarks.pools_fit import (
+from benchmarks.scheduler.fit import (
+    GRID_FILE,
     fit_constants,
     is_held_back,
     largest_cell,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from benchmarks.preprocess import main, measure, sides
+from benchmarks.preprocess import main, measure_dataset, sides
 from pipelines.build import build
 from pipelines.transforms.apply import apply_transforms
 from schemas.config.job import SAMPLES
@@ -50,7 +50,7 @@ def test_sides_differ_in_repetition_only(dataset: Path) -> None:
 
 @pytest.mark.slow
 def test_measure_counts_each_round_and_group(dataset: Path) -> None:
-    found = measure(open_dataset(dataset), rounds=3)
+    found = measure_dataset(open_dataset(dataset), rounds=3)
     assert len(found["rounds"]) == 3
     assert found["groups"]["samples"]["dedup_factor"] == 1
     assert found["groups"]["user"]["dedup_factor"] > 3
@@ -62,4 +62,4 @@ def test_main_prints_one_object(shared_data: Path) -> None:
     arguments = ["--json", "--datasets", "ebnerd", "--rounds", "2", "--shared-data"]
     (line,) = output_of(main, [*arguments, str(shared_data)]).splitlines()
     found = json.loads(line)
-    assert {"ours", "peer", "ratio", "unit", "rounds", "details"} == set(found)
+    assert {"ours", "peer", "ratio", "spread", "unit", "rounds", "details"} == set(found)

@@ -1,4 +1,4 @@
-"""Days, job and headline of the retraining benchmark."""
+"""Days and job of daily retraining in the order benchmark."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from benchmarks.retraining import LOG, headline, write_days, write_job
+from benchmarks.order import LOG, compare_days, write_daily_job, write_days
 from schemas.config.job import load_job
 
 
@@ -23,17 +23,17 @@ def test_write_days_splits_the_log_into_disjoint_days(shared_data: Path, tmp_pat
 
 
 def test_job_evaluates_on_the_end_of_each_day_and_has_no_limits(tmp_path: Path) -> None:
-    job = load_job(write_job(tmp_path))
+    job = load_job(write_daily_job(tmp_path))
     assert job.data.split.evaluation_last is not None
     assert job.schedule.retrain.gate.max_ne is None
     assert job.train.batch_samples == job.data.oracle.batch_samples == 256
 
 
-def test_headline_excludes_the_first_day() -> None:
+def test_comparison_excludes_the_first_day() -> None:
     days = [
         {"warm": {"ne": warm}, "cold": {"ne": cold}}
         for warm, cold in [(9, 9), (0.8, 1.0), (0.5, 1)]
     ]
-    found = headline(days)
+    found = compare_days(days)
     assert (found["ours"], found["peer"]) == (0.65, 1.0)
     assert (found["ratio"], found["rounds"]) == (1.625, [1.25, 2.0])

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.scaling import measure
+from benchmarks.scaling import measure_count
 from tests.trainer.make_dataset import make_dataset, write_job
 
 COUNTS = """
 import socket, threading
-from benchmarks.scaling_processes import sent_bytes
+from benchmarks.peers.torchrec_ranks import sent_bytes
 
 server = socket.create_server(("127.0.0.1", 0))
 port = server.getsockname()[1]
@@ -42,8 +42,7 @@ def test_both_sides_give_the_same_losses(tmp_path: Path) -> None:
     job.write_text(text)
     full_batches = [[(1024, 50)]]  # the peer's processes must have equally many samples
     dataset = make_dataset(tmp_path / "dataset", job, full_batches)
-    found = measure(job, dataset, 2, 1, ["row_wise"], tmp_path)
-    for side in found.values():
-        assert side["bytes"] > 0
-        assert side["parity"] < 1e-6
-        assert side["parity_after"] < 1e-4
+    found = measure_count(job, dataset, 2, 1, ["row_wise"], tmp_path)
+    assert all(num_bytes > 0 for num_bytes in found["bytes"].values())
+    assert found["parity"]["row_wise"]["first"] < 1e-6
+    assert found["parity"]["row_wise"]["all"] < 1e-4

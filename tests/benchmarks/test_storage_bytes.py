@@ -11,14 +11,15 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from benchmarks.logs import SYNTHETIC_LOGS, build_job, job_path, write_clickouts
-from benchmarks.shapes import SHAPES, smallest_file
-from benchmarks.storage import headline, limit_of, main, measure
+from benchmarks.common.clickouts import CLICKOUTS, write_clickouts
+from benchmarks.common.logs import build_job, job_path
+from benchmarks.common.shapes import SHAPES
+from benchmarks.storage import limit_of, main, measure_dataset, smallest_file
 from pipelines.cli import main as main_of_pipelines
-from pipelines.report.sizes import chunk_bytes, derived_bytes
+from pipelines.report.sizes import bytes_by_table, chunk_bytes, derived_bytes
 from schemas.dataset.opened import open_dataset
 from tests.pipelines.logs import IN_PROCESS, built
-from tests.shared import output_of
+from tests.shared import json_of, output_of
 
 CLUSTERED = {"clustered", "by session key", "by time of session"}
 """Orders of the peers that a dataset is compared with."""
@@ -56,10 +57,10 @@ def test_measure_counts_derived_columns_separately_and_shuffles_in_each_round(
     tmp_path: Path,
 ) -> None:
     dataset = open_dataset(built(tmp_path, num_rows=600))
-    sizes = measure(dataset, 2, tmp_path)
+    sizes = measure_dataset(dataset, 2, tmp_path)
     assert sizes.ours + sizes.transforms == dataset.segments[0].manifest.dataset_bytes
     assert sizes.transforms == derived_bytes(dataset) > 0
-    assert sum(sizes.tables.values()) == sizes.ours + sizes.transforms
+    assert sum(bytes_by_table(dataset).values()) == sizes.ours + sizes.transforms
     assert set(sizes.peers) == {
         f"{order}, {encodings}"
         for order in CLUSTERED | {"shuffled", "time-ordered"}
@@ -76,13 +77,22 @@ def test_measure_counts_derived_columns_separately_and_shuffles_in_each_round(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", nightly_but(SYNTHETIC, "clickouts", "ten_rows"))
 def test_dataset_without_oracle_is_within_the_limit(name: str, tmp_path: Path) -> None:
-    config = replace(SYNTHETIC_LOGS[name], num_sessions=min(300, SYNTHETIC_LOGS[name].num_sessions))
+    config = replace(CLICKOUTS[name], num_sessions=min(300, CLICKOUTS[name].num_sessions))
     write_clickouts(config, tmp_path / "log")
     build_job(job_path(name, tmp_path), tmp_path / "log", tmp_path / "dataset")
-    sizes = measure(open_dataset(tmp_path / "dataset"), 1, tmp_path)
+    sizes = measure_dataset(open_dataset(tmp_path / "dataset"), 1, tmp_path)
     assert sizes.folder - sizes.transforms <= limit_of(sizes.peers["clustered, best"])
     assert sizes.folder <= limit_of(sizes.made_peers["best"])
     assert folder_of(tmp_path / "dataset") == sizes.folder
+
+
+@pytest.mark.slow
+def test_automatic_groups_of_ten_rows_take_fewer_bytes(tmp_path: Path) -> None:
+    words = ["--json", "--parts", "logs", "--datasets", "ten_rows", "--rounds", "1"]
+    details = json_of(main, [*words, "--shared-data", str(tmp_path)])["details"]["ten_rows"]
+    assert details["auto"]["groups"] == {} != details["groups"]
+    assert details["auto"]["bytes_ratio"] < 1 < details["auto"]["values_ratio"]
+    assert details["requests"] > 0
 
 
 def folder_of(dataset: Path) -> int:
@@ -106,12 +116,11 @@ def test_chunk_bytes_of_all_columns_is_the_file_without_header_and_footer(tmp_pa
 
 @pytest.mark.slow
 def test_main_prints_one_object_with_the_ratio_of_each_round(shared_data: Path) -> None:
-    arguments = ["--json", "--datasets", "ebnerd", "--rounds", "2", "--shared-data"]
-    lines = output_of(main, [*arguments, str(shared_data)]).splitlines()
+    arguments = ["--json", "--parts", "logs", "--datasets", "ebnerd", "--rounds", "2"]
+    lines = output_of(main, [*arguments, "--shared-data", str(shared_data)]).splitlines()
     assert len(lines) == 1
     found = json.loads(lines[0])
-    assert {"ours", "peer", "ratio", "unit", "rounds", "details"} == set(found)
+    assert {"ours", "peer", "ratio", "spread", "unit", "rounds", "details", "shapes"} == set(found)
     assert len(found["rounds"]) == 2
-    assert found["ratio"] == pytest.approx(headline(found["details"])["ratio"])
-    assert found["peer"] / found["ours"] == pytest.approx(found["rounds"][0], abs=1e-3)
+    assert found["peer"] / found["ours"] == pytest.approx(found["ratio"], abs=1e-3)
     assert found["details"]["ebnerd"]["num_samples"] == 10_848

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.workloads import (
+from benchmarks.scheduler.workloads import (
     ARRIVALS,
     MAX_JOBS,
     MIN_JOBS,

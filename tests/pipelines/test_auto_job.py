@@ -16,7 +16,7 @@ import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from benchmarks.logs import with_auto
+from benchmarks.common.logs import with_auto
 from pipelines.autogroup.choose import (
     KeysOfSplit,
     SmallestHashes,

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from benchmarks.memory import CGROUPS, memory_limit
+from benchmarks.common.control_groups import GROUPS, group
 from pipelines.cli import main as pipelines
 from schemas.machine import SHARED_MEMORY
 from schemas.run.records import CHECKPOINTS
@@ -27,7 +27,8 @@ from trainer.checkpoint.files import complete_checkpoints, read_checkpoint_manif
 pytestmark = pytest.mark.nightly
 
 NEEDS_CGROUPS = pytest.mark.skipif(
-    not os.access(CGROUPS, os.W_OK) or not (CGROUPS / "memory.limit_in_bytes").is_file(),
+    not os.access(GROUPS / "memory", os.W_OK)
+    or not (GROUPS / "memory" / "memory.limit_in_bytes").is_file(),
     reason="needs memory cgroups of version 1 that it may create",
 )
 NUM_TABLES, TABLE_ROWS, DIM = 4, 56_000, 640
@@ -118,13 +119,19 @@ def run_limited(*arguments: object) -> dict[str, Any]:
 
 def run(*arguments: object) -> tuple[subprocess.CompletedProcess[str], int]:
     """Run a command of a package under the limit; return it, and the bytes that it used at most."""
-    with memory_limit(LIMIT_BYTES) as group:
-        assert group is not None, "there is a limit"
-        words = [sys.executable, "-m", "tests.trainer.limited", str(group), *map(str, arguments)]
+    with group("limited") as limits:
+        limits.limit_memory(LIMIT_BYTES)
+        words = [
+            sys.executable,
+            "-m",
+            "tests.trainer.limited",
+            str(limits.memory),
+            *map(str, arguments),
+        ]
         child = subprocess.run(
             [*words, "--json"], cwd=REPOSITORY, capture_output=True, text=True, check=False
         )
-        return child, int((group / "memory.max_usage_in_bytes").read_text())
+        return child, limits.peak_bytes
 
 
 def num_rows(run: Path) -> int:

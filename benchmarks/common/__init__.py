@@ -1,0 +1,1 @@
+"""What all benchmarks share: options, rounds, results, logs and processes."""

@@ -1,0 +1,1 @@
+"""The peers of the benchmarks, each used as its documentation recommends."""

@@ -1,0 +1,327 @@
+"""Steps of training runs that differ in one thing.
+
+`python -m benchmarks.runs.steps [--json] [--parts microbatches,store,upload,devices] [--rounds N]
+[--steps N] [--datasets NAME,NAME] [--models NAME,NAME] [--devices cpu,cuda] [--url URL]
+[--shared-data DIR]`
+
+All runs of a part train the shipped job with the same seed for the same steps; times are those of a
+step after a warm-up.
+
+`microbatches`: by default a step is computed in microbatches of one block each, and their gradients
+are added over a fixed tree; the peer, `--fast`, computes all samples of a step at once, with a
+result that is not bit-identical for other numbers of replicas. A ratio of 0.9 means that ours takes
+a ninth more. `loss_difference` is the largest relative difference of the two losses of a step.
+
+`store`: from a dataset at an S3 store with 20 ms of latency; the peer is the same on the local
+disk. `waiting_share` is what the phase `read` of a step takes longer, the whole cost of a store to
+a step: row groups are fetched ahead, since the order is known. The processor time of the trainer
+and that of the store are given apart: on this machine they compete, in a cluster they do not.
+
+`upload`: to an object store, with a checkpoint every 10 steps; the peer is the same run in a
+folder. `last_sec` is the time that the end of the run waits for the last upload. Names of runs
+below `--url` are new; by default the store is the memory of this process.
+
+`devices`: each model, with rows in host memory (`plain`) and with rows cached by the plan in the
+device's memory (`cached`), on each device. `loss_difference` is to the first device, in float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.common.harness import Options, alternate, compared, headline, median
+from benchmarks.common.logs import (
+    build_dataset,
+    each_log,
+    job_path,
+    read_job,
+    write_job_file,
+)
+from benchmarks.common.processes import module, run
+from benchmarks.common.training import step_figures, train_steps
+from schemas.config.job import load_job
+from schemas.paths import path_or_url
+from schemas.run.records import METRICS, StepMetric, read_metrics
+from schemas.run.run_manifest import local_run
+from schemas.storage.location import Location
+from tests.fault_proxy import Faults, fault_proxy
+from tests.object_store import new_url, s3_environment, s3_server
+from trainer.options import TrainOptions
+from trainer.recovery import Drain
+from trainer.run.upload import open_output
+from trainer.train import train
+
+PARTS = ("microbatches", "store", "upload", "devices")
+WARM_UP = 2
+"""Steps at the start of a run that are not measured."""
+LATENCY_SEC = 0.02
+"""Pause before each request to the store."""
+CHECKPOINT_STEPS = 10
+EMBEDDINGS = "plain", "cached"
+
+
+def step_ms(runs: Sequence[Sequence[StepMetric]]) -> list[float]:
+    """Return the milliseconds of a step in each run, without warm-up."""
+    return [step_figures(metrics[WARM_UP:])["step_ms"] for metrics in runs]
+
+
+def loss_difference(some: Sequence[StepMetric], others: Sequence[StepMetric]) -> float:
+    """Return the largest relative difference of the losses of a step."""
+    pairs = zip(some, others, strict=True)
+    return max(abs(a.loss - b.loss) / abs(b.loss) for a, b in pairs)
+
+
+def train_fast(
+    job: Path, dataset: Path, scratch: Path, steps: int, *, fast: bool
+) -> list[StepMetric]:
+    """Train in this process, all samples of a step at once if `fast`."""
+    options = TrainOptions(fast=fast, steps=steps)
+    return train_steps(job, dataset, scratch / uuid.uuid4().hex, options)
+
+
+def measure_microbatches(
+    options: argparse.Namespace, job: Path, dataset: Path, scratch: Path
+) -> dict[str, Any]:
+    """Train in both modes."""
+    train = partial(train_fast, job, dataset, scratch, options.steps)
+    sides = {"ours": partial(train, fast=False), "fast": partial(train, fast=True)}
+    runs = alternate_steps(sides, options.rounds)
+    config = load_job(job)
+    return compared(
+        step_ms(runs["ours"]),
+        step_ms(runs["fast"]),
+        "ms of a step, against --fast",
+        microbatches_per_step=config.train.batch_samples // config.data.block_samples,
+        loss_difference=max(map(loss_difference, runs["ours"], runs["fast"])),
+    )
+
+
+def alternate_steps(
+    sides: Mapping[str, Callable[[], list[StepMetric]]], rounds: int
+) -> dict[str, list[list[StepMetric]]]:
+    """Return the metrics of each side in each round."""
+    found: dict[str, list[list[StepMetric]]] = {name: [] for name in sides}
+
+    def keep(name: str) -> dict[str, float]:
+        found[name].append(sides[name]())
+        return step_figures(found[name][-1][WARM_UP:])
+
+    alternate({name: partial(keep, name) for name in sides}, rounds)
+    return found
+
+
+# A dataset at a store.
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One training in a process of its own.
+
+    Attributes:
+        step_sec: mean duration of a step, without warm-up.
+        waiting_sec: mean time of a step in the phase `read`.
+        cpu_sec: processor time of the trainer.
+        losses: of all steps.
+    """
+
+    step_sec: float
+    waiting_sec: float
+    cpu_sec: float
+    losses: tuple[float, ...]
+
+
+def train_from(job: Path, dataset: object, scratch: Path, steps: int) -> Run:
+    """Train with the planned cache in a process of its own."""
+    output = scratch / uuid.uuid4().hex
+    words = ("train", job, "--dataset", dataset, "--output", output, "--steps", steps)
+    done = run(module("trainer", *words, "--embedding", "cached"))
+    metrics = read_metrics(output / METRICS)
+    counted = metrics[WARM_UP:]
+    return Run(
+        step_sec=statistics.mean(m.num_samples / m.samples_per_sec for m in counted),
+        waiting_sec=statistics.mean(m.phases["read"] for m in counted),
+        cpu_sec=done.cpu_sec,
+        losses=tuple(m.loss for m in metrics),
+    )
+
+
+def copy_dataset(source: Path, target: Location) -> None:
+    """Upload a dataset as it is."""
+    for entry in Location.parse(source).entries():
+        (target / entry.path).upload(source / entry.path)
+
+
+def measure_store(
+    options: argparse.Namespace, job: Path, dataset: Path, scratch: Path
+) -> dict[str, Any]:
+    """Train from both places."""
+    faults = Faults(latency_sec=LATENCY_SEC)
+    server = scratch / "server"
+    server.mkdir()
+    with s3_server(server) as endpoint, fault_proxy(endpoint, faults) as slow:
+        os.environ.update(s3_environment(slow))
+        target = Location.parse(new_url())
+        copy_dataset(dataset, target)
+        requests, own_sec = faults.requests.total(), sum(os.times()[:2])
+        places = {"disk": dataset, "store": target}
+        runs = alternate(
+            {
+                name: partial(train_from, job, place, scratch, options.steps)
+                for name, place in places.items()
+            },
+            options.rounds,
+        )
+        own_sec = sum(os.times()[:2]) - own_sec
+        requests = faults.requests.total() - requests
+    local, remote = runs["disk"], runs["store"]
+    assert len({one.losses for one in (*local, *remote)}) == 1, "both train the same bits"
+    pairs = zip(local, remote, strict=True)
+    return compared(
+        [one.step_sec * 1e3 for one in remote],
+        [one.step_sec * 1e3 for one in local],
+        "ms a step; ours at the store, peer on disk",
+        waiting_share=[round((b.waiting_sec - a.waiting_sec) / a.step_sec, 4) for a, b in pairs],
+        trainer_cpu_sec={name: median([one.cpu_sec for one in of]) for name, of in runs.items()},
+        proxy_cpu_sec=round(own_sec / options.rounds, 2),
+        requests=requests // options.rounds,
+    )
+
+
+# A run at a store.
+
+
+def train_to(job: Path, dataset: Path, output: str, scratch: Path) -> dict[str, float]:
+    """Train a run; return its samples per second, and the seconds that its end took."""
+    place, drain = path_or_url(output), Drain()
+    config = load_job(job).train.checkpoint
+    with open_output(place, scratch / "work", config, resume=False, drain=drain) as folder:
+        train(
+            job,
+            Location.parse(dataset),
+            folder,
+            TrainOptions(),
+            clock=time.perf_counter,
+            on_step=lambda *_: None,
+            drain=drain,
+        )
+        trained = time.perf_counter()
+    end_sec = time.perf_counter() - trained
+    with local_run(place, (METRICS,)) as folder:
+        steps = read_metrics(folder / METRICS)[1:]
+    seconds = sum(step.num_samples / step.samples_per_sec for step in steps)
+    return {"rate": sum(step.num_samples for step in steps) / seconds, "end_sec": end_sec}
+
+
+def measure_upload(
+    options: argparse.Namespace, job: Path, dataset: Path, scratch: Path
+) -> dict[str, Any]:
+    """Train to both places."""
+    body = read_job(job)
+    body["train"]["checkpoint"] = {"every_steps": CHECKPOINT_STEPS, "late": "wait"}
+    saving = write_job_file(scratch / "saving", body, job)
+    places = {"url": options.url, "folder": str(scratch)}
+    runs = alternate(
+        {
+            name: lambda place=place: train_to(
+                saving, dataset, f"{place}/{uuid.uuid4().hex}", scratch
+            )
+            for name, place in places.items()
+        },
+        options.rounds,
+    )
+    rates = {name: [one["rate"] for one in of] for name, of in runs.items()}
+    unit = f"samples per second of steps, a checkpoint every {CHECKPOINT_STEPS}, to {options.url}"
+    last_sec = median([one["end_sec"] for one in runs["url"]])
+    return compared(rates["url"], rates["folder"], unit, higher=True, last_sec=last_sec)
+
+
+# Devices.
+
+
+def with_model(job: Path, model: str, device: str, folder: Path) -> Path:
+    """Write a job with another model and device."""
+    body = read_job(job)
+    own = body["train"].get("model", {})
+    body["train"]["model"] = own if own.get("name") == model else {"name": model}
+    body["train"]["device"] = device
+    return write_job_file(folder, body, job)
+
+
+def measure_devices(
+    options: argparse.Namespace, job: Path, dataset: Path, scratch: Path
+) -> dict[str, Any]:
+    """Train each model with each embedding on each device."""
+    found: dict[str, Any] = {}
+    total = dict.fromkeys(options.devices, 0.0)
+    for model in options.models:
+        for embedding in EMBEDDINGS:
+            first: list[StepMetric] = []
+            for device in options.devices:
+                label = f"{model} {embedding} {device}"
+                folder = scratch / label.replace(" ", "-")
+                choice = TrainOptions(embedding=embedding, steps=options.steps, fast=True)
+                changed = with_model(job, model, device, folder)
+                metrics = train_steps(changed, dataset, folder / "run", choice)
+                first = first or metrics
+                figures = step_figures(metrics[WARM_UP:])
+                found[label] = figures | {"loss_difference": loss_difference(metrics, first)}
+                total[device] += figures["step_ms"]
+    return compared(
+        [total[options.devices[-1]]],
+        [total[options.devices[0]]],
+        f"ms of a step, summed over the runs, {options.devices[-1]} against {options.devices[0]}",
+        gpu=torch.cuda.get_device_name() if "cuda" in options.devices else None,
+        runs=found,
+    )
+
+
+MEASURES = {
+    "microbatches": measure_microbatches,
+    "store": measure_store,
+    "upload": measure_upload,
+    "devices": measure_devices,
+}
+
+
+def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    """Measure all parts on all logs; the result is the first one."""
+    torch.set_num_threads(2)
+    details: dict[str, Any] = {}
+    for name, log, folder in each_log(options, scratch):
+        job = job_path(name, folder)
+        dataset = build_dataset(job, log, folder / "dataset")
+        for part in options.parts:
+            own = folder / part
+            own.mkdir()
+            details[f"{part}, {name}"] = MEASURES[part](options, job, dataset, own)
+    return headline(details, next(iter(details)))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark and print the result."""
+    has_gpu = torch.cuda.is_available()
+    options = Options("runs.steps", __doc__, rounds=3)
+    local = PARTS if has_gpu else PARTS[:-1]
+    options.add("--parts", local, "comma-separated", small=("microbatches",), choices=PARTS)
+    options.add_logs(["demo", "kuairand"])
+    options.add("--steps", 40, "of a run", small=4)
+    options.add("--url", "memory://benchmark", "of the object store of `upload`")
+    options.add("--devices", ("cpu", "cuda") if has_gpu else ("cpu",), "the last one is ours")
+    options.add("--models", ("dlrm", "dcn", "attention"), "of `devices`", small=("dlrm",))
+    return options.run(measure, argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Benchmarks of the scheduler, besides `benchmarks.model` and `benchmarks.policies`."""
