@@ -39,8 +39,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from benchmarks.common.control_groups import group, require_groups
 from benchmarks.common.harness import (
@@ -52,6 +50,7 @@ from benchmarks.common.harness import (
     median,
     ratios,
 )
+from benchmarks.common.id_logs import write_id_job, write_id_log
 from benchmarks.common.logs import (
     DEMO_JOB,
     REPOSITORY,
@@ -60,7 +59,6 @@ from benchmarks.common.logs import (
     num_lines,
     read_job,
     write_job_file,
-    write_new_job,
     write_yaml,
 )
 from benchmarks.common.processes import drop_pages, module, run
@@ -197,8 +195,6 @@ NUM_DENSE = 13
 LARGE_DIM, LARGE_BATCH = 256, 1024
 EPOCHS = 2
 _EVALUATED = 16_384
-_ALWAYS = "presence { min_fraction: 1 }"
-_TIME = _ALWAYS + " time_domain { integer_format: UNIX_MICROSECONDS }"
 MODES_IN_MEMORY = {
     "plain": ("plain", "log"),
     "log": ("cached", "log"),
@@ -212,71 +208,37 @@ _POLL_SEC = 0.01
 
 
 def write_large_log(directory: Path, num_samples: int) -> None:
-    """Write samples one second apart, each its own session; half of the labels are 1.
-
-    Args:
-        directory: to create.
-        num_samples: of training; evaluation samples are added.
-    """
-    directory.mkdir(parents=True)
-    count = num_samples + _EVALUATED
-    rng = np.random.default_rng(0)
+    """Write training samples, and some of evaluation; every sample is a session."""
+    count, rng = num_samples + _EVALUATED, np.random.default_rng(0)
     columns: dict[str, Any] = {
-        "session": np.arange(count),
-        "time": np.arange(count).astype("datetime64[s]").astype("datetime64[us]"),
-        "label": rng.integers(0, 2, count),
+        f"dense_{k}": rng.random(count, np.float32) for k in range(NUM_DENSE)
     }
-    for number in range(NUM_DENSE):
-        columns[f"dense_{number}"] = rng.random(count, np.float32)
-    for number in range(NUM_TABLES):
-        columns[_id(number)] = skewed_rows(TABLE_ROWS, count, number, HOT_SHARE).astype(np.int64)
-    pq.write_table(pa.table(columns), directory / "log.parquet", row_group_size=1 << 16)
+    for k in range(NUM_TABLES):
+        columns[f"id_{k:02d}"] = skewed_rows(TABLE_ROWS, count, k, HOT_SHARE).astype(np.int64)
+    write_id_log(directory, columns, count)
 
 
 def write_large_job(directory: Path, num_samples: int, train: dict[str, Any]) -> Path:
-    """Write the job that builds the log and trains on it, with its schema; return its path.
+    """Write the job that builds the log and trains on it; return its path.
 
     Args:
         directory: to create.
         num_samples: argument of `write_large_log`.
         train: additional keys of the `train` section.
     """
-    tables = {
-        _table(k): {"features": [_id(k)], "rows": "identity", "num_rows": TABLE_ROWS}
-        for k in range(NUM_TABLES)
+    columns = dict.fromkeys((f"dense_{k}" for k in range(NUM_DENSE)), 0)
+    columns |= dict.fromkeys((f"id_{k:02d}" for k in range(NUM_TABLES)), TABLE_ROWS)
+    data = {
+        "split": {"evaluation_from": str(np.datetime64(num_samples, "s"))},
+        "oracle": {"batch_samples": LARGE_BATCH, "epochs": EPOCHS},
     }
-    first_evaluated = np.datetime64(num_samples, "s")
-    job = {
-        "name": "memory",
-        "data": {
-            "sources": {"log": {"files": "*.parquet", "format": "parquet"}},
-            "samples": {"map": "SELECT * FROM log"},
-            "session": {"key": "session", "time": "time"},
-            "split": {"evaluation_from": str(first_evaluated)},
-            "tables": tables,
-            "oracle": {"batch_samples": LARGE_BATCH, "epochs": EPOCHS},
-        },
-        "train": {
-            "model": {"name": "dlrm", "bottom_layers": [256], "top_layers": [512, 256]},
-            "embedding_dim": LARGE_DIM,
-            "batch_samples": LARGE_BATCH,
-            "epochs": EPOCHS,
-            **train,
-        },
+    common = {
+        "model": {"name": "dlrm", "bottom_layers": [256], "top_layers": [512, 256]},
+        "embedding_dim": LARGE_DIM,
+        "batch_samples": LARGE_BATCH,
+        "epochs": EPOCHS,
     }
-    features = [("session", "INT", "kept", _ALWAYS), ("time", "INT", "kept", _TIME)]
-    features.append(("label", "INT", "label", _ALWAYS))
-    features += [(f"dense_{k}", "FLOAT", "dense", "") for k in range(NUM_DENSE)]
-    features += [(_id(k), "INT", "sparse", _ALWAYS) for k in range(NUM_TABLES)]
-    return write_new_job(directory, job, features)
-
-
-def _id(number: int) -> str:
-    return f"id_{number:02d}"
-
-
-def _table(number: int) -> str:
-    return f"table_{number:02d}"
+    return write_id_job(directory, columns, data, {**common, **train})
 
 
 def prepare(options: argparse.Namespace, scratch: Path) -> Path:

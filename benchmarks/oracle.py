@@ -15,16 +15,13 @@ case.
 `plan`: the demo's job is trained with the planned cache in front of stores in memory. A round
 measures the steps of training, and the work of the plan in them: reading the index and planning all
 tables, in the cache's thread. `ours` is the plan's CPU seconds per step, `peer` the seconds of a
-step, so a `ratio` of 20 means that the plan takes 5 % of one core. `critical_share` is the share of
-the steps' time in which training waited for rows while the plan was computed. The result is the
-more expensive policy. `ns_per_access` is planning alone, over an index decoded in memory; an access
+step, so a `ratio` of 20 means that the plan takes 5 % of one core. The result is the more expensive
+policy. `ns_per_access` is planning alone, over an index decoded in memory; an access
 is one row of one table in one step.
 
-`memory`: peak memory of planning a large table. The files of one table are written as by a build: N
-rows of 8 bytes, 16,384 uniform accesses per step. `ours` is the trainer's plan (Belady, a cache of
-5 % of the rows), which decodes files step by step; the peer is the same plan over fully decoded
-lists and next uses. `join` merges the dictionaries of two segments that share half of their rows,
-as a reader does. Each task is a process.
+`memory`: peak memory of planning a large table, with 16,384 uniform accesses per step. `ours` is
+the trainer's plan (Belady, a cache of 5 % of the rows), which decodes files step by step; the peer
+is the same plan over fully decoded lists and next uses. Each is a process.
 """
 
 from __future__ import annotations
@@ -34,12 +31,11 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,46 +50,31 @@ from benchmarks.common.harness import (
     ratios,
     report,
 )
-from benchmarks.common.logs import build_job, demo_dataset, each_log, job_path
+from benchmarks.common.id_logs import write_id_job, write_id_log
+from benchmarks.common.logs import build_dataset, build_job, demo_dataset, each_log, job_path
 from benchmarks.common.processes import in_process, measured
 from benchmarks.common.skew import NUM_ROWS, skewed_rows, uniform_rows
 from benchmarks.peers.bagpipe import bagpipe_rate, fetches_equal_rows
-from pipelines.oracle.table_files import (
-    split_into_files,
-    write_access_file,
-    write_edges_file,
-    write_index_file,
-)
 from pipelines.report.sizes import dataset_bytes
 from pipelines.table.indexes import PartBuilder, add_index
 from pipelines.table.segment import sum_bytes
-from schemas.arrays import Jagged, offsets_of
-from schemas.config.job import OrderConfig
+from schemas.arrays import Jagged
 from schemas.config.train import CacheConfig
-from schemas.dataset.accesses import NextUses, indexed_steps, merge_dictionaries, num_unique_rows
-from schemas.dataset.checked_files import ListFiles
-from schemas.dataset.files import describe_file, sha256_of, write_files
-from schemas.dataset.manifest import Reference
+from schemas.dataset.accesses import NextUses, indexed_steps, num_unique_rows
 from schemas.dataset.opened import (
     Dataset,
     Index,
-    IndexPart,
-    Segment,
-    access_lists,
     open_dataset,
 )
 from schemas.dataset.order import Order
-from schemas.layout import FILES
 from schemas.machine import num_cores
 from schemas.oracle.cache_plan import Plan, PlanStep, required_rows, summarize
-from schemas.oracle.next_uses import distinct, next_use, sorted_gaps
-from schemas.storage.location import Location
+from schemas.oracle.next_uses import distinct, next_use
 from trainer.components import build_components, order_of, plans_of
 from trainer.data.decode import spec_of
 from trainer.data.reader import Reader, prefetch
-from trainer.embedding.cache import PlannedCache, RowsOfTables, TablePlan
+from trainer.embedding.cache import PlannedCache, TablePlan
 from trainer.step import PhaseTimer, train_batch
-from trainer.stores.store import GatheredRows
 
 PARTS = ("kernels", "bytes", "plan", "memory")
 BATCHES = 2_048, 16_384
@@ -226,87 +207,39 @@ CACHE_SHARE = 0.05
 """Size of Belady's cache as a share of the largest table's rows, at least the required minimum."""
 
 
-@dataclass(slots=True)
-class Spans:
-    """Wall-clock intervals of some work, and its total CPU seconds."""
-
-    spans: list[tuple[float, float]] = field(default_factory=list)
-    cpu_sec: float = 0.0
-
-    def add(self, start: float, cpu_start: float) -> None:
-        """Add an interval that ends now."""
-        self.cpu_sec += time.thread_time() - cpu_start
-        self.spans.append((start, time.perf_counter()))
-
-
-def overlap_sec(
-    some: Sequence[tuple[float, float]], others: Sequence[tuple[float, float]]
-) -> float:
-    """Return the seconds in which intervals of both sorted lists overlap.
-
-    Example:
-        >>> overlap_sec([(0.0, 2.0), (3.0, 4.0)], [(1.0, 3.5)])
-        1.5
-    """
-    total, first = 0.0, 0
-    for start, end in some:
-        while first < len(others) and others[first][1] <= start:
-            first += 1
-        index = first
-        while index < len(others) and others[index][0] < end:
-            total += min(end, others[index][1]) - max(start, others[index][0])
-            index += 1
-    return total
-
-
-def record_planning(steps: Iterator[PlanStep], spans: Spans) -> Iterator[PlanStep]:
-    """Yield the steps of a plan and record when they are computed."""
+def record_planning(steps: Iterator[PlanStep], cpu_sec: list[float]) -> Iterator[PlanStep]:
+    """Yield the steps of a plan and add the CPU seconds of each to a list."""
     while True:
-        start, cpu_start = time.perf_counter(), time.thread_time()
+        start = time.thread_time()
         step = next(steps, None)
-        spans.add(start, cpu_start)
+        cpu_sec.append(time.thread_time() - start)
         if step is None:
             return
         yield step
-
-
-class RecordingCache(PlannedCache):
-    """A planned cache that records when training waits for rows."""
-
-    def __init__(self, *parts: Any, waits: Spans, **settings: Any) -> None:
-        """Add `waits` to the arguments of a planned cache."""
-        super().__init__(*parts, **settings)
-        self._waits = waits
-
-    def gather(self, train_step: int, rows: RowsOfTables) -> dict[str, GatheredRows]:
-        """Return a step's rows, and record the wait for their prefetch."""
-        if self._pending:
-            start, cpu_start = time.perf_counter(), time.thread_time()
-            self._pending[0].result()
-            self._waits.add(start, cpu_start)
-        return super().gather(train_step, rows)
 
 
 def train_planned(dataset: Dataset, cache: CacheConfig, max_steps: int) -> dict[str, float]:
     """Train the dataset's own job with a plan, for at most `max_steps` steps.
 
     Returns:
-        seconds of a step, CPU seconds of its plan, and the share of the steps' time in which
-        training waited while the plan was computed, without the first step.
+        seconds of a step, without the first one, and CPU seconds of its plan.
     """
     config, order = dataset.job.train, order_of(dataset.job, dataset)
     spec = spec_of(dataset, config.dtype)
     components = build_components(spec, config)
-    planning, waits = Spans(), Spans()
+    cpu_sec: list[float] = []
     plans = {
-        table: TablePlan(record_planning(plan.steps, planning), plan.row_of_number)
+        table: TablePlan(record_planning(plan.steps, cpu_sec), plan.row_of_number)
         for table, plan in plans_of(dataset, order, components.store.layouts, cache, 0).items()
     }
     last = min(max_steps, order.num_steps)
-    source = RecordingCache(
-        components.store, plans, waits=waits, first_step=0, last_step=last,
+    source = PlannedCache(
+        components.store,
+        plans,
+        first_step=0,
+        last_step=last,
         prefetch_steps=cache.prefetch_steps,
-    )  # fmt: skip
+    )
     components.embedding.set_source(source)
     timer = PhaseTimer(time.perf_counter)
     batches = prefetch(Reader(dataset, order, spec).read, range(last), 2)
@@ -315,13 +248,7 @@ def train_planned(dataset: Dataset, cache: CacheConfig, max_steps: int) -> dict[
         train_batch(components, next(batches), timer)
         ends.append(time.perf_counter())
     source.close()
-    seconds = ends[-1] - ends[0]
-    measured_waits = [span for span in waits.spans if span[0] >= ends[0]]
-    return {
-        "step_sec": seconds / (last - 1),
-        "plan_sec": planning.cpu_sec / last,
-        "critical_share": overlap_sec(measured_waits, planning.spans) / seconds,
-    }
+    return {"step_sec": (ends[-1] - ends[0]) / (last - 1), "plan_sec": sum(cpu_sec) / last}
 
 
 def plan_alone(dataset: Dataset, order: Order, caches: Mapping[str, CacheConfig]) -> dict[str, Any]:
@@ -379,118 +306,52 @@ def measure_plan(dataset: Dataset, rounds: int, max_steps: int) -> dict[str, Any
 
 # Memory of a plan.
 
-TABLE, STEP_ACCESSES = "items", 16_384
+COLUMN, STEP_SAMPLES = "item", 16_384
 
 
-def write_tables(root: Path, num_rows: int, num_accesses: int) -> None:
-    """Write a segment with its index, and the edges of a second segment."""
-    rng = np.random.default_rng(0)
-    count = num_accesses // STEP_ACCESSES
-    steps = [
-        np.unique(rng.integers(0, num_rows, STEP_ACCESSES, np.int32)).astype(np.int32)
-        for _ in range(count)
-    ]
-    distances = next_use(cast("list[NDArray[np.int64]]", steps), num_rows)
-    for index, (a, b) in enumerate(
-        pairwise(split_into_files(np.array(list(map(len, steps)))).tolist())
-    ):
-        offsets = offsets_of(np.array(list(map(len, steps[a:b]))))
-        numbers = Jagged(np.concatenate(steps[a:b]), offsets)
-        gaps = Jagged(sorted_gaps(numbers, num_rows), offsets)
-        write_access_file(root / "segment", TABLE, index, np.arange(a, b), gaps)
-        flat = Jagged(np.concatenate(distances[a:b]), offsets)
-        write_index_file(root / "index", TABLE, index, a, flat)
-    rows = rng.integers(0, 1 << 62, num_rows + num_rows // 2)
-    write_edges(root / "segment", rows[:num_rows])
-    write_edges(root / "second", rng.permutation(rows[num_rows // 2 :]))
-    for name in ("segment", "index", "second"):
-        place = root / name
-        paths = [path.relative_to(place).as_posix() for path in place.rglob("*.parquet")]
-        write_files(place / FILES, [describe_file(place / path, path) for path in paths])
+def build_table(num_rows: int, num_accesses: int, scratch: Path) -> Path:
+    """Build a dataset of uniform accesses to one table; return its path."""
+    ids = np.random.default_rng(0).integers(0, num_rows, num_accesses)
+    log = write_id_log(scratch / "log", {COLUMN: ids}, num_accesses)
+    data = {"oracle": {"batch_samples": STEP_SAMPLES}}
+    cache = {"policy": "belady", "rows": int(num_rows * CACHE_SHARE), "prefetch_steps": 2}
+    train = {"batch_samples": STEP_SAMPLES, "cache": cache}
+    job = write_id_job(scratch / "job", {COLUMN: num_rows}, data, train)
+    return build_dataset(job, log, scratch / "dataset")
 
 
-def write_edges(root: Path, rows: NDArray[np.int64]) -> None:
-    """Write the rows of a segment in files of 1 Mi rows."""
-    for index, start in enumerate(range(0, len(rows), 1 << 20)):
-        write_edges_file(root, TABLE, index, rows[start : start + (1 << 20)])
+def plan_streaming(dataset: Dataset, index: Index, table: str) -> int:
+    """Plan as the trainer does; return the fetched rows."""
+    return plan_rows(indexed_steps(dataset, index, table), dataset)
 
 
-def manifest_of(root: Path) -> Any:
-    """Return a manifest with the fields that plans read."""
-    return SimpleNamespace(columns={}, files_sha256=sha256_of(root / FILES))
+def plan_decoded(dataset: Dataset, index: Index, table: str) -> int:
+    """Plan over fully decoded lists and next uses; return the fetched rows."""
+    return plan_rows(list(indexed_steps(dataset, index, table)), dataset)
 
 
-def segment_of(root: Path) -> Segment:
-    """Return a segment with the fields that plans read."""
-    reference = Reference(id="00000-a", manifest_sha256="")
-    return Segment(Location.parse(root), reference, manifest_of(root))
+def plan_rows(steps: Iterable[tuple[Any, Any]], dataset: Dataset) -> int:
+    """Compute a plan; return its fetched rows."""
+    return summarize(Plan(steps, dataset.job.train.cache)).fetched_rows
 
 
-def open_files(root: Path) -> tuple[Dataset, Index]:
-    """Return a dataset with the fields that plans read, and its index."""
-    place, anything = Location.parse(root), cast(Any, None)
-    part = IndexPart(place / "index", manifest_of(root / "index"))
-    order = Order((len(part.steps(TABLE)),), 1, 1, OrderConfig())
-    job = SimpleNamespace(data=SimpleNamespace(tables={TABLE: SimpleNamespace(features=())}))
-    features = SimpleNamespace(features=())
-    segments = (segment_of(root / "segment"),)
-    dataset = Dataset(place, anything, cast(Any, job), cast(Any, features), segments)
-    return dataset, Index(place / "index", anything, order, (part,))
+TASKS = {"ours": plan_streaming, "decoded whole": plan_decoded}
 
 
-def count_fetched_rows(steps: Iterable[tuple[Any, Any]], num_rows: int) -> int:
-    """Compute the plan; return its fetched rows."""
-    cache = CacheConfig(policy="belady", rows=int(num_rows * CACHE_SHARE), prefetch_steps=2)
-    return summarize(Plan(steps, cache)).fetched_rows
-
-
-def plan_streaming(root: Path, num_rows: int) -> int:
-    """Plan as the trainer does."""
-    dataset, index = open_files(root)
-    return count_fetched_rows(indexed_steps(dataset, index, TABLE), num_rows)
-
-
-def plan_decoded(root: Path, num_rows: int) -> int:
-    """Plan over fully decoded lists and next uses."""
-    dataset, index = open_files(root)
-    lists = ListFiles(dataset.segments[0].access_files(TABLE), access_lists)
-    steps = zip(
-        [lists[i] for i in range(len(lists))], list(NextUses(dataset, index, TABLE)), strict=True
-    )
-    return count_fetched_rows(steps, num_rows)
-
-
-def merge_rows(root: Path, _: int) -> int:
-    """Merge dictionaries as a reader does."""
-    segments = [segment_of(root / name) for name in ("segment", "second")]
-    return len(merge_dictionaries([segment.rows(TABLE) for segment in segments])[1])
-
-
-TASKS: dict[str, Callable[[Path, int], int]] = {
-    "ours": plan_streaming,
-    "decoded whole": plan_decoded,
-    "join": merge_rows,
-}
-
-
-def run_task(task: str, root: Path, num_rows: int) -> dict[str, Any]:
+def run_task(task: str, path: Path) -> dict[str, Any]:
     """Run one task in this process."""
-    return measured(TASKS[task], root, num_rows)
+    dataset = open_dataset(path)
+    index = dataset.index_for(order_of(dataset.job, dataset))
+    return measured(TASKS[task], dataset, index, f"table_{COLUMN}")
 
 
 def measure_memory(num_rows: int, num_accesses: int, scratch: Path) -> dict[str, Any]:
-    """Write the files of a table and run all tasks.
-
-    Args:
-        num_rows: of the table.
-        num_accesses: over all steps, including repeated accesses of a step.
-        scratch: folder of the files.
-    """
-    write_tables(scratch, num_rows, num_accesses)
-    tasks = {task: in_process(run_task, task, scratch, num_rows) for task in TASKS}
+    """Build a dataset with one table, and plan its cache in both ways."""
+    dataset = build_table(num_rows, num_accesses, scratch)
+    tasks = {task: in_process(run_task, task, dataset) for task in TASKS}
     assert tasks["ours"]["result"] == tasks["decoded whole"]["result"], "plans must be equal"
     unit = f"MB of memory besides imports, {num_rows} rows, {num_accesses} accesses"
-    added = [max(1, tasks[task]["mb"]) for task in ("ours", "decoded whole")]
+    added = [max(1, tasks[task]["mb"]) for task in TASKS]
     return compared(added[:1], added[1:], unit, tasks=tasks)
 
 
@@ -521,8 +382,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.add("--bagpipe", None, "checkout of uw-mad-dash/bagpipe")
     options.add("--demo-samples", 200_000, "of the log of `plan`", small=20_000)
     options.add("--steps", 1 << 30, "of each training of `plan`, at least 2", small=3)
-    options.add("--rows", 10_000_000, "of the table of `memory`", small=100_000)
-    options.add("--accesses", 100_000_000, "of `memory`", small=1_000_000)
+    options.add("--rows", 2_000_000, "of the table of `memory`", small=100_000)
+    options.add("--accesses", 8_000_000, "of `memory`", small=200_000)
     return options.run(measure, argv)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -119,25 +119,6 @@ def write_yaml(path: Path, body: Mapping[str, Any]) -> Path:
     """Write a file of YAML; return its path."""
     path.write_text(yaml.safe_dump(body, sort_keys=False), encoding="utf-8")
     return path
-
-
-def write_new_job(
-    folder: Path, job: Mapping[str, Any], features: Sequence[tuple[str, str, str, str]]
-) -> Path:
-    """Write a job and its schema; return its path.
-
-    Args:
-        folder: created if it does not exist.
-        job: body of the job file.
-        features: name, type and tag of each, and further text of its schema.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    text = [
-        f'feature {{ name: "{name}" type: {kind} annotation {{ tag: "{tag}" }} {more} }}\n'
-        for name, kind, tag, more in features
-    ]
-    (folder / "schema.pbtxt").write_text("".join(text), encoding="utf-8")
-    return write_yaml(folder / "job.yaml", job)
 
 
 def with_auto(job: Path, scratch: Path) -> Path:

@@ -1,7 +1,7 @@
-"""Checkpoints: pause of training, comparison with other formats, and rate of loading.
+"""Checkpoints: pause of training, and comparison with other formats.
 
-`python -m benchmarks.runs.checkpoint [--json] [--parts pause,peers,load] [--rounds N] [--samples N]
-[--every N] [--embedding KIND] [--megabytes N] [--tables N] [--store KIND] [--s3]`
+`python -m benchmarks.runs.checkpoint [--json] [--parts pause,peers] [--rounds N] [--samples N]
+[--saves N] [--every N] [--embedding KIND] [--megabytes N] [--tables N]`
 
 `pause` trains the demo's job for as many epochs as needed. Every `--every` steps the run is saved
 in both ways, in alternating order: `ours` copies changed rows to memory and lets the agent write
@@ -17,30 +17,20 @@ time until it is on disk (the peers sync their files, too), `size` what it wrote
 rows change, so our checkpoint is full; then a share of the rows changes before each further one of
 ours. The peers save values and state, ours row ids as well. `ratio` is the pause of `async_save`
 over ours of a full checkpoint.
-
-`load` writes a checkpoint of drawn rows, and loads it into a new store. The peer reads its files
-one after the other into one buffer, through the page cache and around it, of which the faster one
-counts; before each the pages are removed from the page cache. Loading verifies every byte. With
-`--s3` the checkpoint is at versitygw on this machine instead: the peer is one client that reads the
-objects by ranges, with the fastest number of requests at once, and ours fetches the run into a
-folder and loads it from there. The rate of the peer is the bound.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
-import io
 import json
-import mmap
 import os
 import shutil
 import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
@@ -61,17 +51,11 @@ from schemas.config.job import load_job
 from schemas.config.train import CheckpointConfig, TrainConfig
 from schemas.dataset.accesses import SharedNextUses
 from schemas.dataset.opened import open_dataset
-from schemas.run.records import CHECKPOINTS, RUN_FILE
-from schemas.run.run_manifest import ALL, fetch_run, read_newest_state
-from schemas.storage.location import Location
-from tests.object_store import new_url, s3_environment, s3_server
+from schemas.run.records import CHECKPOINTS
 from trainer.checkpoint.files import (
-    NewCheckpoint,
-    folder_name,
     read_checkpoint_manifest,
     step_of_newest,
 )
-from trainer.checkpoint.format import RowsAndRecords
 from trainer.checkpoint.load import load_rows, newest_checkpoint, verify_checkpoint
 from trainer.checkpoint.manager import CHECKPOINT_LOG, BackgroundSaver
 from trainer.checkpoint.save import save_checkpoint
@@ -85,14 +69,13 @@ from trainer.growing.follow import Horizon, Span
 from trainer.options import TrainOptions
 from trainer.run.checkpoints import RunCheckpoints, copy_bytes_of
 from trainer.run.run_context import RunContext
-from trainer.run.upload import RunUploader
 from trainer.run_rows import RunRows
 from trainer.step import PhaseTimer
 from trainer.stores.factory import open_store
-from trainer.stores.local import LocalStore, memory_store, mmap_store
-from trainer.stores.store import Records, TableLayout
+from trainer.stores.local import LocalStore, memory_store
+from trainer.stores.store import TableLayout
 
-PARTS = ("pause", "peers", "load")
+PARTS = ("pause", "peers")
 
 # Pause of training.
 
@@ -312,6 +295,15 @@ def save_ours(run: Path, saver: BackgroundSaver, step: int) -> tuple[float, floa
     return pause, seconds, sum(p.stat().st_size for p in newest.rglob("*") if p.is_file())
 
 
+def load_ours(run: Path, layouts: Mapping[str, TableLayout]) -> LocalStore:
+    """Load the newest checkpoint into new tables."""
+    newest = newest_checkpoint(run)
+    assert newest is not None, "the run is saved"
+    store = memory_store(layouts)
+    load_rows(newest, verify_checkpoint(newest, with_rows=False), store)
+    return store
+
+
 def check_equal(loaded: LocalStore, tables: Tables) -> None:
     """Check that loaded rows are those of the tables."""
     for table, rows in tables.rows.items():
@@ -333,10 +325,8 @@ def measure_ours(
             figures[f"{name}_{key}"].append(figure)
         if share in (1, SHARES[-1]):
             drop_pages(run / CHECKPOINTS)
-            figures[f"{name}_load"].append(
-                timed_load(lambda: load_run(run, tables.layouts, "memory"))
-            )
-    check_equal(load_run(run, tables.layouts, "memory"), tables)
+            figures[f"{name}_load"].append(timed_load(lambda: load_ours(run, tables.layouts)))
+    check_equal(load_ours(run, tables.layouts), tables)
 
 
 def measure_dcp(folder: Path, tables: Tables, figures: Figures, *, is_async: bool) -> None:
@@ -427,135 +417,10 @@ def measure_peers(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     )
 
 
-# Loading.
-
-STEP, DRAWN_ROWS = 1, 1 << 14
-RANGE_BYTES = 8 << 20
-REQUESTS = (1, 2, 4, 8)
-"""Requests at once that the client of the peer tries."""
-
-
-def drawn_chunks(layout: TableLayout, num_rows: int, seed: int) -> Iterator[RowsAndRecords]:
-    """Yield ascending rows with 62-bit ids and values."""
-    rng = np.random.default_rng(seed)
-    rows = np.unique(rng.integers(0, 1 << 62, num_rows))
-    drawn = rng.random((DRAWN_ROWS, layout.dim + 1), np.float32)
-    for start in range(0, len(rows), DRAWN_ROWS):
-        part = rows[start : start + DRAWN_ROWS]
-        block = drawn[: len(part)] + np.float32(start)
-        yield part, Records(block[:, : layout.dim], block[:, layout.dim :])
-
-
-def write_run(run: Path, layouts: dict[str, TableLayout], num_bytes: int) -> None:
-    """Write a run with one checkpoint."""
-    (run / CHECKPOINTS).mkdir(parents=True)
-    (run / RUN_FILE).write_text("{}")
-    with NewCheckpoint(run / CHECKPOINTS, STEP) as checkpoint:
-        for seed, (table, layout) in enumerate(layouts.items()):
-            num_rows = num_bytes // len(layouts) // (8 + 4 * layout.dim + 4)
-            checkpoint.write_rows(table, layout, drawn_chunks(layout, num_rows, seed))
-        parts = {table: (f"{folder_name(STEP)}/{table}",) for table in layouts}
-        checkpoint.finish({}, parts, {}, keep=1)
-
-
-def read_files(run: Path, flags: int) -> None:
-    """Read the files of a run, one after the other, into one buffer in huge pages."""
-    buffer = mmap.mmap(-1, RANGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    buffer.madvise(mmap.MADV_HUGEPAGE)
-    for path in sorted(path for path in (run / CHECKPOINTS).rglob("*") if path.is_file()):
-        num_bytes, num_read = path.stat().st_size, 0
-        with closing(
-            io.FileIO(path, opener=lambda name, mode: os.open(name, mode | flags))
-        ) as file:
-            while num_read < num_bytes:
-                num_read += os.preadv(file.fileno(), [buffer], num_read)
-
-
-def load_run(run: Path, layouts: dict[str, TableLayout], kind: str) -> LocalStore:
-    """Load the checkpoint of a run into a new store."""
-    folder = run.parent / "store"
-    shutil.rmtree(folder, ignore_errors=True)
-    store = memory_store(layouts) if kind == "memory" else mmap_store(layouts, folder)
-    checkpoint = newest_checkpoint(run)
-    assert checkpoint is not None, "the run has a checkpoint"
-    load_rows(checkpoint, verify_checkpoint(checkpoint, with_rows=False), store)
-    return store
-
-
-def read_objects(url: Location, at_once: int) -> None:
-    """Read the objects of a run by ranges."""
-    state = read_newest_state(url)
-    assert state is not None, "the run was uploaded"
-    ranges = [
-        (url / each.name, start, min(start + RANGE_BYTES, each.num_bytes))
-        for objects in state.manifest.files.values()
-        for each in objects
-        for start in range(0, each.num_bytes, RANGE_BYTES)
-    ]
-    with ThreadPoolExecutor(at_once) as pool:
-        for _ in pool.map(lambda each: len(each[0].read_ranges([each[1:]])[0]), ranges):
-            pass
-
-
-def load_from(
-    url: Location, folder: Path, layouts: dict[str, TableLayout], kind: str
-) -> LocalStore:
-    """Fetch a run into an empty folder and load its checkpoint."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    fetch_run(url, folder, ALL)
-    return load_run(folder, layouts, kind)
-
-
-def measure_load(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    """Load a checkpoint, and read its bytes."""
-    layouts, run = layouts_of_tables(options.tables), scratch / "run"
-    files = run
-    write_run(run, layouts, options.megabytes * 10**6)
-    num_bytes = drop_pages(run)
-    peers: list[Callable[[], object]] = [
-        partial(read_files, run, flags) for flags in (0, os.O_DIRECT)
-    ]
-    load = partial(load_run, run, layouts, options.store)
-    processor: list[float] = []
-
-    def rate(action: Callable[[], object]) -> float:
-        drop_pages(files)
-        return num_bytes / timed_load(action) / 1e9
-
-    def our_rate() -> float:
-        start = time.process_time()
-        found = rate(load)
-        processor.append(time.process_time() - start)
-        return found
-
-    with ExitStack() as stack:
-        if options.s3:
-            files = scratch / "server"
-            files.mkdir()
-            os.environ.update(s3_environment(stack.enter_context(s3_server(files))))
-            url = Location.parse(new_url())
-            with RunUploader(run, url, None):
-                pass
-            shutil.rmtree(run)
-            peers = [partial(read_objects, url, at_once) for at_once in REQUESTS]
-            load = partial(load_from, url, run, layouts, options.store)
-        sides = {"ours": our_rate, "peer": lambda: max(map(rate, peers))}
-        found = alternate(sides, options.rounds)
-    return compared(
-        found["ours"],
-        found["peer"],
-        "GB/s of loading, against reading",
-        higher=True,
-        bound=1.0,
-        processor_sec=processor,
-    )
-
-
 def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     """Measure the parts; the result is the first one."""
     torch.set_num_threads(2)
-    parts = {"pause": measure_pause, "peers": measure_peers, "load": measure_load}
+    parts = {"pause": measure_pause, "peers": measure_peers}
     details = {part: parts[part](options, scratch / part) for part in options.parts}
     return headline(details, options.parts[0])
 
@@ -568,10 +433,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.add("--saves", 8, "measured ones of `pause`", small=1)
     options.add("--every", 20, "steps between checkpoints", small=3)
     options.add("--embedding", "plain", "of `pause`", choices=("plain", "cached"))
-    options.add("--megabytes", 500, "of values and state of `peers` and `load`", small=20)
+    options.add("--megabytes", 500, "of values and state of `peers`", small=20)
     options.add("--tables", 4, "that these are in")
-    options.add("--store", "memory", "that is loaded into", choices=("memory", "mmap"))
-    options.add("--s3", False, "`load` from versitygw on this machine")
     return options.run(measure, argv)
 
 

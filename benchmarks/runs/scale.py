@@ -1,19 +1,15 @@
 """Seconds, memory and requests of each command on datasets of different sizes.
 
-`python -m benchmarks.runs.scale [--json] [--parts commands,append] [--samples N,N] [--segments N]
-[--columns N] [--store] [--commands NAME,NAME] [--scratch DIR] [--many N] [--rounds N]`
+`python -m benchmarks.runs.scale [--json] [--samples N,N] [--segments N] [--columns N] [--store]
+[--commands NAME,NAME] [--scratch DIR]`
 
-`commands`: a dataset is the demo's log with so many samples, or, with `--segments`, so many
-appended days of them, or, with `--columns`, so many columns of ids and numbers. Each command is a
-process of its own on local files. `mib` is the peak of the memory of its processes together, mapped
-files included; `start` and `resume` end with their first step; `loader` ends with the first batch.
+A dataset is the demo's log with so many samples, or, with `--segments`, so many appended days of
+them, or, with `--columns`, so many columns of ids and numbers. Each command is a process of its own
+on local files. `mib` is the peak of the memory of its processes together, mapped files included;
+`start` and `resume` end with their first step; `loader` ends with the first batch.
 `requests` are those of the same command on a copy of the dataset at an S3 store, with `--store`.
 `ours` are the seconds of all commands at the last size; `peer` are those at the first one, times
 the ratio of the sizes: a ratio below 1 shows a command that grows faster than its input.
-
-`append`: a day is appended to a dataset of `--many` segments, and to one of few. The ratio should
-stay near 1, since an append writes its own segment and index part only, and reads one small
-manifest of each other segment.
 """
 
 from __future__ import annotations
@@ -32,17 +28,16 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 
-from benchmarks.common.harness import Options, alternate, compared, headline, report
-from benchmarks.common.logs import DEMO_JOB, REPOSITORY, num_lines, write_demo, write_new_job
-from benchmarks.common.processes import memory_bytes, module, process_tree, run
+from benchmarks.common.harness import Options, compared, report
+from benchmarks.common.id_logs import write_id_job, write_id_log
+from benchmarks.common.logs import DEMO_JOB, REPOSITORY, num_lines, write_demo
+from benchmarks.common.processes import memory_bytes, module, process_tree
 from benchmarks.runs.steps import copy_dataset
 from pipelines.build import build
 from pipelines.build_request import BuildInput, BuildOptions, BuildRequest
@@ -55,7 +50,6 @@ from schemas.storage.location import Location
 from tests.fault_proxy import Faults, fault_proxy
 from tests.object_store import new_url, s3_environment, s3_server
 
-PARTS = ("commands", "append")
 LOADER = """
 import sys, time
 from presage import DataLoader
@@ -204,26 +198,15 @@ def write_ids(place: Place) -> None:
 
 # Datasets.
 
-_ALWAYS = "presence { min_fraction: 1 }"
-
 
 def write_wide(scratch: Path, num_samples: int, num_columns: int) -> Path:
     """Write a log of sessions of eight samples, and its job; return the job's path.
 
     Half of the columns are ids with a table each, half are numbers; half of both are of the user.
     """
-    rng = np.random.default_rng(0)
-    (scratch / "log").mkdir(parents=True)
-    session = np.arange(num_samples) // 8
-    columns: dict[str, Any] = {
-        "session": session,
-        "time": np.arange(num_samples).astype("datetime64[s]").astype("datetime64[us]"),
-        "label": rng.integers(0, 2, num_samples),
-    }
+    rng, session = np.random.default_rng(0), np.arange(num_samples) // 8
+    columns: dict[str, Any] = {}
     of_user: list[str] = ["session"]
-    features = [("session", "INT", "kept", _ALWAYS), ("label", "INT", "label", _ALWAYS)]
-    unit = " time_domain { integer_format: UNIX_MICROSECONDS }"
-    features.append(("time", "INT", "kept", _ALWAYS + unit))
     for number in range(num_columns):
         is_id, is_of_user = number % 2 == 0, number % 4 < 2
         name = f"{'id' if is_id else 'dense'}_{number:04d}"
@@ -231,27 +214,10 @@ def write_wide(scratch: Path, num_samples: int, num_columns: int) -> Path:
         values = rng.integers(0, 1000, count) if is_id else rng.random(count, np.float32)
         columns[name] = values[session] if is_of_user else values
         of_user += [name] if is_of_user else []
-        features.append((name, "INT", "sparse", _ALWAYS) if is_id else (name, "FLOAT", "dense", ""))
-    pq.write_table(pa.table(columns), scratch / "log" / "log.parquet")
-    ids = [name for name in columns if name.startswith("id_")]
-    tables = {f"t{n}": {"features": [n], "rows": "identity", "num_rows": 1000} for n in ids}
-    job = {
-        "name": "wide",
-        "data": {
-            "sources": {"log": {"files": "*.parquet", "format": "parquet"}},
-            "samples": {"map": "SELECT * FROM log"},
-            "session": {"key": "session", "time": "time"},
-            "groups": {"user": of_user},
-            "tables": tables,
-            "oracle": {"batch_samples": 4096},
-        },
-        "train": {
-            "model": {"name": "dlrm", "bottom_layers": [16], "top_layers": [16]},
-            "embedding_dim": 16,
-            "batch_samples": 4096,
-        },
-    }
-    return write_new_job(scratch, job, features)
+    write_id_log(scratch / "log", columns, num_samples, per_session=8)
+    rows = {name: 1000 if name.startswith("id") else 0 for name in columns}
+    data = {"groups": {"user": of_user}, "oracle": {"batch_samples": 4096}}
+    return write_id_job(scratch, rows, data, {"batch_samples": 4096})
 
 
 FIRST_DAY, DAY = datetime(2026, 1, 1), timedelta(days=1)
@@ -354,7 +320,7 @@ def _count_requests(
         report(f"{name} at a store", figures[name])
 
 
-def compare_sizes(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     """Measure the commands at all sizes."""
     scratch, sizes = options.scratch or scratch, options.samples
     options.commands = [name for name in COMMANDS if name in options.commands]
@@ -366,49 +332,16 @@ def compare_sizes(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     return compared([ours], [peer * growth], unit, sizes=details)
 
 
-FEW_SEGMENTS, DAY_SAMPLES = 10, 2_000
-
-
-def compare_appends(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    """Append days to datasets of few and of many segments."""
-    job = write_daily_job(scratch)
-    many, few = scratch / "many", scratch / "few"
-    for number in range(options.many):
-        append_in_process(job, write_day(scratch, number, DAY_SAMPLES), many)
-        if number + 1 == min(FEW_SEGMENTS, options.many):
-            shutil.copytree(many, few)
-    numbers = iter(range(options.many, options.many + 2 * options.rounds))
-
-    def append(dataset: Path) -> float:
-        log = write_day(scratch, next(numbers), DAY_SAMPLES)
-        words = ("append", job, "--input", log, "--day", log.name, "--dataset", dataset)
-        return run(module("pipelines", *words)).sec
-
-    sides = {"late": partial(append, many), "early": partial(append, few)}
-    found = alternate(sides, options.rounds)
-    unit = f"s, append after {options.many} segments; peer after {FEW_SEGMENTS}"
-    return compared(found["late"], found["early"], unit)
-
-
-def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    """Measure the parts; the result is the first one."""
-    parts = {"commands": compare_sizes, "append": compare_appends}
-    details = {part: parts[part](options, scratch / part) for part in options.parts}
-    return headline(details, options.parts[0])
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark and print the result."""
-    options = Options("runs.scale", __doc__, rounds=7)
+    options = Options("runs.scale", __doc__)
     few = ("build", "loader", "train", "vacuum")
-    options.add("--parts", PARTS, "comma-separated", small=("commands",), choices=PARTS)
     options.add("--samples", (100_000, 1_000_000), "sizes", small=(10_000, 20_000))
     options.add("--segments", 1, "days, each of --samples")
     options.add("--columns", 0, "of a wide log")
     options.add("--commands", tuple(COMMANDS), "of these", small=few, choices=tuple(COMMANDS))
     options.add("--store", False, "count requests at an S3 store, too")
     options.add("--scratch", None, "folder to keep and reuse the datasets in")
-    options.add("--many", 200, "segments before the late append")
     return options.run(measure, argv)
 
 

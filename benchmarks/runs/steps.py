@@ -1,7 +1,7 @@
 """Steps of training runs that differ in one thing.
 
-`python -m benchmarks.runs.steps [--json] [--parts microbatches,store,upload,devices] [--rounds N]
-[--steps N] [--datasets NAME,NAME] [--models NAME,NAME] [--devices cpu,cuda] [--url URL]
+`python -m benchmarks.runs.steps [--json] [--parts microbatches,store,devices] [--rounds N]
+[--steps N] [--datasets NAME,NAME] [--models NAME,NAME] [--devices cpu,cuda]
 [--shared-data DIR]`
 
 All runs of a part train the shipped job with the same seed for the same steps; times are those of a
@@ -17,10 +17,6 @@ disk. `waiting_share` is what the phase `read` of a step takes longer, the whole
 a step: row groups are fetched ahead, since the order is known. The processor time of the trainer
 and that of the store are given apart: on this machine they compete, in a cluster they do not.
 
-`upload`: to an object store, with a checkpoint every 10 steps; the peer is the same run in a
-folder. `last_sec` is the time that the end of the run waits for the last upload. Names of runs
-below `--url` are new; by default the store is the memory of this process.
-
 `devices`: each model, with rows in host memory (`plain`) and with rows cached by the plan in the
 device's memory (`cached`), on each device. `loss_difference` is to the first device, in float32.
 """
@@ -31,7 +27,6 @@ import argparse
 import os
 import statistics
 import sys
-import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -52,23 +47,17 @@ from benchmarks.common.logs import (
 from benchmarks.common.processes import module, run
 from benchmarks.common.training import step_figures, train_steps
 from schemas.config.job import load_job
-from schemas.paths import path_or_url
 from schemas.run.records import METRICS, StepMetric, read_metrics
-from schemas.run.run_manifest import local_run
 from schemas.storage.location import Location
 from tests.fault_proxy import Faults, fault_proxy
 from tests.object_store import new_url, s3_environment, s3_server
 from trainer.options import TrainOptions
-from trainer.recovery import Drain
-from trainer.run.upload import open_output
-from trainer.train import train
 
-PARTS = ("microbatches", "store", "upload", "devices")
+PARTS = ("microbatches", "store", "devices")
 WARM_UP = 2
 """Steps at the start of a run that are not measured."""
 LATENCY_SEC = 0.02
 """Pause before each request to the store."""
-CHECKPOINT_STEPS = 10
 EMBEDDINGS = "plain", "cached"
 
 
@@ -199,54 +188,6 @@ def measure_store(
     )
 
 
-# A run at a store.
-
-
-def train_to(job: Path, dataset: Path, output: str, scratch: Path) -> dict[str, float]:
-    """Train a run; return its samples per second, and the seconds that its end took."""
-    place, drain = path_or_url(output), Drain()
-    config = load_job(job).train.checkpoint
-    with open_output(place, scratch / "work", config, resume=False, drain=drain) as folder:
-        train(
-            job,
-            Location.parse(dataset),
-            folder,
-            TrainOptions(),
-            clock=time.perf_counter,
-            on_step=lambda *_: None,
-            drain=drain,
-        )
-        trained = time.perf_counter()
-    end_sec = time.perf_counter() - trained
-    with local_run(place, (METRICS,)) as folder:
-        steps = read_metrics(folder / METRICS)[1:]
-    seconds = sum(step.num_samples / step.samples_per_sec for step in steps)
-    return {"rate": sum(step.num_samples for step in steps) / seconds, "end_sec": end_sec}
-
-
-def measure_upload(
-    options: argparse.Namespace, job: Path, dataset: Path, scratch: Path
-) -> dict[str, Any]:
-    """Train to both places."""
-    body = read_job(job)
-    body["train"]["checkpoint"] = {"every_steps": CHECKPOINT_STEPS, "late": "wait"}
-    saving = write_job_file(scratch / "saving", body, job)
-    places = {"url": options.url, "folder": str(scratch)}
-    runs = alternate(
-        {
-            name: lambda place=place: train_to(
-                saving, dataset, f"{place}/{uuid.uuid4().hex}", scratch
-            )
-            for name, place in places.items()
-        },
-        options.rounds,
-    )
-    rates = {name: [one["rate"] for one in of] for name, of in runs.items()}
-    unit = f"samples per second of steps, a checkpoint every {CHECKPOINT_STEPS}, to {options.url}"
-    last_sec = median([one["end_sec"] for one in runs["url"]])
-    return compared(rates["url"], rates["folder"], unit, higher=True, last_sec=last_sec)
-
-
 # Devices.
 
 
@@ -290,7 +231,6 @@ def measure_devices(
 MEASURES = {
     "microbatches": measure_microbatches,
     "store": measure_store,
-    "upload": measure_upload,
     "devices": measure_devices,
 }
 
@@ -317,7 +257,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.add("--parts", local, "comma-separated", small=("microbatches",), choices=PARTS)
     options.add_logs(["demo", "kuairand"])
     options.add("--steps", 40, "of a run", small=4)
-    options.add("--url", "memory://benchmark", "of the object store of `upload`")
     options.add("--devices", ("cpu", "cuda") if has_gpu else ("cpu",), "the last one is ours")
     options.add("--models", ("dlrm", "dcn", "attention"), "of `devices`", small=("dlrm",))
     return options.run(measure, argv)

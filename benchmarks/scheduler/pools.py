@@ -49,8 +49,6 @@ from scheduler.drivers.job_files import (
     segment_command,
     store_command,
 )
-from scheduler.model.memory import dense_multiplications
-from scheduler.model.plan_inputs import take_snapshot
 from schemas.machine import num_cores
 from schemas.run.records import METRICS, RENDEZVOUS, StepMetric, read_metrics
 from schemas.storage.location import Location
@@ -282,8 +280,7 @@ def measure_steps(cell: StepCell, scratch: Path) -> list[dict[str, Any]]:
             for limits in replicas:
                 limits.limit_cpus(cpus)
             rows.append(_measure_quota(cell, cpus, metrics))
-    facts = _facts(paths)
-    return [{**row, **facts, "start_sec": round(started, 2)} for row in rows]
+    return [{**row, "start_sec": round(started, 2)} for row in rows]
 
 
 def _measure_quota(cell: StepCell, cpus: float, metrics: Path) -> dict[str, Any]:
@@ -329,20 +326,6 @@ def _wait(is_done: Any) -> None:
         if time.monotonic() > end:
             raise TimeoutError("training must go on, got no step; read the logs in --scratch")
         time.sleep(0.02)
-
-
-def _facts(paths: JobPaths) -> dict[str, Any]:
-    """Return what the defaults depend on, from the job file and from the dataset."""
-    snapshot = take_snapshot(paths.job_file, paths.dataset, None)
-    facts, train = snapshot.facts, snapshot.job.train
-    return {
-        "model_name": train.model.name,
-        "num_sparse": facts.num_sparse,
-        "multiplications": dense_multiplications(facts, train),
-        "lookups_per_sample": round(facts.lookups_per_sample, 3),
-        "unique_rows": round(facts.rows_per_step),
-        "fetched_rows": round(facts.fetched_rows_per_step or facts.rows_per_step),
-    }
 
 
 # The file of the grid.

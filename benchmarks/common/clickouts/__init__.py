@@ -43,20 +43,10 @@ CLICKOUTS = {
 }
 """Logs for `job.yaml`; `clickouts_hourly` has windows of one hour."""
 
-COLUMNS = [
-    "user_id",
-    "session_id",
-    "timestamp",
-    "step",
-    "action_type",
-    "reference",
-    "platform",
-    "city",
-    "device",
-    "current_filters",
-    "impressions",
-    "prices",
-]
+HEADER = (
+    "user_id,session_id,timestamp,step,action_type,reference,platform,city,device,"
+    "current_filters,impressions,prices"
+)
 START, SPAN = 1541030400, 6 * 86400
 """Start of the clickout log, 2018-11-01, in seconds since 1970, and its length in seconds."""
 FILTERS = (
@@ -88,7 +78,7 @@ def write_clickouts(config: ClickoutConfig, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / "actions.csv").open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
-        writer.writerow(COLUMNS)
+        writer.writerow(HEADER.split(","))
         writer.writerows(rows)
 
 
