@@ -294,7 +294,7 @@ def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark and print the result."""
     options = Options("loader", __doc__, rounds=3)
-    options.add("--parts", PARTS, "comma-separated", choices=PARTS)
+    options.add("--parts", PARTS, "comma-separated", small=("batches",), choices=PARTS)
     options.add("--datasets", ("mind", "demo"), "logs", small=("demo",), choices=("mind", "demo"))
     options.add("--samples", (100_000, 1_000_000), "of demo logs, largest last", small=(20_000,))
     return options.run(measure, argv)
