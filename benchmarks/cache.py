@@ -65,8 +65,7 @@ from benchmarks.common.processes import drop_pages, module, run
 from benchmarks.common.skew import NUM_TABLES, skewed_rows
 from benchmarks.common.training import step_figures
 from schemas.config.job import load_job
-from schemas.dataset.accesses import TableAccesses
-from schemas.dataset.opened import Dataset, open_dataset
+from schemas.dataset.opened import open_dataset
 from schemas.run.records import METRICS, SUMMARY, read_metrics
 from trainer.components import order_of
 
@@ -317,21 +316,6 @@ def _device_bytes(pid: int) -> tuple[int, int]:
     return int(fields["read_bytes"]), int(fields["write_bytes"])
 
 
-def refetched_share(dataset: Dataset, warm: Path, steps: range) -> float:
-    """Return the share of the rows of some steps that the first epoch touched."""
-    (checkpoint,) = (warm / "checkpoints").iterdir()
-    order = order_of(dataset.job, dataset)
-    num_accesses = num_touched = 0
-    for table in dataset.job.data.tables:
-        touched = np.load(checkpoint / table / "rows.npy")
-        accesses = TableAccesses(dataset, table, order)
-        for step in steps:
-            rows = accesses.rows[accesses.numbers(step)]
-            num_accesses += len(rows)
-            num_touched += int(np.isin(rows, touched, assume_unique=True).sum())
-    return num_touched / num_accesses
-
-
 def touched_rows(warm: Path) -> int:
     """Return the number of rows that the first epoch wrote."""
     files = warm.glob("checkpoints/*/*/rows.npy")
@@ -348,7 +332,6 @@ def measure_memory(options: argparse.Namespace, scratch: Path) -> dict[str, Any]
     }
     runs = alternate(sides, options.rounds)
     sec = {mode: [one["mean_ms"] / 1e3 for one in of] for mode, of in runs.items()}
-    dataset, first = open_dataset(scratch / "dataset"), len(read_metrics(warm / METRICS))
     touched = touched_rows(warm) * RECORD_BYTES
     return compared(
         [LARGE_BATCH / one for one in sec["log"]],
@@ -359,7 +342,6 @@ def measure_memory(options: argparse.Namespace, scratch: Path) -> dict[str, Any]
         touched_bytes=touched,
         limit_bytes=limit,
         touched_of_limit=round(touched / limit, 2),
-        refetched=round(refetched_share(dataset, warm, range(first, first + 8)), 4),
         equal_losses=len({one["loss_last"] for of in runs.values() for one in of}) == 1,
         modes={mode: of[-1] for mode, of in runs.items()},
     )

@@ -58,8 +58,8 @@ HEARTBEAT_SEC = 1.0
 """After which a silent replica is lost."""
 EVERY, FAULT_STEP, BATCH = 20, 30, 1024
 """Steps between checkpoints, steps before the failure, samples of a step."""
-NUM_REPLICAS, EPOCHS, FAULT_SEC = 2, 8, 3.0
-"""Of `replicas`: processes, passes over the log, duration of failures that end by themselves."""
+NUM_REPLICAS, FAULT_SEC = 2, 3.0
+"""Of `replicas`: processes, duration of failures that end by themselves."""
 STORE_STEPS = 70
 """Of `stores`: steps of a run."""
 FAULTS = {
@@ -157,10 +157,10 @@ def measure_store_failure(scenario: str, dataset: Path, scratch: Path) -> dict[s
         }
 
 
-def write_replica_job(folder: Path) -> Path:
+def write_replica_job(folder: Path, epochs: int) -> Path:
     """Write the job of all replica scenarios; return its path."""
     job = read_job(write_store_job(folder, None))
-    job["data"]["oracle"]["epochs"] = job["train"]["epochs"] = EPOCHS
+    job["data"]["oracle"]["epochs"] = job["train"]["epochs"] = epochs
     job["train"]["pooling"] = "sum"
     return write_job_file(folder, job)
 
@@ -278,7 +278,7 @@ def rejoin_costs(run: Path, watcher: CommitWatcher, after: float) -> dict[str, A
 
 def measure_replicas(options: argparse.Namespace, log: Path, scratch: Path) -> dict[str, Any]:
     """Measure the scenarios of replicas: a killed one against torchrun."""
-    job = write_replica_job(scratch / "job-replicas")
+    job = write_replica_job(scratch / "job-replicas", options.epochs)
     dataset = build_dataset(job, log, scratch / "dataset-replicas")
     undisturbed = train_undisturbed(job, dataset, scratch / "alone")
     costs = alternate(
@@ -326,6 +326,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = Options("recovery", __doc__, rounds=2)
     options.add("--parts", PARTS, "comma-separated", small=("replicas",), choices=PARTS)
     options.add("--samples", 100_000, "of the demo's log")
+    options.add("--epochs", 8, "over it, of `replicas`", small=2)
     return options.run(measure, argv)
 
 

@@ -18,8 +18,6 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-import secrets
-import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -49,8 +47,6 @@ from trainer.run.folder import identity_of, start_run
 
 LOGS, DIM, BATCH, STEPS = ("mind", "demo"), 64, 4096, 6
 HEARTBEAT_SEC = 5.0
-EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
-MIN_PORT, MAX_PORT = 10_000, 65_535
 
 Run = Callable[[ProcessConfig, Connection], None]
 
@@ -153,7 +149,7 @@ def measure_count(
 
         groups = [start("ours", run_replica, lighthouse.address)]
         for plan in plans:
-            groups.append(start(plan, run_torchrec, f"127.0.0.1:{free_port()}", plan))
+            groups.append(start(plan, run_torchrec, f"file://{scratch}/group-{count}-{plan}", plan))
         turns = alternate({g.name: partial(g.train, STEPS) for g in groups}, rounds + 1)
         losses = [metric.loss for metric in read_metrics(run / METRICS)]
     num_bytes = {name: bytes_per_step(of[1:]) for name, of in turns.items()}
@@ -181,24 +177,6 @@ def parity(
     theirs = [sum(parts) for _, of in turns for parts in zip(*(t.losses for t in of), strict=True)]
     differences = [abs(a / b - 1) for a, b in zip(theirs, losses, strict=False)]
     return {"first": differences[0], "all": max(differences)}
-
-
-def free_port() -> int:
-    """Return an unused port, if possible outside the kernel's range for outgoing connections."""
-    first, last = map(int, EPHEMERAL_PORTS.read_text(encoding="ascii").split())
-    outside = [*range(MIN_PORT, first), *range(last + 1, MAX_PORT + 1)]
-    candidates = outside or [*range(MIN_PORT, MAX_PORT + 1)]
-    secrets.SystemRandom().shuffle(candidates)
-    return next(filter(_is_free, candidates))
-
-
-def _is_free(port: int) -> bool:
-    with socket.socket() as one:
-        try:
-            one.bind(("127.0.0.1", port))
-        except OSError:
-            return False
-    return True
 
 
 def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:

@@ -71,7 +71,7 @@ class ProcessConfig:
         job: job file.
         dataset: dataset folder.
         run: our run folder.
-        address: of our lighthouse, or of TorchRec's rendezvous.
+        address: of our lighthouse, or URL of TorchRec's rendezvous.
         num_steps: upper bound of the steps to train.
         plan: sharding of TorchRec's tables: planner, row_wise.
     """
@@ -205,9 +205,8 @@ def run_torchrec(config: ProcessConfig, connection: Connection) -> None:
     """Run one of TorchRec's ranks, in turns."""
     torch.set_num_threads(1)
     os.environ |= {"LOCAL_WORLD_SIZE": str(config.count)}
-    url = f"tcp://{config.address}"
     distributed.init_process_group(
-        "gloo", init_method=url, rank=config.rank, world_size=config.count
+        "gloo", init_method=config.address, rank=config.rank, world_size=config.count
     )
     trainer = ShardedTrainer(config)
     batches = [trainer.read(step) for step in range(config.num_steps)]

@@ -14,7 +14,6 @@ version 1.
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import statistics
 import sys
@@ -204,24 +203,7 @@ def run_job(run: Run, scratch: Path) -> dict[str, Any]:
         "sizes": asdict(sizes),
         "seconds": round(seconds, 2),
         "machine_busy": round((busy_seconds() - busy) / seconds, 2),
-        **_phases(output / LOG),
     }
-
-
-def _phases(log: Path) -> dict[str, float]:
-    """Return when segments were built and steps were read, in seconds from the submission."""
-    found: dict[str, float] = {}
-    events = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()[1:]]
-    submitted = next(e["time_sec"] for e in events if e["event"] == "Submitted")
-    for event in events:
-        after = round(event.get("time_sec", submitted) - submitted, 2)
-        if event["event"] == "Ended" and event["process"].startswith("segment"):
-            found.setdefault("first_sec", after)
-            found["built_sec"] = after
-        if event["event"] == "Stepped" or event.get("steps"):
-            found.setdefault("stepped_sec", after)
-            found["last_step_sec"] = after
-    return found
 
 
 def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
