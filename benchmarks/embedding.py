@@ -122,8 +122,7 @@ class Step:
         """Return the rows to update, in place in whole tables."""
         return [
             TableRows(
-                values=rows[table].values,
-                state=rows[table].state,
+                block=rows[table].block,
                 positions=rows[table].positions,
                 readers=lookup.readers,
                 reader_offsets=lookup.reader_offsets,
@@ -225,9 +224,10 @@ def torch_bag(step: Step, dim: int, gradient: torch.Tensor) -> Callable[[], None
 
 def ours(step: Step, dim: int, gradient: torch.Tensor) -> Callable[[], None]:
     """Return one step of our kernel over whole tables."""
-    weights = {t: torch.randn(n, dim).mul_(0.01) for t, n in step.tables.items()}
-    states = {t: torch.zeros(n, 1) for t, n in step.tables.items()}
-    rows = {t: ArenaRows(weights[t], states[t], step.rows[t]) for t in step.tables}
+    blocks = {t: torch.randn(n, dim + 1).mul_(0.01) for t, n in step.tables.items()}
+    for block in blocks.values():
+        block[:, dim] = 0.0  # the state of row-wise Adagrad
+    rows = {t: ArenaRows(blocks[t], dim, step.rows[t]) for t in step.tables}
 
     def run() -> None:
         pooling = Pooling(step.batch, rows, mean=False)

@@ -60,21 +60,23 @@ from pipelines.table.indexes import PartBuilder, add_index
 from pipelines.table.segment import sum_bytes
 from schemas.arrays import Jagged
 from schemas.config.train import CacheConfig
-from schemas.dataset.accesses import NextUses, indexed_steps, num_unique_rows
+from schemas.dataset.accesses import num_unique_rows
 from schemas.dataset.opened import (
     Dataset,
     Index,
     open_dataset,
 )
 from schemas.dataset.order import Order
+from schemas.dataset.run_next_uses import NextUses, indexed_steps
 from schemas.machine import num_cores
 from schemas.oracle.cache_plan import Plan, PlanStep, required_rows, summarize
 from schemas.oracle.next_uses import distinct, next_use
 from trainer.components import build_components, order_of, plans_of
+from trainer.compute import train_batch
 from trainer.data.decode import spec_of
 from trainer.data.reader import Reader, prefetch
 from trainer.embedding.cache import PlannedCache, TablePlan
-from trainer.step import PhaseTimer, train_batch
+from trainer.step import PhaseTimer
 
 PARTS = ("kernels", "bytes", "plan", "memory")
 BATCHES = 2_048, 16_384

@@ -67,7 +67,7 @@ from pipelines.report.sizes import (
 )
 from pipelines.rewrite.input import inspect_rows
 from pipelines.rewrite.rewrite import RewriteRequest, rewrite
-from pipelines.sources.listing import folder_of
+from pipelines.sources.raw_rows import folder_of
 from schemas.config.job import MAX_GROUPS
 from schemas.dataset.opened import Dataset, open_dataset
 from schemas.dataset.samples import column_names

@@ -55,12 +55,13 @@ from pipelines.table.expand import expand
 from schemas.config.train import ModelConfig, SparseOptimizerConfig, TrainConfig
 from schemas.dataset.opened import Dataset, open_dataset
 from trainer.components import build_components, build_model, dense_optimizer, order_of
+from trainer.compute import train_batch
 from trainer.data.collate import Batch
 from trainer.data.decode import BatchSpec, spec_of
 from trainer.data.reader import prefetch
 from trainer.models import attention
 from trainer.models.torchrec_models import dense_inputs
-from trainer.step import PhaseTimer, loss_of, train_batch
+from trainer.step import PhaseTimer, loss_of
 
 LOGS = ("mind", "kuairand", "demo")
 MODELS = ("dlrm", "dcn", "deepfm", "wide_deep", "attention", "reading")

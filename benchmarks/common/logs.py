@@ -15,8 +15,8 @@ import yaml
 
 from benchmarks.common.clickouts import CLICKOUTS, write_clickouts
 from pipelines.build import build
-from pipelines.build_request import BuildInput, BuildOptions, BuildRequest
 from pipelines.demo_log.example import generate_log
+from pipelines.prepare import BuildInput, BuildOptions, BuildRequest
 from pipelines.table.target import SegmentTarget
 from schemas.config.job import load_job
 from schemas.storage.location import Location

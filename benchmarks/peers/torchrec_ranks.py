@@ -38,10 +38,11 @@ from schemas.config.train import TrainConfig
 from schemas.dataset.opened import open_dataset
 from schemas.rows import initial_rows
 from schemas.storage.location import Location
-from trainer.components import build_components, dense_optimizer
-from trainer.compute import StepCompute
+from trainer.components import Components, build_components, dense_optimizer
+from trainer.compute import MicrobatchCompute
 from trainer.data.collate import Batch, features_of_tables
 from trainer.data.decode import BatchSpec, spec_of
+from trainer.data.microbatches import Microbatches
 from trainer.elastic.membership import ReplicaOptions
 from trainer.elastic.peer_state import MemoryRows
 from trainer.elastic.replica import ReplicaPeers
@@ -55,6 +56,7 @@ from trainer.run.checkpoints import RunCheckpoints
 from trainer.run.output import RunOutput
 from trainer.run.run_context import RunContext
 from trainer.step import PartialSums, PhaseTimer, Tree
+from trainer.steps import StepReader
 from trainer.stores.remote.connection import Access
 
 _TABLE = "table_"
@@ -99,29 +101,29 @@ class Turn:
     losses: tuple[float, ...] = ()
 
 
-class GatedCompute(StepCompute):
+class GatedCompute(MicrobatchCompute):
     """Computes steps; blocks at the end of each turn until the next one starts."""
 
     def __init__(
-        self, context: RunContext, timer: PhaseTimer, connection: Connection, excluded_port: int
+        self, components: Components, timer: PhaseTimer, connection: Connection, excluded_port: int
     ) -> None:
         """Block before the first step.
 
         Args:
-            context: of the replica.
+            components: of the replica.
             timer: of its phases.
             connection: to the benchmark.
             excluded_port: peer port whose connections are not counted.
         """
-        super().__init__(context, timer)
+        super().__init__(components, timer)
         self._connection, self._excluded_port = connection, excluded_port
         self._end_step, self._sent = 0, 0
 
-    def compute(self, train_step: int, microbatches: range) -> Tree[PartialSums]:
+    def compute(self, microbatches: Microbatches) -> Tree[PartialSums]:
         """Compute microbatches, after the turn of their step has started."""
-        if train_step == self._end_step:
+        if microbatches.step.train_step == self._end_step:
             self._end_turn()
-        return super().compute(train_step, microbatches)
+        return super().compute(microbatches)
 
     def _end_turn(self) -> None:
         """Report the bytes sent in the turn and wait for the next one."""
@@ -143,10 +145,9 @@ def run_replica(config: ProcessConfig, connection: Connection) -> None:
     data.wait_for(0)
     frontier = Frontier(data, data.refresh(), Drain(), poll_sec=1.0)
     rows = MemoryRows(components.store, components.embedding, config.run)
-    context = RunContext(
-        *(config.run, job, choice, frontier.span, components, rows, 0, time.perf_counter),
-        is_replica=True,
-    )
+    tables = components.store.layouts
+    reader = StepReader(job.train, choice, frontier.span, tables, is_replica=True)
+    context = RunContext(config.run, job, choice, components, rows, reader, 0)
     options = ReplicaOptions(
         number=config.rank,
         name=f"{config.rank:03d}",
@@ -159,7 +160,7 @@ def run_replica(config: ProcessConfig, connection: Connection) -> None:
     saves = RunCheckpoints(context, 0, lambda context, step: None)
     output = RunOutput(config.run, Location.parse(config.run), "benchmark")
     timer = PhaseTimer(time.perf_counter, watchdog)
-    compute = GatedCompute(context, timer, connection, lighthouse_port)
+    compute = GatedCompute(components, timer, connection, lighthouse_port)
     peers = ReplicaPeers(options, rows, compute, output)
     loop = TrainingLoop(context, frontier, peers, compute, saves, output, Drain(), watchdog)
     with compute, peers:

@@ -49,8 +49,8 @@ from benchmarks.common.processes import drop_pages
 from schemas.arrays import Array
 from schemas.config.job import load_job
 from schemas.config.train import CheckpointConfig, TrainConfig
-from schemas.dataset.accesses import SharedNextUses
 from schemas.dataset.opened import open_dataset
+from schemas.dataset.run_next_uses import SharedNextUses
 from schemas.run.records import CHECKPOINTS
 from trainer.checkpoint.files import (
     read_checkpoint_manifest,
@@ -60,17 +60,17 @@ from trainer.checkpoint.load import load_rows, newest_checkpoint, verify_checkpo
 from trainer.checkpoint.manager import CHECKPOINT_LOG, BackgroundSaver
 from trainer.checkpoint.save import save_checkpoint
 from trainer.components import Components, build_components, layouts_of, order_of, plans_of
-from trainer.compute import StepCompute
+from trainer.compute import MicrobatchCompute
 from trainer.data.decode import spec_of
 from trainer.embedding.cache import DirectSource, PlannedCache, RowSource
 from trainer.embedding.changes import Changes
 from trainer.embedding.module import Embedding
-from trainer.growing.follow import Horizon, Span
 from trainer.options import TrainOptions
 from trainer.run.checkpoints import RunCheckpoints, copy_bytes_of
 from trainer.run.run_context import RunContext
 from trainer.run_rows import RunRows
 from trainer.step import PhaseTimer
+from trainer.steps import Horizon, Span, StepReader
 from trainer.stores.factory import open_store
 from trainer.stores.local import LocalStore, memory_store
 from trainer.stores.store import TableLayout
@@ -128,7 +128,10 @@ def train_and_save(
         rows = RunRows(source, store)
         stack.callback(rows.close)
         clock = time.perf_counter
-        context = RunContext(run, job, TrainOptions(), span, components, rows, 0, clock)
+        options = TrainOptions()
+        reader = StepReader(config, options, span, layouts, is_replica=False)
+        stack.enter_context(reader)
+        context = RunContext(run, job, options, components, rows, reader, 0)
         checkpoints = RunCheckpoints(context, copy_bytes_of(job, span, 0, components, planned))
         stack.callback(checkpoints.close)
         checkpoints.reserve()
@@ -140,12 +143,13 @@ def train_and_save(
 
             return timed(save_all)
 
-        compute = stack.enter_context(StepCompute(context, PhaseTimer(clock)))
+        compute = stack.enter_context(MicrobatchCompute(components, PhaseTimer(clock)))
         start = time.perf_counter()
         for step in range(last):
             for later in range(step + 1, min(step + 3, last)):
-                compute.prefetch(later, range(context.num_microbatches(later)))
-            sums = compute.compute(step, range(context.num_microbatches(step)))
+                reader.prefetch(later, range(reader.num_microbatches(later)))
+            microbatches = reader.take(step, range(reader.num_microbatches(step)))
+            sums = compute.compute(microbatches)
             compute.update(sums.total())
             if (step + 1) % every:
                 continue
@@ -261,9 +265,9 @@ class Tables:
         """Return values and state of all tables, views."""
         arrays: dict[str, Array] = {}
         for name, table in self.store.tables.items():
-            _, records = table.rows_at(np.arange(1, dtype=np.int32))
-            arrays[f"{name}/values"] = records.values[: len(table)]
-            arrays[f"{name}/state"] = records.state[: len(table)]
+            _, gathered = table.rows_at(np.arange(1, dtype=np.int32))
+            records = gathered.records.take(slice(0, len(table)))
+            arrays |= {f"{name}/values": records.values, f"{name}/state": records.state}
         return arrays
 
 

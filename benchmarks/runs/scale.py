@@ -40,8 +40,8 @@ from benchmarks.common.logs import DEMO_JOB, REPOSITORY, num_lines, write_demo
 from benchmarks.common.processes import memory_bytes, module, process_tree
 from benchmarks.runs.steps import copy_dataset
 from pipelines.build import build
-from pipelines.build_request import BuildInput, BuildOptions, BuildRequest
 from pipelines.demo_log.generate import GeneratorConfig, write_log
+from pipelines.prepare import BuildInput, BuildOptions, BuildRequest
 from pipelines.table.target import SegmentTarget
 from schemas.config.job import load_job
 from schemas.run.records import METRICS

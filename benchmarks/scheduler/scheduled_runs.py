@@ -36,7 +36,7 @@ from scheduler.drivers.children import Children, ThisMachine
 from scheduler.drivers.driver import Driver, DriverOptions
 from scheduler.drivers.job_files import JobPaths, environment
 from scheduler.drivers.submit import submit
-from scheduler.model.grid import Sizes
+from scheduler.model.pools import PoolSizes
 from scheduler.model.predict import fit_models
 from scheduler.planner.candidates import predict_candidates
 from schemas.config.schedule import BudgetConfig
@@ -164,7 +164,7 @@ def budget_of(run: Run) -> BudgetConfig:
     return BudgetConfig(cpus=run.cpus, memory=16 * GIB)
 
 
-def predict(run: Run, sizes: Sizes, scratch: Path) -> float:
+def predict(run: Run, sizes: PoolSizes, scratch: Path) -> float:
     """Return the predicted seconds of a run at sizes, before anything was measured."""
     submitted, paths = prepare(run, scratch / "predicted", scratch)
     state, _ = handle(State(), submitted)

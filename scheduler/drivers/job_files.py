@@ -22,9 +22,9 @@ from scheduler.drivers.base import Endpoint
 from scheduler.model.plan_inputs import compute_lookahead
 from schemas.config.job import parse_job
 from schemas.config.train import TrainConfig
-from schemas.dataset.accesses import (slot_accesses)
-from schemas.dataset.run_next_uses import (NextUses, open_table)
+from schemas.dataset.accesses import slot_accesses
 from schemas.dataset.opened import open_dataset
+from schemas.dataset.run_next_uses import NextUses, open_table
 from schemas.entry import process_variables
 from schemas.hashing import NUM_SLOTS
 from schemas.paths import is_below, schema_path

@@ -16,9 +16,9 @@ from scheduler.model.past_runs import History, read_history, read_history_beside
 from scheduler.model.throughput import Ints
 from schemas.config.job import Job, load_job
 from schemas.config.train import CacheConfig
-from schemas.dataset.accesses import (num_unique_rows)
-from schemas.dataset.run_next_uses import (NextUses)
+from schemas.dataset.accesses import num_unique_rows
 from schemas.dataset.opened import Dataset, Index, Segment, open_dataset
+from schemas.dataset.run_next_uses import NextUses
 from schemas.errors import SchemaError, suggest_name
 from schemas.features import FeatureSet, load_features
 from schemas.oracle.cache_plan import reuse_distance
