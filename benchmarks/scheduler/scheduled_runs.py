@@ -215,7 +215,7 @@ def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     for one in RUNS[first:end]:
         row = run_job(one, scratch)
-        predicted = predict(one, Sizes(**row["sizes"]), scratch)
+        predicted = predict(one, PoolSizes(**row["sizes"]), scratch)
         rows.append({**row, "predicted": predicted, "error": short(row["seconds"] / predicted - 1)})
         report(one.log, rows[-1])
     errors = [abs(row["error"]) for row in rows]
