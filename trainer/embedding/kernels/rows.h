@@ -49,11 +49,13 @@ inline int64_t rows_ahead(int64_t dim) {
   return std::max(kRowsAhead, kLinesAhead * kLine / std::max<int64_t>(dim * sizeof(T), kLine));
 }
 
+// All lines that a row lies in: rows with their state begin anywhere in a line.
 template <typename T>
-inline void fetch(const T* row, int64_t dim) {
+inline void fetch(const T* row, int64_t count) {
   asm volatile("");  // GCC 12 drops calls of a function that only prefetches, as pure
-  const char* line = reinterpret_cast<const char*>(row);
-  for (int64_t at = 0; at < dim * int64_t(sizeof(T)); at += kLine) __builtin_prefetch(line + at);
+  const uintptr_t end = reinterpret_cast<uintptr_t>(row + count);
+  for (uintptr_t at = reinterpret_cast<uintptr_t>(row) & ~uintptr_t(kLine - 1); at < end; at += kLine)
+    __builtin_prefetch(reinterpret_cast<const void*>(at));
 }
 
 // Request large pages for a new block, which saves page faults on first touch.
