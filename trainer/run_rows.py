@@ -47,11 +47,11 @@ class RunRows:
 
     def cached(self, train_step: int) -> Mapping[str, CachedRows]:
         """Return the state of the cache before a step, for a checkpoint; {}: none is kept."""
-        return self.source.cached(train_step) if isinstance(self.source, PlannedCache) else {}
+        return self.source.cached(train_step)
 
     def stop_reading_at(self, at: int | None = None) -> int:
-        """Call `PlannedCache.stop_reading_at`; return 0 without a planned cache."""
-        return self.source.stop_reading_at(at) if isinstance(self.source, PlannedCache) else 0
+        """Limit the steps that are read ahead; return one after the last of them, 0 for none."""
+        return self.source.stop_reading_at(at)
 
     def extend(self, span: Span, train_step: int) -> None:
         """Extend the plan to the end of a span, from a step on, at most that of `stop_reading_at`.

@@ -66,6 +66,14 @@ class RowSource(ABC):
     def rows_at(self, table: str, positions: NDArray[np.int32]) -> RowsInPlace:
         """Return the rows at some positions of a table."""
 
+    def cached(self, train_step: int) -> dict[str, CachedRows]:
+        """Return the state of a planned cache before a step, for a checkpoint; {}: none is kept."""
+        return {}
+
+    def stop_reading_at(self, at: int | None = None) -> int:
+        """Limit the steps that are read ahead, see `PlannedCache`; 0: none are."""
+        return 0
+
     def flush(self) -> None:  # noqa: B027 - nothing to do by default
         """Write every released row to its store."""
 
