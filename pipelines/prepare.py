@@ -21,7 +21,7 @@ from pipelines.samples.lookups import (
 )
 from pipelines.samples.per_key import visible_rows
 from pipelines.samples.sql import Connection, name_errors, run
-from pipelines.samples.statements import PER, SqlError, Steps, job_steps, original_error
+from pipelines.samples.statements import PER, SqlError, job_steps, original_error
 from pipelines.samples.validate import check_columns, check_repeatable, check_sampling
 from pipelines.sources.formats import empty_rows
 from pipelines.sources.listing import list_inputs, undeclared_partitions
@@ -30,7 +30,7 @@ from pipelines.stages import BuildContext
 from pipelines.table.target import JobFiles, SegmentTarget
 from pipelines.transforms.apply import check_transforms
 from pipelines.transforms.fit import fitted_files
-from schemas.config.job import DataConfig, Job
+from schemas.config.job import Job
 from schemas.dataset.manifest import InputFile
 from schemas.errors import SchemaError
 from schemas.features import FeatureSet
@@ -169,37 +169,31 @@ def _without_null_types(empty: pa.Table, features: FeatureSet) -> pa.Table:
 
 def _compile_sql(context: BuildContext) -> BuildContext:
     """Run the SQL on empty tables, check the columns of its result; complete the context."""
-    data, features, empty, steps = context.data, context.features, context.empty_rows, context.steps
+    data, features, empty = context.data, context.features, context.empty_rows
     check_repeatable(data, empty)
     broadcast = broadcast_sides(data, context.listing)
-    sources = {name: empty[name] for name in data.sources}
-    sides = {name: empty[name] for name in data.sides}
     if data.samples.per is not None:
-        key_type(sources, data.samples.per.key)
-    visible = {name: empty[name] for name in broadcast}
-    mapped = dry_run_sql(Connection(data.samples.limits), steps, data, sources, visible)
-    types = key_types(data, mapped.schema, {name: table.schema for name, table in sides.items()})
-    samples = dry_run_lookups(mapped, data, sides, types)
+        key_type({name: empty[name] for name in data.sources}, data.samples.per.key)
+    samples = _run_without_rows(context, {name: empty[name] for name in broadcast})
+    types = key_types(data, samples.schema, {name: empty[name].schema for name in data.sides})
+    for join in data.samples.joins:
+        config = data.sides[join.side]
+        side = side_table(sort_side_rows(empty[join.side], config, types[join.side]), config)
+        samples = look_up(samples, side, config, join, join.as_of or data.session.time)
     check_sampling(samples.schema, features, data)
     check_columns(samples.schema, features, data)
     check_transforms(samples, features, data)
     return replace(context, broadcast=broadcast, key_types=types)
 
 
-def dry_run_sql(
-    connection: Connection,
-    steps: Steps,
-    data: DataConfig,
-    tables: Mapping[str, pa.Table],
-    sides: Mapping[str, pa.Table],
-) -> pa.Table:
-    """Return the result of the SQL on empty tables, before look-ups.
-
-    `tables` and `sides` are empty tables with the columns of sources and side tables.
+def _run_without_rows(context: BuildContext, sides: Mapping[str, pa.Table]) -> pa.Table:
+    """Return the empty result of the SQL, before look-ups; `sides` are the tables that it can read.
 
     Raises:
         SchemaError: a statement does not fit the columns.
     """
+    data, connection = context.data, Connection(context.data.samples.limits)
+    tables: Mapping[str, pa.Table] = {name: context.empty_rows[name] for name in data.sources}
     if data.samples.events is not None:
         tables = join_events(tables, data, ()).tables
     for name, table in sides.items():
@@ -207,8 +201,8 @@ def dry_run_sql(
     visible = visible_rows(tables, data.sample_source)
     per = data.samples.per.sql if data.samples.per else ""
     for key, statement, text in (
-        ("data.samples.per.sql", steps.per, per),
-        ("data.samples.map", steps.map, data.samples.map or ""),
+        ("data.samples.per.sql", context.steps.per, per),
+        ("data.samples.map", context.steps.map, data.samples.map or ""),
     ):
         if statement is None:
             continue
@@ -219,26 +213,6 @@ def dry_run_sql(
             raise original_error(key, text, {**visible, **sides}, error) from error
         visible = {PER: samples}
     (samples,) = visible.values()
-    return samples
-
-
-def dry_run_lookups(
-    samples: pa.Table,
-    data: DataConfig,
-    sides: Mapping[str, pa.Table],
-    key_types: Mapping[str, pa.DataType],
-) -> pa.Table:
-    """Return the empty samples with the columns of all look-ups.
-
-    `samples` are those of `dry_run_sql`; `key_types` has the common type of each side table's key.
-
-    Raises:
-        SchemaError: a column has a type that format 1 does not support.
-    """
-    for join in data.samples.joins:
-        config = data.sides[join.side]
-        side = side_table(sort_side_rows(sides[join.side], config, key_types[join.side]), config)
-        samples = look_up(samples, side, config, join, join.as_of or data.session.time)
     return samples
 
 
