@@ -22,8 +22,7 @@ from pipelines.clustering.storage_layout import (
 from pipelines.exchange import ElementRef, ReadElements, TaskResult, Worker
 from pipelines.executor import Bundle, TaskOutputs, open_exchange, split_inputs
 from pipelines.prepare import holds_in_memory
-from pipelines.rewrite.input import BATCH_ROWS, ordering
-from pipelines.rewrite.plain_types import decoded, encoded
+from pipelines.rewrite.input import BATCH_ROWS, decoded, encoded, ordering
 from pipelines.runner_options import LocalOptions
 from pipelines.samples.sql import LIST_INDEX
 from pipelines.samples.tuples import Tuples

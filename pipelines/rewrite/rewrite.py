@@ -23,8 +23,16 @@ import yaml
 from pipelines.build import build
 from pipelines.prepare import BuildInput, BuildOptions, BuildRequest, count_parts
 from pipelines.rewrite.flat import KEY, TIME, FlatPart, FlatStage, run_flat
-from pipelines.rewrite.input import FILES, SOURCE, Rows, check_microseconds, inspect_rows, star_type
-from pipelines.rewrite.plain_types import decoded, is_rewritable
+from pipelines.rewrite.input import (
+    FILES,
+    SOURCE,
+    Rows,
+    check_microseconds,
+    decoded,
+    inspect_rows,
+    is_rewritable,
+    star_type,
+)
 from pipelines.runner_options import LocalOptions, beam_build, local_options
 from pipelines.samples.sql import LIST_INDEX
 from pipelines.samples.statements import Steps

@@ -18,8 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines.cli import main
-from pipelines.rewrite.input import check_microseconds, inspect_rows
-from pipelines.rewrite.plain_types import decoded
+from pipelines.rewrite.input import check_microseconds, decoded, inspect_rows
 from pipelines.sources.formats import read_split
 from pipelines.sources.raw_rows import Folder
 from pipelines.table.expand import content_hash
