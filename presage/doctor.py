@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from scheduler.controller.log import LOG
-from scheduler.drivers.run_jobs import probe_cluster
+from scheduler.drivers.kubernetes.pod_manifest import read_cluster
 from schemas.errors import PlanError, SchemaError
 from schemas.machine import free_bytes
 from schemas.run.records import read_lines
@@ -349,10 +349,20 @@ def _probe_gpu(machine: Machine) -> tuple[bool, str]:
 def _probe_kubernetes(machine: Machine) -> tuple[bool, str]:
     if machine.cluster is None:
         return False, "no --cluster file"
+    # The client takes a second to import, and 40 MiB.
+    from scheduler.drivers.kubernetes.api_server import ApiRefusedError, UnreachableError, connect
+
     try:
-        return True, probe_cluster(machine.cluster)
-    except (PlanError, SchemaError) as error:
+        api = connect(read_cluster(machine.cluster))
+    except SchemaError as error:
         return False, _one_line(str(error))
+    try:
+        pods, _ = api.list("")
+        return True, f"{len(pods)} Pods at {api.host}"
+    except (ApiRefusedError, UnreachableError) as error:
+        return False, _one_line(str(error))
+    finally:
+        api.close()
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str]) -> str:

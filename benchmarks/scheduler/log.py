@@ -113,8 +113,8 @@ class Simulated:
         cpus, memory = budget.cpus * num_jobs, budget.memory * num_jobs
         jobs = {f"job-{i}": replace(job, name=f"job-{i}") for i in range(num_jobs)}
         budget = replace(budget, cpus=cpus, memory=memory)
-        self.log.reader.state = replace(state, budget=budget, jobs=jobs)
-        self.log.reader.handle_sec = math.inf  # so that the next log begins with these jobs
+        self.log.state = replace(state, budget=budget, jobs=jobs)
+        self.log.handle_sec = math.inf  # so that the next log begins with these jobs
         self.log.archive_if_long()
 
     def tick_event(self, most: int | None = None) -> TickEvent:

@@ -97,7 +97,7 @@ def candidate_sizes(
     Raises:
         PlanError: even its smallest pools do not fit into the whole budget.
     """
-    work = remaining_work(job, state.now_sec, state.budget, state.largest_job)
+    work = remaining_work(job, state, state.budget)
     grid = find_candidates(work.snapshot, work.config, work.models, work.largest_job)
     if may_keep and _ends_soon(job, work):
         assert job.sizes is not None, "it runs"

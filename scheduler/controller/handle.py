@@ -136,7 +136,7 @@ def _booked(state: State) -> tuple[float, float]:
 
 def _apply(state: State, event: Event) -> tuple[State, list[Action]]:
     if isinstance(event, BudgetSet):
-        return _set_budget(state, event), []
+        return state.with_budget(event), []
     if isinstance(event, Submitted):
         return _submit(state, event), []
     if not isinstance(event, JobEvent):
@@ -216,7 +216,7 @@ def _may_outgrow(job: JobState, num_ticks: int) -> bool:
 def _check_job(
     job: JobState, sizes: PoolSizes, state: State, budget: BudgetConfig
 ) -> tuple[JobState, list[Action]]:
-    work = remaining_work(job, state.now_sec, budget, state.largest_job)
+    work = remaining_work(job, state, budget)
     predicted = predict_step(work, sizes)
     job, step_sec = replace(job, predicted_step=predicted), predicted.seconds
     actions: list[Action] = []
@@ -300,17 +300,7 @@ def _apply_verdict(
     return job, [Action(verb="scale", job=job.name, reason=reason, values=values)]
 
 
-# Budget and submissions.
-
-
-def _set_budget(state: State, event: BudgetSet) -> State:
-    budget = replace(
-        state.budget,
-        cpus=event.cpus,
-        memory=event.memory_bytes,
-        time_cost_exponent=event.time_cost_exponent,
-    )
-    return replace(state, budget=budget, resizes=event.resizes, largest_job=event.largest_job)
+# Submissions.
 
 
 def _submit(state: State, event: Submitted) -> State:
@@ -559,7 +549,7 @@ def _on_preempted(job: JobState, event: Preempted, state: State) -> Result:
     if process.pool == "coordinator" and job.has_replicas:
         why = "its replicas continue from the checkpoint with a new coordinator"
     if process.pool == "segment":
-        work = remaining_work(job, event.time_sec, state.budget, state.largest_job)
+        work = remaining_work(job, state, state.budget)
         latest_end = process.began_sec + predict_segment_sec(job, work, process)[1]
         rest = latest_end - event.time_sec
         if 0.0 < rest <= event.grace_sec:

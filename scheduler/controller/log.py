@@ -276,11 +276,11 @@ class LogReader:
 
     def apply(self, entry: LogEntry) -> list[Decision]:
         """Handle the event of an entry, and return what would be decided on it now."""
-        state, decisions = self.handle(entry.event)
+        state, decisions = self.decide(entry.event)
         self.update(entry.event, state, entry.decisions)
         return decisions
 
-    def handle(self, event: Event) -> tuple[State, list[Decision]]:
+    def decide(self, event: Event) -> tuple[State, list[Decision]]:
         """Return the state after an event, and the decisions on it."""
         begun = time.thread_time()
         state, actions = handle(self.state, event)
@@ -288,7 +288,7 @@ class LogReader:
         return state, [to_decision(action, state.now_sec) for action in actions]
 
     def update(self, event: Event, state: State, decisions: Sequence[Decision]) -> None:
-        """Take over what `handle` returned for an event."""
+        """Take over what `decide` returned for an event."""
         self._unrecorded.append((self.state, event, state, decisions))
         self.state, self.decisions = state, tuple(decisions)
 
@@ -299,10 +299,6 @@ class LogReader:
             self._journal = record(self._journal, *step)
         self._unrecorded.clear()
         return self._journal
-
-    def restart(self, num_bytes: int) -> None:
-        """Continue after a snapshot of so many bytes."""
-        self.num_lines, self.num_bytes, self.handle_sec, self.decisions = 2, num_bytes, 0.0, ()
 
     def _open(self, body: Mapping[str, Any]) -> None:
         if body["format"] != FORMAT:
@@ -318,11 +314,8 @@ class LogReader:
         )
 
 
-class Log:
-    """The log of a scheduler, opened for writing, and the state after it; a context."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
+class Log(LogReader):
+    """The log of a scheduler, opened for writing; a context."""
 
     def __enter__(self) -> Self:
         """Recover the state, and cut off an incomplete last line.
@@ -330,43 +323,33 @@ class Log:
         Raises:
             SchemaError: the log is damaged, or has another format.
         """
-        content = self._path.read_bytes() if self._path.exists() else b""
+        content = self.path.read_bytes() if self.path.exists() else b""
         if not content:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            replace_bytes(self._path, snapshot_lines(State(), Journal(), 0))
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            replace_bytes(self.path, snapshot_lines(State(), Journal(), 0))
         elif content.count(b"\n") < 2:  # a log is never written without its snapshot
-            raise SchemaError("snapshot is incomplete; restore the file", file=str(self._path))
-        self.reader = recover(self._path)
-        """State and journal after the last event."""
-        self._open()
+            raise SchemaError("snapshot is incomplete; restore the file", file=str(self.path))
+        for entry in self.entries():
+            self.apply(entry)
+        self._open_file()
         return self
 
     def __exit__(self, *error: object) -> None:
         os.close(self._file)
 
-    def _open(self) -> None:
-        self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-        os.ftruncate(self._file, self.reader.num_bytes)
-
-    @property
-    def state(self) -> State:
-        """The state after the last event."""
-        return self.reader.state
-
-    @property
-    def num_events(self) -> int:
-        """Events so far, those of archived logs included."""
-        return self.reader.num_events
+    def _open_file(self) -> None:
+        self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        os.ftruncate(self._file, self.num_bytes)
 
     def handle(self, event: Event) -> list[Decision]:
         """Handle an event, append it with its decisions, sync the file, and return them."""
-        state, decisions = self.reader.handle(event)
+        state, decisions = self.decide(event)
         body = event_to_json(event)
         if decisions:
             body["decisions"] = [encode(Decision, decision) for decision in decisions]
         self._write(_line(body))
-        self.reader.num_events += 1
-        self.reader.update(event, state, decisions)
+        self.num_events += 1
+        self.update(event, state, decisions)
         return decisions
 
     def _write(self, content: bytes) -> None:
@@ -380,18 +363,18 @@ class Log:
         All decisions must have been carried out: the next log does not have them. A scheduler that
         is killed in between has the entries in both, until the archived file is written again.
         """
-        if self.reader.handle_sec <= MAX_HANDLE_SEC:
+        if self.handle_sec <= MAX_HANDLE_SEC:
             return
-        folder = self._path.parent / ARCHIVE
+        folder = self.path.parent / ARCHIVE
         folder.mkdir(exist_ok=True)
-        snapshot, _, *entries = self._path.read_bytes().splitlines(keepends=True)
+        snapshot, _, *entries = self.path.read_bytes().splitlines(keepends=True)
         first, content = self.num_events - len(entries) + 1, b"".join([snapshot, *entries])
         replace_bytes(folder / f"{first:012d}.jsonl.gz", gzip.compress(content, 1, mtime=0))
-        lines = snapshot_lines(self.state, self.reader.journal, self.num_events)
-        replace_bytes(self._path, lines)
+        lines = snapshot_lines(self.state, self.journal, self.num_events)
+        replace_bytes(self.path, lines)
         os.close(self._file)
-        self.reader.restart(len(lines))
-        self._open()
+        self.num_bytes, self.handle_sec = len(lines), 0.0
+        self._open_file()
         kept = 0
         for path in reversed(_archived(folder)):
             kept += path.stat().st_size

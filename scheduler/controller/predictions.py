@@ -55,22 +55,15 @@ class RemainingWork:
     """Most workers of one segment job where they run; None if not limited."""
 
 
-def remaining_work(
-    job: JobState, now_sec: float, budget: BudgetConfig, largest_job: int | None
-) -> RemainingWork:
-    """Return the remaining work of a job.
+def remaining_work(job: JobState, state: State, budget: BudgetConfig) -> RemainingWork:
+    """Return the remaining work of a job that may use at most a budget.
 
-    Samples that are built and not trained count as training that remains, in one pass.
-
-    Args:
-        job: the job.
-        now_sec: the time.
-        budget: the most that it may use; its own file limits it further.
-        largest_job: most workers of one segment job; None if not limited.
+    Samples that are built and not trained count as training that remains, in one pass. The job's
+    own file limits it further.
     """
     facts, train = job.snapshot.facts, job.snapshot.job.train
     config = _cap_workers(
-        current_config(job, now_sec, budget), largest_job, max(1, job.remaining_segments)
+        current_config(job, state.now_sec, budget), state.largest_job, job.remaining_segments
     )
     models = fit_models(job.snapshot, config, job.steps, job.builds)
     built = round(facts.num_samples * job.remaining_segments / job.num_segments)
@@ -88,7 +81,7 @@ def remaining_work(
             epochs=1,
             is_training=job.num_trained > 0,
         ),
-        largest_job=largest_job,
+        largest_job=state.largest_job,
     )
 
 
@@ -136,7 +129,7 @@ def _cap_workers(
     if largest_job is None:
         return config
     pool = config.preprocessing
-    fewest = min(pool.min_workers, num_segments * largest_job)
+    fewest = min(pool.min_workers, max(1, num_segments) * largest_job)
     return replace(config, preprocessing=replace(pool, min_workers=fewest))
 
 
@@ -220,8 +213,7 @@ def forecast_pools(
                 MemoryWatch(
                     pool=pool,
                     forecast=_per_worker(total, process.workers),
-                    now_step=process.readings[-1][0],
-                    lookahead_steps=int(LOOKAHEAD_SEC / step),
+                    replaced_step=process.readings[-1][0] + int(LOOKAHEAD_SEC / step),
                     limit_bytes=limit,
                     room_bytes=limit + extra,
                 )
@@ -355,7 +347,7 @@ def _forecast_need(job: JobState, process: PoolProcess, state: State) -> int:
         return 0
     trainer, end = job, job.num_steps
     if process.pool == "segment":
-        work = remaining_work(job, state.now_sec, state.budget, state.largest_job)
+        work = remaining_work(job, state, state.budget)
         trainer, end = None, int(predict_segment_sec(job, work, process)[0])
     forecast = forecast_memory(trainer, process, end)
     return -(-forecast.needed_bytes // process.workers) if forecast.confident else 0

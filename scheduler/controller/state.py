@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
-from scheduler.controller.events import LoadKnown, Stepped
+from scheduler.controller.events import BudgetSet, LoadKnown, Stepped
 from scheduler.model.elasticity import CoreReadings, TrainingSizes
 from scheduler.model.plan_inputs import PlanInputs
 from scheduler.model.pools import PoolSizes
@@ -309,6 +309,16 @@ class State:
         """Cores and bytes that live processes hold."""
         live = [p for job in self.jobs.values() for p in job.processes.values()]
         return sum(p.held_cpus for p in live), sum(p.held_memory for p in live)
+
+    def with_budget(self, event: BudgetSet) -> State:
+        """Return the state with another budget."""
+        budget = replace(
+            self.budget,
+            cpus=event.cpus,
+            memory=event.memory_bytes,
+            time_cost_exponent=event.time_cost_exponent,
+        )
+        return replace(self, budget=budget, resizes=event.resizes, largest_job=event.largest_job)
 
     def with_job(self, job: JobState) -> State:
         """Return the state with a job added or replaced."""

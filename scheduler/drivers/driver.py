@@ -113,7 +113,7 @@ class Driver:
         self._measured_sec = dict.fromkeys(paths, 0.0)
         self._stop_sec: dict[tuple[str, str], float] = {}
         self._started_sec = max(time.time(), log.state.now_sec) - time.monotonic()
-        for decision in log.reader.decisions:
+        for decision in log.decisions:
             self._execute(decision)
 
     @property
@@ -153,27 +153,16 @@ class Driver:
                 copy_job_file(self._paths[submitted.job], submitted.document)
         if not self.state.jobs:
             self._options.runner.check()
-        state, resizes = self.state, self._platform.resizes
-        largest_job = self._options.runner.largest_job
-        budget = state.budget
-        current = (
-            budget.cpus,
-            budget.memory,
-            budget.time_cost_exponent,
-            state.resizes,
-            state.largest_job,
+        budget = BudgetSet(
+            time_sec=self._now(),
+            cpus=cpus,
+            memory_bytes=memory_bytes,
+            resizes=self._platform.resizes,
+            time_cost_exponent=time_cost_exponent,
+            largest_job=self._options.runner.largest_job,
         )
-        if current != (cpus, memory_bytes, time_cost_exponent, resizes, largest_job):
-            self._handle(
-                BudgetSet(
-                    time_sec=self._now(),
-                    cpus=cpus,
-                    memory_bytes=memory_bytes,
-                    resizes=resizes,
-                    time_cost_exponent=time_cost_exponent,
-                    largest_job=largest_job,
-                )
-            )
+        if self.state.with_budget(budget) != self.state:
+            self._handle(budget)
         for submitted in jobs:
             job = self.state.jobs.get(submitted.job)
             if job is None or job.phase in ("drained", "draining", "failed"):

@@ -284,22 +284,3 @@ def open_platform(request: RunRequest) -> AbstractContextManager[Platform]:
     from scheduler.drivers.kubernetes.cluster import Cluster
 
     return Cluster(read_cluster(request.cluster), request.output, request.driver.progress)
-
-
-def probe_cluster(cluster: Path) -> str:
-    """Return how many Pods a cluster lists, and where, for `presage doctor`.
-
-    Raises:
-        SchemaError: the file is invalid.
-        PlanError: the Pods cannot be listed.
-    """
-    from scheduler.drivers.kubernetes.api_server import ApiRefusedError, UnreachableError, connect
-
-    api = connect(read_cluster(cluster))
-    try:
-        pods, _ = api.list("")
-        return f"{len(pods)} Pods at {api.host}"
-    except (ApiRefusedError, UnreachableError) as error:
-        raise PlanError(str(error)) from error
-    finally:
-        api.close()

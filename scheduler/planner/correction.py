@@ -368,9 +368,8 @@ class MemoryWatch:
     pool: Pool
     forecast: MemoryForecast
     """Its memory, per worker of a segment job."""
-    now_step: int
-    lookahead_steps: int
-    """Steps that it makes while a larger process starts."""
+    replaced_step: int
+    """Step at which a larger process could take over."""
     limit_bytes: int
     room_bytes: int
     """Memory that each process of the pool could have within the budget."""
@@ -457,7 +456,7 @@ def end_change(state: Correction, now_sec: float) -> Correction:
 def is_urgent(watch: MemoryWatch) -> bool:
     """Return whether a process may reach its limit before a larger one could take over."""
     step = watch.forecast.earliest_step
-    return step is not None and step <= watch.now_step + watch.lookahead_steps
+    return step is not None and step <= watch.replaced_step
 
 
 def _needed_memory(watch: MemoryWatch) -> int:

@@ -229,13 +229,11 @@ def _forecast_bytes(
     wanted = MEMORY_HEADROOM * prediction.needed_bytes
     if give_back and wanted < (1.0 - MIN_GAIN) * given:
         return wanted
-    now = int(readings.steps[-1])
     later = [int(1000 * point) for point in FORECAST_POINTS[passed:]] or [1000]
     watch = MemoryWatch(
         pool="training",
         forecast=prediction,
-        now_step=now,
-        lookahead_steps=later[0] - now,
+        replaced_step=later[0],
         limit_bytes=int(given),
         room_bytes=int(given),
     )

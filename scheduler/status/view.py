@@ -227,9 +227,7 @@ def _job_view(job: JobState, state: State, journal: Journal) -> JobView:
     pools = tuple(_pool_view(job, name) for name in POOLS)
     remaining = None
     if job.sizes is not None and job.phase == "running":
-        remaining = remaining_work(
-            job, state.now_sec, available_budget(state, job), state.largest_job
-        )
+        remaining = remaining_work(job, state, available_budget(state, job))
     return JobView(
         name=job.name,
         phase=job.phase,

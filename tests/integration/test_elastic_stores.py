@@ -44,7 +44,7 @@ class Run:
             sizes = self.job.sizes
             if self.num_stores is not None and sizes is not None:
                 job = replace(self.job, sizes=replace(sizes, num_stores=self.num_stores))
-                self.log.reader.state = replace(self.driver.state, jobs={"demo": job})
+                self.log.state = replace(self.driver.state, jobs={"demo": job})
             self.driver.poll()
             time.sleep(0.05)
 

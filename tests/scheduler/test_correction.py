@@ -158,8 +158,7 @@ def watch(*, urgent: bool, room: int = 10 * GIB, confident: bool = True) -> Memo
     return MemoryWatch(
         pool="training",
         forecast=prediction,
-        now_step=100,
-        lookahead_steps=10,
+        replaced_step=110,
         limit_bytes=2 * GIB,
         room_bytes=room,
     )

@@ -326,7 +326,7 @@ def test_cores_that_are_needed_again_and_that_others_have_are_shared_anew() -> N
 def test_predictions_go_on_by_the_cores_at_which_steps_were_measured() -> None:
     bench = started_bench()
     Trainer(bench, work_sec=1.0, need=1.2).train(CORE_TICKS + 3)
-    remaining = remaining_work(bench.job, bench.now, bench.state.budget, bench.state.largest_job)
+    remaining = remaining_work(bench.job, bench.state, bench.state.budget)
     assert bench.job.sizes is not None
     setting = training_setting(remaining.snapshot, remaining.config, bench.job.sizes.grid)
     assert setting.replica_cpus == 4.0
@@ -337,7 +337,7 @@ def test_nothing_is_learned_of_steps_that_lack_cores() -> None:
     trainer = Trainer(bench, work_sec=1.0, need=3.0)
     trainer.train(2 * CORE_TICKS)
     assert cpus_of(bench) == HEADROOM, "its steps are 2.3 times as long"
-    remaining = remaining_work(bench.job, bench.now, bench.state.budget, bench.state.largest_job)
+    remaining = remaining_work(bench.job, bench.state, bench.state.budget)
     assert bench.job.sizes is not None
     setting = training_setting(remaining.snapshot, remaining.config, bench.job.sizes.grid)
     assert remaining.models.training.seconds(setting)[0] == pytest.approx(1.0, rel=0.05)
