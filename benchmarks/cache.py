@@ -75,6 +75,7 @@ PARTS = ("stores", "memory")
 
 MODES = ("plain", "cached", "lru", "uncached")
 DIM, BATCH, NUM_STORES, RATE = 64, 4096, 2, "2gbit"
+TOOLS = ("ip", "taskset", "tc", "unshare")
 IN_NAMESPACE = """
 ip link set lo up
 tc qdisc add dev lo root tbf rate {rate} burst 1mb latency 100ms
@@ -351,6 +352,8 @@ def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     """Measure the parts; the result is the first one."""
     if os.geteuid() != 0:
         raise MissingError("it must run as root to create its network; use sudo")
+    if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
+        raise MissingError(f"it must have {', '.join(TOOLS)}, got no {missing[0]} on PATH")
     details: dict[str, Any] = {}
     if "stores" in options.parts:
         details["stores"] = measure_stores(options, scratch)

@@ -20,8 +20,8 @@ policy. `ns_per_access` is planning alone, over an index decoded in memory; an a
 is one row of one table in one step.
 
 `memory`: peak memory of planning a large table, with 16,384 uniform accesses per step. `ours` is
-the trainer's plan (Belady, a cache of 5 % of the rows), which decodes files step by step; the peer
-is the same plan over fully decoded lists and next uses. Each is a process.
+the trainer's plan (Belady, a cache of 5 % of the rows, at least four steps), which decodes files
+step by step; the peer is the same plan over fully decoded lists and next uses. Each is a process.
 """
 
 from __future__ import annotations
@@ -316,7 +316,8 @@ def build_table(num_rows: int, num_accesses: int, scratch: Path) -> Path:
     ids = np.random.default_rng(0).integers(0, num_rows, num_accesses)
     log = write_id_log(scratch / "log", {COLUMN: ids}, num_accesses)
     data = {"oracle": {"batch_samples": STEP_SAMPLES}}
-    cache = {"policy": "belady", "rows": int(num_rows * CACHE_SHARE), "prefetch_steps": 2}
+    rows = max(int(num_rows * CACHE_SHARE), 4 * STEP_SAMPLES)
+    cache = {"policy": "belady", "rows": rows, "prefetch_steps": 2}
     train = {"batch_samples": STEP_SAMPLES, "cache": cache}
     job = write_id_job(scratch / "job", {COLUMN: num_rows}, data, train)
     return build_dataset(job, log, scratch / "dataset")

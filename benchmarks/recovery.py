@@ -1,6 +1,7 @@
 """Cost of failures of replicas, of stores and of a whole run, and of moving slots between stores.
 
-`python -m benchmarks.recovery [--json] [--parts replicas,stores] [--samples N] [--rounds N]`
+`python -m benchmarks.recovery [--json] [--parts replicas,stores] [--samples N] [--epochs N]
+[--rounds N]`
 
 Each scenario reports the seconds from the failure to the next new step and the steps that were
 trained again. `replicas` trains the demo's job on two replicas; it also reports the seconds until

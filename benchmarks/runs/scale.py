@@ -25,7 +25,6 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -38,7 +37,7 @@ from benchmarks.common.harness import Options, compared, report
 from benchmarks.common.id_logs import write_id_job, write_id_log
 from benchmarks.common.logs import DEMO_JOB, REPOSITORY, num_lines, write_demo
 from benchmarks.common.processes import memory_bytes, module, process_tree
-from benchmarks.runs.steps import copy_dataset
+from benchmarks.common.store import at_store
 from pipelines.build import build
 from pipelines.demo_log.generate import GeneratorConfig, write_log
 from pipelines.prepare import BuildInput, BuildOptions, BuildRequest
@@ -47,8 +46,7 @@ from schemas.config.job import load_job
 from schemas.run.records import METRICS
 from schemas.storage.leases import LEASES
 from schemas.storage.location import Location
-from tests.fault_proxy import Faults, fault_proxy
-from tests.object_store import new_url, s3_environment, s3_server
+from tests.fault_proxy import Faults
 
 LOADER = """
 import sys, time
@@ -280,44 +278,36 @@ def measure_size(options: argparse.Namespace, scratch: Path, num_samples: int) -
     scratch.mkdir(parents=True, exist_ok=True)
     place = prepare(scratch, num_samples, options.segments, options.columns)
     figures: dict[str, Any] = {}
-    with ExitStack() as stack:
-        for name in options.commands:
-            if name == "build" and Path(place.dataset).exists():
-                continue
-            if name == "erase":
-                write_ids(place)
-            figures[name] = run_command(name, place)
-            if name == "build":
-                num_bytes = sum(f.stat().st_size for f in Path(place.dataset).rglob("*.parquet"))
-                figures[name]["dataset_mb"] = num_bytes // 1_000_000
-                shutil.rmtree(scratch / "log")
-            report(f"{num_samples:,}, {name}", figures[name])
-        if options.store:
-            _count_requests(stack, place, options.commands, figures)
+    for name in options.commands:
+        if name == "build" and Path(place.dataset).exists():
+            continue
+        if name == "erase":
+            write_ids(place)
+        figures[name] = run_command(name, place)
+        if name == "build":
+            num_bytes = sum(f.stat().st_size for f in Path(place.dataset).rglob("*.parquet"))
+            figures[name]["dataset_mb"] = num_bytes // 1_000_000
+            shutil.rmtree(scratch / "log")
+        report(f"{num_samples:,}, {name}", figures[name])
+    if options.store:
+        count_requests(place, options.commands, figures)
     return figures
 
 
-def _count_requests(
-    stack: ExitStack, place: Place, commands: Iterable[str], figures: dict[str, Any]
-) -> None:
+def count_requests(place: Place, commands: Iterable[str], figures: dict[str, Any]) -> None:
     """Repeat the commands on a copy of the dataset at a store, and add their requests."""
     faults = Faults()
-    folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=place.scratch)))
-    endpoint = stack.enter_context(s3_server(folder))
-    proxy = stack.enter_context(fault_proxy(endpoint, faults))
-    os.environ.update(s3_environment(proxy))
-    target = Location.parse(new_url())
-    copy_dataset(Path(place.dataset), target)
-    there = Place(place.scratch, place.job, str(target))
-    for name in commands:
-        if name in ("build", "diff"):
-            continue
-        if name == "erase":
-            write_ids(place)  # others than before
-        faults.requests.clear()
-        seconds = run_command(name, there)["sec"]
-        figures[name] |= {"requests": faults.requests.total(), "store_sec": seconds}
-        report(f"{name} at a store", figures[name])
+    with at_store(Path(place.dataset), faults) as target:
+        there = Place(place.scratch, place.job, str(target))
+        for name in commands:
+            if name in ("build", "diff"):
+                continue
+            if name == "erase":
+                write_ids(place)  # others than before
+            faults.requests.clear()
+            seconds = run_command(name, there)["sec"]
+            figures[name] |= {"requests": faults.requests.total(), "store_sec": seconds}
+            report(f"{name} at a store", figures[name])
 
 
 def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
