@@ -1,8 +1,5 @@
 """Training with the planned cache, in front of remote stores, and under a memory limit.
 
-`python -m benchmarks.cache [--json] [--parts stores,memory] [--samples N] [--steps N] [--rows N]
-[--rounds N] [--large-samples N] [--large-steps N] [--large-rows N] [--limit-mib N] [--scratch DIR]`
-
 `plain` has all rows in the trainer's memory, `cached` follows the plan with the Belady policy,
 `lru` keeps the most recently used rows, both with at most so many rows per table and one thread
 besides training; `uncached` fetches and writes in every step. Modes alternate. Requires root.
@@ -366,7 +363,7 @@ def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark and print the result."""
     options = Options("cache", __doc__, rounds=2)
-    options.add("--parts", PARTS, "comma-separated", small=("stores",), choices=PARTS)
+    options.add("--parts", PARTS, "parts", small=("stores",), choices=PARTS)
     options.add("--samples", 1_000_000, "of the demo's log", small=40_000)
     options.add("--steps", 200, "of `stores`", small=8)
     options.add("--rows", 20_000, "cached rows per table of `stores`")

@@ -1,7 +1,5 @@
 """Pooled lookups, their backward and the row update, against FBGEMM and torch.
 
-`python -m benchmarks.embedding [--json] [--rounds N] [--dims 16,64] [--skews heavy] [--samples N]`
-
 Every configuration is one step of 4,096 samples: 26 features of one id each in tables of 3 to a
 million rows, or one list of 35 ids in a table of a million rows; ids are uniform, mildly or heavily
 skewed (1 % of the rows get 92 % of the lookups). All sides keep tables in memory and update them in

@@ -1,8 +1,5 @@
 """Batches of `presage.DataLoader` against a loader of plain Parquet that builds the same tensors.
 
-`python -m benchmarks.loader [--json] [--parts batches,tables] [--rounds N]
-[--datasets mind,demo] [--samples N,N]`
-
 Each side is a process of its own, in alternating order. Rates are samples per second of processor
 time of all threads, so per core.
 
@@ -294,7 +291,7 @@ def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark and print the result."""
     options = Options("loader", __doc__, rounds=3)
-    options.add("--parts", PARTS, "comma-separated", small=("batches",), choices=PARTS)
+    options.add("--parts", PARTS, "parts", small=("batches",), choices=PARTS)
     options.add("--datasets", ("mind", "demo"), "logs", small=("demo",), choices=("mind", "demo"))
     options.add("--samples", (100_000, 1_000_000), "of demo logs, largest last", small=(20_000,))
     return options.run(measure, argv)

@@ -1,8 +1,5 @@
 """Cost of the death of one process to a scheduled job: pause, lost work, time to the replacement.
 
-`python -m benchmarks.migration [--json] [--parts PART,...] [--rounds N]`; parts are replica,
-coordinator, store, node, segment.
-
 Each part runs a job under `python -m scheduler run` with real processes and kills one of them
 (`kill -9`): a replica of two, the trainer of a job whose rows are in two stores (`coordinator`),
 one of these stores, both at once with the store's directory as in the loss of their node, or a
@@ -266,7 +263,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark and print the result."""
     options = Options("migration", __doc__, rounds=2)
     parts = tuple(KINDS)
-    options.add("--parts", parts, "comma-separated", small=("coordinator",), choices=parts)
+    options.add("--parts", parts, "parts", small=("coordinator",), choices=parts)
     return options.run(measure, argv)
 
 

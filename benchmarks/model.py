@@ -1,7 +1,5 @@
 """Accuracy of the throughput model for sizes that were not measured.
 
-`python -m benchmarks.model [--json] [--rounds N] [--shared-data DIR]`
-
 Two published sets of measurements are converted to the CSV format of `scheduler fit`: eight models
 over parameter servers and workers (DL2, one total batch each), and neural collaborative filtering
 over replicas and batches on five clusters (Sia). Each job is fitted in two ways. Held out: 5-fold

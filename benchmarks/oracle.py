@@ -1,8 +1,5 @@
 """The oracle and the plans that it gives: speed, bytes and memory.
 
-`python -m benchmarks.oracle [--json] [--parts kernels,bytes,plan,memory] [--samples N] [--rounds N]
-[--steps N] [--rows N] [--accesses N] [--bagpipe DIR] [--datasets NAME,NAME] [--shared-data DIR]`
-
 `kernels`: distinct rows of each step and the next use of each row. `ours` is
 `schemas.oracle.next_uses.distinct` and `schemas.oracle.next_uses.next_use`; the peer is the obvious
 numpy solution, one sort of all accesses by (row, step). Both give the same result and use one
@@ -379,7 +376,7 @@ def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark and print the result."""
     options = Options("oracle", __doc__, rounds=3)
-    options.add("--parts", PARTS, "comma-separated", choices=PARTS)
+    options.add("--parts", PARTS, "parts", choices=PARTS)
     options.add_logs([*GOALS])
     options.add("--samples", 1 << 20, "accesses per table", small=1 << 15)
     options.add("--bagpipe", None, "checkout of uw-mad-dash/bagpipe")

@@ -1,8 +1,5 @@
 """Effect of clustering and of warm starts on model quality.
 
-`python -m benchmarks.order [--json] [--parts orders,days] [--datasets NAME,NAME] [--seeds N]
-[--days N] [--shared-data DIR]`
-
 `orders`: the samples of a shipped job are expanded once and built again in each order: clustered by
 session as in the job, the same with blocks shuffled (`order.shuffle: blocks`), all samples
 shuffled, and by time. The jobs differ only in the session key: the job's own, a random number per
@@ -270,7 +267,7 @@ def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark and print the result."""
     options = Options("order", __doc__)
-    options.add("--parts", PARTS, "comma-separated", small=("orders",), choices=PARTS)
+    options.add("--parts", PARTS, "parts", small=("orders",), choices=PARTS)
     options.add_logs(["kuairand", FORTNIGHT])
     options.add("--seeds", 5, "trainings per order", small=1)
     options.add("--days", 5, "from the start of the log, at least 2")

@@ -1,8 +1,5 @@
 """Building a dataset, against DuckDB and Polars that sort and write the same log.
 
-`python -m benchmarks.pipeline [--json] [--samples N,N] [--rounds N] [--memory GiB]`
-Numbers of samples such as 10000000 take minutes.
-
 Each side is a separate process on the same Parquet files, with two threads or two workers, in
 alternating order. Ours clusters, deduplicates, computes statistics and writes; DuckDB and Polars
 sort by (hash of session, session, time) and write zstd Parquet. KuaiRand, if its files exist, is

@@ -1,8 +1,5 @@
 """Our policy against four others, simulated on the arrivals of two published clusters.
 
-`python -m benchmarks.policies [--json] [--rounds N] [--jobs N] [--trace NAME,NAME]
-[--sweep PARAMETER,PARAMETER] [--parts] [--shared-data DIR]`
-
 Each round is one seed, which selects a block of consecutive arrivals; blocks of consecutive seeds
 do not overlap. Jobs get the measured speeds of eight models, and what traces do not contain is
 drawn with five parameters (`benchmarks/policies.md` lists every assumption). Every policy gets the
@@ -333,7 +330,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = Options("policies", __doc__, rounds=5)
     options.add("--first-seed", 0, "of the rounds")
     options.add("--jobs", 1000, "arrivals of each round", small=8)
-    options.add("--trace", tuple(TRACES), "comma-separated", choices=tuple(TRACES))
+    options.add("--trace", tuple(TRACES), "traces", choices=tuple(TRACES))
     options.add("--policies", tuple(POLICIES), "with presage", choices=tuple(POLICIES))
     options.add("--load", LOAD, "of the cluster, by requests")
     options.add("--sweep", ("none",), "also sweep these", choices=("none", "all", *RANGES))

@@ -1,7 +1,5 @@
 """Transforms per unique tuple, against the same transforms per sample.
 
-`python -m benchmarks.preprocess [--json] [--datasets NAME,NAME] [--rounds N] [--shared-data DIR]`
-
 Each log is built by its shipped job. Both sides then run the same code on Arrow tables in memory,
 part by part as in a build: ours on the unique tuples of each group, the peer on the same columns
 with one row per sample. Columns outside of groups are transformed per sample on both sides. The

@@ -1,8 +1,5 @@
 """Cost of failures of replicas, of stores and of a whole run, and of moving slots between stores.
 
-`python -m benchmarks.recovery [--json] [--parts replicas,stores] [--samples N] [--epochs N]
-[--rounds N]`
-
 Each scenario reports the seconds from the failure to the next new step and the steps that were
 trained again. `replicas` trains the demo's job on two replicas; it also reports the seconds until
 all replicas train again, the longest gap between commits around the rejoin, and the usual gap. Its
@@ -325,7 +322,7 @@ def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark and print the result."""
     options = Options("recovery", __doc__, rounds=2)
-    options.add("--parts", PARTS, "comma-separated", small=("replicas",), choices=PARTS)
+    options.add("--parts", PARTS, "parts", small=("replicas",), choices=PARTS)
     options.add("--samples", 100_000, "of the demo's log")
     options.add("--epochs", 8, "over it, of `replicas`", small=2)
     return options.run(measure, argv)

@@ -1,8 +1,5 @@
 """Bytes that training processes exchange per step, and the time of a step, against TorchRec.
 
-`python -m benchmarks.scaling [--json] [--datasets NAME,NAME] [--counts 2,4] [--rounds N]
-[--plans planner,row_wise]`
-
 Both sides train the same DLRM on the same batches of the same log from the same parameters. Our
 replicas each hold all rows; a replica computes the microbatches of its share of a step and sends
 their sums to every other replica, without ids. TorchRec runs `DistributedModelParallel` over gloo:

@@ -1,8 +1,5 @@
 """Bytes of datasets against the same rows as zstd Parquet, in three orders.
 
-`python -m benchmarks.storage [--json] [--parts logs,shapes] [--datasets NAME,NAME] [--rounds N]
-[--rows N] [--shared-data DIR]`
-
 `logs`: each log is built by its job: the shipped ones, and synthetic logs of clickouts in which
 little repeats. A peer holds the expanded rows, with all columns of the job's SQL, in one file:
 shuffled, in time order, or clustered by session (in the order of the dataset, of session keys, or
@@ -340,7 +337,7 @@ def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark and print the result."""
     options = Options("storage", __doc__, rounds=3)
-    options.add("--parts", PARTS, "comma-separated", small=("logs",), choices=PARTS)
+    options.add("--parts", PARTS, "parts", small=("logs",), choices=PARTS)
     options.add_logs([*LOGS, *CLICKOUTS], small=("ten_rows", "demo_small"))
     options.add("--rows", 100_000, "of the largest shapes")
     return options.run(measure, argv)

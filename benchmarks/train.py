@@ -1,8 +1,5 @@
 """Training steps of ours against TorchRec fed plain KeyedJaggedTensors.
 
-`python -m benchmarks.train [--json] [--datasets NAME,NAME] [--models NAME,NAME]
-[--top 256-64,64-32] [--rounds N] [--processor]`
-
 Both sides train the same model on the same samples in the same batches, which are loaded into
 memory before the measurement. TorchRec uses its best CPU configuration: tables in FBGEMM's fused
 kernel with row-wise Adagrad, bags repeated for every sample. `unchanged` is the same model on our
@@ -392,7 +389,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = Options("train", __doc__, rounds=5)
     options.add_logs(LOGS)
     options.add("--top", ("256-64", "64-32"), "widths of top MLPs", small=("64-32",))
-    options.add("--models", MODELS, "comma-separated", small=("dlrm",), choices=MODELS)
+    options.add("--models", MODELS, "models", small=("dlrm",), choices=MODELS)
     options.add("--processor", False, "CPU time of one thread")
     return options.run(measure, argv)
 

@@ -40,7 +40,11 @@ class Options:
             rounds: default of `--rounds`.
         """
         self.name = name
-        self.parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=doc)
+        self.parser = argparse.ArgumentParser(
+            prog=f"python -m benchmarks.{name}",
+            description=doc,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
         self._small: dict[str, Any] = {}
         self._choices: dict[str, Sequence[str]] = {}
         self.add("--json", False, "one JSON object on one line")
@@ -72,8 +76,11 @@ class Options:
         if default is False:
             self.parser.add_argument(flag, action="store_true", help=help)
             return
+        if isinstance(default, tuple):
+            help = f"{help}, comma-separated"
         if choices is not None:
             self._choices[key] = choices
+            help = f"{help}: {', '.join(choices)}"
         kind: Callable[[str], Any] = Path if default is None else type(default)
         if isinstance(default, tuple):
             of_one = type(default[0])
@@ -82,9 +89,7 @@ class Options:
 
     def add_logs(self, names: Sequence[str], *, small: Sequence[str] = ("demo_small",)) -> None:
         """Define `--datasets`, the logs that `each_log` yields, and `--shared-data`."""
-        self.add(
-            "--datasets", tuple(names), "logs, comma-separated", small=small, choices=KNOWN_LOGS
-        )
+        self.add("--datasets", tuple(names), "logs", small=small, choices=KNOWN_LOGS)
         self.add_shared_data()
 
     def add_shared_data(self) -> None:

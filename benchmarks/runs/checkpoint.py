@@ -1,8 +1,5 @@
 """Checkpoints: pause of training, and comparison with other formats.
 
-`python -m benchmarks.runs.checkpoint [--json] [--parts pause,peers] [--rounds N] [--samples N]
-[--saves N] [--every N] [--embedding KIND] [--megabytes N] [--tables N]`
-
 `pause` trains the demo's job for as many epochs as needed. Every `--every` steps the run is saved
 in both ways, in alternating order: `ours` copies changed rows to memory and lets the agent write
 them, `peer` writes everything while training waits, including fsync, like the checkpoint at the end
@@ -432,7 +429,7 @@ def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark and print the result."""
     options = Options("runs.checkpoint", __doc__, rounds=3)
-    options.add("--parts", PARTS, "comma-separated", choices=PARTS)
+    options.add("--parts", PARTS, "parts", choices=PARTS)
     options.add("--samples", 200_000, "of the demo's log", small=20_000)
     options.add("--saves", 8, "measured ones of `pause`", small=1)
     options.add("--every", 20, "steps between checkpoints", small=3)

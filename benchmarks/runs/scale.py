@@ -1,8 +1,5 @@
 """Seconds, memory and requests of each command on datasets of different sizes.
 
-`python -m benchmarks.runs.scale [--json] [--samples N,N] [--segments N] [--columns N] [--store]
-[--commands NAME,NAME] [--scratch DIR]`
-
 A dataset is the demo's log with so many samples, or, with `--segments`, so many appended days of
 them, or, with `--columns`, so many columns of ids and numbers. Each command is a process of its own
 on local files. `mib` is the peak of the memory of its processes together, mapped files included;
@@ -329,7 +326,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.add("--samples", (100_000, 1_000_000), "sizes", small=(10_000, 20_000))
     options.add("--segments", 1, "days, each of --samples")
     options.add("--columns", 0, "of a wide log")
-    options.add("--commands", tuple(COMMANDS), "of these", small=few, choices=tuple(COMMANDS))
+    options.add("--commands", tuple(COMMANDS), "commands", small=few, choices=tuple(COMMANDS))
     options.add("--store", False, "count requests at an S3 store, too")
     options.add("--scratch", None, "folder to keep and reuse the datasets in")
     return options.run(measure, argv)

@@ -1,9 +1,5 @@
 """Steps of training runs that differ in one thing.
 
-`python -m benchmarks.runs.steps [--json] [--parts microbatches,store,devices] [--rounds N]
-[--steps N] [--datasets NAME,NAME] [--models NAME,NAME] [--devices cpu,cuda]
-[--shared-data DIR]`
-
 All runs of a part train the shipped job with the same seed for the same steps; times are those of a
 step after a warm-up.
 
@@ -247,11 +243,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     has_gpu = torch.cuda.is_available()
     options = Options("runs.steps", __doc__, rounds=3)
     local = PARTS if has_gpu else PARTS[:-1]
-    options.add("--parts", local, "comma-separated", small=("microbatches",), choices=PARTS)
+    options.add("--parts", local, "parts", small=("microbatches",), choices=PARTS)
     options.add_logs(["demo", "kuairand"])
     options.add("--steps", 40, "of a run", small=4)
     options.add("--devices", ("cpu", "cuda") if has_gpu else ("cpu",), "the last one is ours")
-    options.add("--models", ("dlrm", "dcn", "attention"), "of `devices`", small=("dlrm",))
+    options.add("--models", ("dlrm", "dcn", "attention"), "models of `devices`", small=("dlrm",))
     return options.run(measure, argv)
 
 

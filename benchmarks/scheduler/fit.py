@@ -1,7 +1,5 @@
 """Defaults of the scheduler's model from the grid of `scheduler.pools`, and their errors.
 
-`python -m benchmarks.scheduler.fit [--json] [--grid FILE]`
-
 Both pools have one model for all jobs of the grid, with the constants of
 `scheduler/model/predict.py`. Every fourth cell and the largest one of each pool are held back: the
 constants are fitted without them. `ours` are the mean errors of held-back cells by the constants

@@ -1,8 +1,5 @@
 """The scheduler's log: time to recover, time of a tick, bytes on disk.
 
-`python -m benchmarks.scheduler.log [--json] [--parts recover,tick] [--rounds N] [--events N]
-[--jobs N]`
-
 `recover`: a log of one job with many events, each step and reading one of its own, is recovered by
 its last snapshot and the events since; the peer handles all events again. `tick`: 200 jobs with 10
 processes each report steps and readings, which are handled, logged and synced; only reading `/proc`
@@ -256,7 +253,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark and print the result."""
     options = Options("scheduler.log", __doc__, rounds=3)
     parts = ("recover", "tick")
-    options.add("--parts", parts, "comma-separated", choices=parts)
+    options.add("--parts", parts, "parts", choices=parts)
     options.add("--events", 10_000, "of the log of `recover`", small=500)
     options.add("--jobs", 200, "of `tick`", small=10)
     return options.run(measure, argv)

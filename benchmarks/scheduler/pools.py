@@ -1,8 +1,5 @@
 """Times of both pools at a grid of sizes: builds, and steps of training, for the model's defaults.
 
-`python -m benchmarks.scheduler.pools [--json] [--parts builds,steps] [--cells N:M] [--scratch DIR]
-[--output FILE]`
-
 A build runs as the scheduler's segment jobs do, in one control group whose quota is the cores of
 all its workers. Replicas and stores run as the scheduler starts them, each in a group of its own;
 one run gives the times of several quotas, which are set while it trains. The groups have nearly
@@ -390,7 +387,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark and print the result."""
     options = Options("scheduler.pools", __doc__)
     parts = ("builds", "steps")
-    options.add("--parts", parts, "comma-separated", small=("builds",), choices=parts)
+    options.add("--parts", parts, "parts", small=("builds",), choices=parts)
     options.add("--cells", ":", "FIRST:END of the cells of each part", small="11:12")
     options.add("--scratch", None, "folder to keep logs and datasets in")
     options.add("--output", None, f"file that receives the cells, as {GRID_FILE.name}")

@@ -1,7 +1,5 @@
 """Real scheduled runs against what the scheduler predicted when they were submitted.
 
-`python -m benchmarks.scheduler.scheduled_runs [--json] [--runs N:M] [--scratch DIR]`
-
 Each run is one job of the demo's log, with its own samples, model, batch, budget and sizes of
 processes, run by the real scheduler with its local driver: real builds and real training. Every
 process is in a control group whose quota is the cores that the scheduler has reserved for it, as

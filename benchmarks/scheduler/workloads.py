@@ -1,7 +1,5 @@
 """Our live policy against four others on drawn workloads of 20 to 1,000 jobs.
 
-`python -m benchmarks.scheduler.workloads [--json] [--seed N] [--workloads N] [--first N] ...`
-
 Each workload is drawn from the seed and its number: how many jobs arrive and how (one by one, in
 bursts, all at once, a large one among small ones, as a block of a published trace), their lengths
 and sizes, whether users request what their jobs need, the cluster, the faults and the speeds
