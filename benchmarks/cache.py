@@ -43,7 +43,6 @@ from benchmarks.common.harness import (
     Options,
     alternate,
     compared,
-    headline,
     median,
     ratios,
 )
@@ -65,8 +64,6 @@ from schemas.config.job import load_job
 from schemas.dataset.opened import open_dataset
 from schemas.run.records import METRICS, SUMMARY, read_metrics
 from trainer.components import order_of
-
-PARTS = ("stores", "memory")
 
 # Stores behind a network.
 
@@ -155,6 +152,10 @@ def train_mode(task: dict[str, Any], mode: str, scratch: Path) -> dict[str, floa
 
 def measure_stores(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     """Train in every mode."""
+    if os.geteuid() != 0:
+        raise MissingError("it must run as root to create its network; use sudo")
+    if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
+        raise MissingError(f"it must have {', '.join(TOOLS)}, got no {missing[0]} on PATH")
     job = write_job(scratch / "job", options.rows)
     path = options.dataset or demo_dataset(scratch, options.samples, job)
     task = {"job": str(job), "dataset": str(path), "steps": options.steps}
@@ -322,6 +323,8 @@ def touched_rows(warm: Path) -> int:
 
 def measure_memory(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     """Train the second epoch in every mode."""
+    require_groups()
+    scratch = options.scratch or scratch
     scratch.mkdir(parents=True, exist_ok=True)
     warm, limit = prepare(options, scratch), options.limit_mib << 20
     sides = {
@@ -345,25 +348,10 @@ def measure_memory(options: argparse.Namespace, scratch: Path) -> dict[str, Any]
     )
 
 
-def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    """Measure the parts; the result is the first one."""
-    if os.geteuid() != 0:
-        raise MissingError("it must run as root to create its network; use sudo")
-    if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
-        raise MissingError(f"it must have {', '.join(TOOLS)}, got no {missing[0]} on PATH")
-    details: dict[str, Any] = {}
-    if "stores" in options.parts:
-        details["stores"] = measure_stores(options, scratch)
-    if "memory" in options.parts:
-        require_groups()
-        details["memory"] = measure_memory(options, options.scratch or scratch / "memory")
-    return headline(details, options.parts[0])
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark and print the result."""
     options = Options("cache", __doc__, rounds=2)
-    options.add("--parts", PARTS, "parts", small=("stores",), choices=PARTS)
+    options.add_parts({"stores": measure_stores, "memory": measure_memory}, small=("stores",))
     options.add("--samples", 1_000_000, "of the demo's log", small=40_000)
     options.add("--steps", 200, "of `stores`", small=8)
     options.add("--rows", 20_000, "cached rows per table of `stores`")
@@ -376,7 +364,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.add("--scratch", None, "folder to keep and reuse the dataset of `memory` in")
     options.add("--inside", None, argparse.SUPPRESS)
     inside = options.parse(argv).inside
-    return options.run(measure, argv) if inside is None else train_in_namespace(inside)
+    return options.run_parts(argv) if inside is None else train_in_namespace(inside)
 
 
 if __name__ == "__main__":

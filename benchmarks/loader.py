@@ -37,11 +37,9 @@ import pyarrow.parquet as pq
 import torch
 
 from benchmarks.common.harness import (
-    MissingError,
     Options,
     alternate,
     compared,
-    headline,
     median,
     medians,
     ratios,
@@ -75,7 +73,6 @@ from schemas.dataset.opened import open_dataset
 from schemas.layout import DATA_DIRECTORIES
 from trainer.data.decode import spec_of
 
-PARTS = ("batches", "tables")
 ROW_GROUP = 65_536
 MIN_SEC = 1.0
 """Processor time of the measured passes of a process, at least."""
@@ -184,6 +181,7 @@ def measure_batches(dataset: Path, rounds: int) -> dict[str, Any]:
         higher=True,
         bound=statistics.median(cpu[peer]) / statistics.median(cpu["our_floor"]),
         num_samples=num_samples,
+        not_installed=[name for name in LIBRARIES if not has(name)],
         samples_per_core_sec={side: round(median(of)) for side, of in rates.items()},
         expanded=ratios(cpu["expanded"], cpu[peer]),
         wall={side: ratios(wall[side], wall[peer]) for side in OURS},
@@ -235,15 +233,36 @@ def read_table(way: str, path: Path, columns: list[str] | None) -> dict[str, flo
     return measured(WAYS[way], str(path), columns)
 
 
-def measure_tables(dataset: Path, rounds: int) -> dict[str, Any]:
+def logs(options: argparse.Namespace, scratch: Path) -> Iterator[tuple[str, Path, Path]]:
+    """Yield name, job and raw files of the logs that are measured, the largest last."""
+    mind = SHARED_DATA / "mind"
+    if "mind" in options.datasets and mind.is_dir():
+        yield "mind", job_path("mind"), mind
+    elif "mind" in options.datasets:
+        sys.stderr.write(f"skipped mind, its log is not in {SHARED_DATA}\n")
+    for count in options.samples if "demo" in options.datasets else ():
+        yield f"demo-{count}", DEMO_JOB, write_demo(scratch / f"log-{count}", count)
+
+
+def measure_logs(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    """Measure batches of each log, the largest first in the result."""
+    details = {
+        name: measure_batches(write_dataset(job, log, scratch / name), options.rounds)
+        for name, job, log in logs(options, scratch)
+    }
+    return dict(reversed(details.items()))
+
+
+def measure_tables(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     """Read the samples of a dataset in each way."""
+    dataset = demo_dataset(scratch, max(options.samples))
     expand(dataset, dataset.with_suffix(".parquet"))
     sides = {
         f"{way}{suffix}": partial(in_process, read_table, way, dataset, columns)
         for suffix, columns in (("", None), ("_2", TWO))
         for way in WAYS
     }
-    found = alternate(sides, rounds)
+    found = alternate(sides, options.rounds)
     rates = {way: [run["result"] / run["sec"] for run in of] for way, of in found.items()}
     return compared(
         rates["batches"],
@@ -256,45 +275,13 @@ def measure_tables(dataset: Path, rounds: int) -> dict[str, Any]:
     )
 
 
-def logs(options: argparse.Namespace, scratch: Path) -> Iterator[tuple[str, Path, Path]]:
-    """Yield name, job and raw files of the logs that are measured, the largest last."""
-    mind = SHARED_DATA / "mind"
-    if "mind" in options.datasets and mind.is_dir():
-        yield "mind", job_path("mind"), mind
-    elif "mind" in options.datasets:
-        sys.stderr.write(f"skipped mind, its log is not in {SHARED_DATA}\n")
-    for count in options.samples if "demo" in options.datasets else ():
-        yield f"demo-{count}", DEMO_JOB, write_demo(scratch / f"log-{count}", count)
-
-
-def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    """Measure the parts; the result is that of the first one on the largest log."""
-    details: dict[str, Any] = {}
-    last = ""
-    for name, job, log in logs(options, scratch):
-        last = name
-        if "batches" in options.parts:
-            dataset = write_dataset(job, log, scratch / name)
-            details[name] = measure_batches(dataset, options.rounds)
-    if not last:
-        raise MissingError("a log must exist, got none")
-    if "tables" in options.parts:
-        dataset = demo_dataset(scratch / "tables", max(options.samples))
-        details["tables"] = measure_tables(dataset, options.rounds)
-    head = last if last in details else next(iter(details))
-    return {
-        **headline(details, head),
-        "not_installed": [name for name in LIBRARIES if not has(name)],
-    }
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark and print the result."""
     options = Options("loader", __doc__, rounds=3)
-    options.add("--parts", PARTS, "parts", small=("batches",), choices=PARTS)
+    options.add_parts({"batches": measure_logs, "tables": measure_tables}, small=("batches",))
     options.add("--datasets", ("mind", "demo"), "logs", small=("demo",), choices=("mind", "demo"))
     options.add("--samples", (100_000, 1_000_000), "of demo logs, largest last", small=(20_000,))
-    return options.run(measure, argv)
+    return options.run_parts(argv)
 
 
 if __name__ == "__main__":

@@ -41,11 +41,9 @@ from benchmarks.common.harness import (
     Options,
     alternate,
     compared,
-    headline,
     median,
     medians,
     ratios,
-    report,
 )
 from benchmarks.common.id_logs import write_id_job, write_id_log
 from benchmarks.common.logs import build_dataset, build_job, demo_dataset, each_log, job_path
@@ -75,7 +73,6 @@ from trainer.data.reader import Reader, prefetch
 from trainer.embedding.cache import PlannedCache, TablePlan
 from trainer.step import PhaseTimer
 
-PARTS = ("kernels", "bytes", "plan", "memory")
 BATCHES = 2_048, 16_384
 LOOKAHEAD = 200
 """BagPipe's default window in batches; the benchmark limits it to a quarter of the run."""
@@ -146,7 +143,7 @@ def compare_kernels(
     )
 
 
-def measure_kernels(options: argparse.Namespace) -> dict[str, Any]:
+def measure_kernels(options: argparse.Namespace, _: Path) -> dict[str, Any]:
     """Measure the kernels on 26 skewed tables, and on two of uniform rows."""
     samples, bagpipe = options.samples, options.bagpipe
     columns = [skewed_rows(num_rows, samples, 0) for num_rows in NUM_ROWS]
@@ -171,7 +168,13 @@ GOALS = {"kuairand": 0.10, "demo": 0.25, "mind": None}
 GOAL_BYTES_PER_ENTRY = 2.5
 
 
-def measure_bytes(name: str, log: Path, scratch: Path) -> dict[str, Any]:
+def measure_bytes(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    """Measure the files of each log."""
+    logs = each_log(options, scratch)
+    return {f"bytes of {name}": bytes_of(name, log, folder) for name, log, folder in logs}
+
+
+def bytes_of(name: str, log: Path, scratch: Path) -> dict[str, Any]:
     """Build a shipped job and index it at `BATCH_SAMPLES`."""
     build_job(job_path(name), log, scratch / "dataset")
     dataset = open_dataset(scratch / "dataset")
@@ -186,18 +189,19 @@ def measure_bytes(name: str, log: Path, scratch: Path) -> dict[str, Any]:
     entries = sum(map(index.num_accesses, dataset.job.data.tables))
     size = dataset_bytes(dataset)
     together = sizes["access"] + index.oracle_bytes
-    return {
-        "batch_samples": index.entry.batch_samples,
-        "entries": entries,
-        "dataset": size,
-        **sizes,
-        "index": index.oracle_bytes,
-        "bytes_per_entry": round(together / entries, 3),
-        "goal_bytes_per_entry": GOAL_BYTES_PER_ENTRY,
-        "share_of_dataset": round(together / size, 4),
-        "goal_share": GOALS.get(name),
-        "share_with_edges": round((together + sizes["edges"]) / size, 4),
-    }
+    return compared(
+        [together / entries],
+        [GOAL_BYTES_PER_ENTRY],
+        "bytes per entry, against the goal",
+        batch_samples=index.entry.batch_samples,
+        entries=entries,
+        dataset=size,
+        sizes=sizes,
+        index=index.oracle_bytes,
+        share_of_dataset=round(together / size, 4),
+        goal_share=GOALS.get(name),
+        share_with_edges=round((together + sizes["edges"]) / size, 4),
+    )
 
 
 # Plans of caches.
@@ -345,8 +349,15 @@ def run_task(task: str, path: Path) -> dict[str, Any]:
     return measured(TASKS[task], dataset, index, f"table_{COLUMN}")
 
 
-def measure_memory(num_rows: int, num_accesses: int, scratch: Path) -> dict[str, Any]:
+def measure_training(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    """Measure plans in trainings of the demo's job."""
+    dataset = open_dataset(demo_dataset(scratch, options.demo_samples))
+    return measure_plan(dataset, options.rounds, options.steps)
+
+
+def measure_memory(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     """Build a dataset with one table, and plan its cache in both ways."""
+    num_rows, num_accesses = options.rows, options.accesses
     dataset = build_table(num_rows, num_accesses, scratch)
     tasks = {task: in_process(run_task, task, dataset) for task in TASKS}
     assert tasks["ours"]["result"] == tasks["decoded whole"]["result"], "plans must be equal"
@@ -355,28 +366,17 @@ def measure_memory(num_rows: int, num_accesses: int, scratch: Path) -> dict[str,
     return compared(added[:1], added[1:], unit, tasks=tasks)
 
 
-def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    """Measure the parts; the result is the first one."""
-    details: dict[str, Any] = {}
-    if "kernels" in options.parts:
-        details |= measure_kernels(options)
-    more: dict[str, Any] = {}
-    for name, log, folder in each_log(options, scratch) if "bytes" in options.parts else ():
-        more[name] = measure_bytes(name, log, folder)
-        report(name, more[name])
-    if "plan" in options.parts:
-        dataset = open_dataset(demo_dataset(scratch / "plan", options.demo_samples))
-        details["plan"] = measure_plan(dataset, options.rounds, options.steps)
-    if "memory" in options.parts:
-        details["memory"] = measure_memory(options.rows, options.accesses, scratch / "memory")
-    head = headline(details, next(iter(details))) if details else {}
-    return {**head, "bytes": more}
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark and print the result."""
     options = Options("oracle", __doc__, rounds=3)
-    options.add("--parts", PARTS, "parts", choices=PARTS)
+    options.add_parts(
+        {
+            "kernels": measure_kernels,
+            "bytes": measure_bytes,
+            "plan": measure_training,
+            "memory": measure_memory,
+        }
+    )
     options.add_logs([*GOALS])
     options.add("--samples", 1 << 20, "accesses per table", small=1 << 15)
     options.add("--bagpipe", None, "checkout of uw-mad-dash/bagpipe")
@@ -384,7 +384,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.add("--steps", 1 << 30, "of each training of `plan`, at least 2", small=3)
     options.add("--rows", 2_000_000, "of the table of `memory`", small=100_000)
     options.add("--accesses", 8_000_000, "of `memory`", small=200_000)
-    return options.run(measure, argv)
+    return options.run_parts(argv)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from benchmarks.common.harness import MissingError, Options, compared, headline, report
+from benchmarks.common.harness import MissingError, Options, compared, report
 from benchmarks.common.logs import (
     FORTNIGHT,
     build_dataset,
@@ -44,7 +44,6 @@ from schemas.storage.location import Location
 from trainer.options import TrainOptions
 from trainer.train import train
 
-PARTS = ("orders", "days")
 CLUSTERED, BLOCKS, SHUFFLED, BY_TIME = "clustered", "clustered, blocks shuffled", "shuffled", "time"
 ORDERS = (CLUSTERED, BLOCKS, SHUFFLED, BY_TIME)
 KEY = "order_key"
@@ -157,6 +156,14 @@ def training_samples(dataset: Path) -> int:
     )
 
 
+def measure_logs(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    """Train each log in every order."""
+    return {
+        name: measure_orders(name, log, options.seeds, folder)
+        for name, log, folder in each_log(options, scratch)
+    }
+
+
 # Day by day.
 
 LOG = ("val.parquet", "test.parquet")
@@ -254,25 +261,15 @@ def measure_days(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     return compare_days(days)
 
 
-def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    """Measure the parts; the result is that of the first log, or of the days."""
-    details: dict[str, Any] = {}
-    for name, log, folder in each_log(options, scratch) if "orders" in options.parts else ():
-        details[name] = measure_orders(name, log, options.seeds, folder)
-    if "days" in options.parts:
-        details["days"] = measure_days(options, scratch)
-    return headline(details, next(iter(details)))
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark and print the result."""
     options = Options("order", __doc__)
-    options.add("--parts", PARTS, "parts", small=("orders",), choices=PARTS)
+    options.add_parts({"orders": measure_logs, "days": measure_days}, small=("orders",))
     options.add_logs(["kuairand", FORTNIGHT])
     options.add("--seeds", 5, "trainings per order", small=1)
     options.add("--days", 5, "from the start of the log, at least 2")
     options.add("--users", 0, "users per thousand of the days; 0: all")
-    return options.run(measure, argv)
+    return options.run_parts(argv)
 
 
 if __name__ == "__main__":

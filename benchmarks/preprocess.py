@@ -27,7 +27,6 @@ from schemas.dataset.group_files import read_group
 from schemas.dataset.opened import Dataset, open_dataset
 from schemas.dataset.samples import read_joined_row_group, row_groups
 
-HEADLINE = "mind"
 ROUND_SEC = 0.5
 """Minimum time of a side in a round, since a pass over a small log takes milliseconds."""
 
@@ -122,13 +121,13 @@ def measure_dataset(dataset: Dataset, rounds: int) -> dict[str, Any]:
 
 
 def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    """Build each log and measure its transforms; the result is that of MIND or else the first."""
+    """Build each log and measure its transforms; the result is the first."""
     by_log: dict[str, Any] = {}
     for name, log, folder in each_log(options, scratch):
         dataset = open_dataset(build_dataset(job_path(name), log, folder / "dataset"))
         by_log[name] = measure_dataset(dataset, options.rounds)
         report(name, by_log[name]["ratio"])
-    return headline(by_log, HEADLINE if HEADLINE in by_log else next(iter(by_log)))
+    return headline(by_log)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -32,12 +32,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.commits import CommitWatcher
-from benchmarks.common.harness import Options, alternate, compared, headline, median
+from benchmarks.common.harness import Options, alternate, compared, median
 from benchmarks.common.logs import (
     DEMO_JOB,
-    build_dataset,
+    demo_dataset,
     read_job,
-    write_demo,
     write_job_file,
 )
 from benchmarks.common.processes import module, start_quietly
@@ -51,7 +50,6 @@ from trainer.stores.remote.processes import TOKEN, StoreProcesses, migrate_slots
 
 Costs = Mapping[str, Sequence[Mapping[str, Any]]]
 """Scenario -> its costs in each round."""
-PARTS = ("replicas", "stores")
 HEARTBEAT_SEC = 1.0
 """After which a silent replica is lost."""
 EVERY, FAULT_STEP, BATCH = 20, 30, 1024
@@ -274,10 +272,10 @@ def rejoin_costs(run: Path, watcher: CommitWatcher, after: float) -> dict[str, A
     }
 
 
-def measure_replicas(options: argparse.Namespace, log: Path, scratch: Path) -> dict[str, Any]:
+def measure_replicas(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     """Measure the scenarios of replicas: a killed one against torchrun."""
-    job = write_replica_job(scratch / "job-replicas", options.epochs)
-    dataset = build_dataset(job, log, scratch / "dataset-replicas")
+    job = write_replica_job(scratch / "job", options.epochs)
+    dataset = demo_dataset(scratch, options.samples, job)
     undisturbed = train_undisturbed(job, dataset, scratch / "alone")
     costs = alternate(
         {
@@ -291,10 +289,10 @@ def measure_replicas(options: argparse.Namespace, log: Path, scratch: Path) -> d
     return compare(costs, "killed", TORCHRUN, equal_bits=equal)
 
 
-def measure_stores(options: argparse.Namespace, log: Path, scratch: Path) -> dict[str, Any]:
+def measure_stores(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     """Measure the scenarios of stores: a killed one against a restart of everything."""
-    job = write_store_job(scratch / "job-stores", None)
-    dataset = build_dataset(job, log, scratch / "dataset-stores")
+    job = write_store_job(scratch / "job", None)
+    dataset = demo_dataset(scratch, options.samples, job)
     costs = alternate(
         {name: partial(measure_store_failure, name, dataset, scratch) for name in STORE_SCENARIOS},
         options.rounds,
@@ -311,21 +309,14 @@ def compare(costs: Costs, ours: str, peer: str, **more: Any) -> dict[str, Any]:
     return compared(sec[ours], sec[peer], unit, bound=bound, scenarios=costs, **more)
 
 
-def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    """Measure the parts; the result is the first one."""
-    log = write_demo(scratch / "log", options.samples)
-    parts = {"replicas": measure_replicas, "stores": measure_stores}
-    details = {part: parts[part](options, log, scratch) for part in options.parts}
-    return headline(details, options.parts[0])
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark and print the result."""
     options = Options("recovery", __doc__, rounds=2)
-    options.add("--parts", PARTS, "parts", small=("replicas",), choices=PARTS)
+    parts = {"replicas": measure_replicas, "stores": measure_stores}
+    options.add_parts(parts, small=("replicas",))
     options.add("--samples", 100_000, "of the demo's log")
     options.add("--epochs", 8, "over it, of `replicas`", small=2)
-    return options.run(measure, argv)
+    return options.run_parts(argv)
 
 
 if __name__ == "__main__":

@@ -381,7 +381,7 @@ def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
             label = f"{name} {model} {widths}"
             details[label] = measure_model(name, dataset, model, top, timing)
             report(label, details[label])
-    return headline(details, next(iter(details)))
+    return headline(details)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

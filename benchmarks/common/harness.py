@@ -25,7 +25,7 @@ SKIPPED = 77
 
 T = TypeVar("T")
 Measure = Callable[[argparse.Namespace, Path], dict[str, Any]]
-"""Returns the result, from the options and an empty folder."""
+"""Returns a comparison, or several by name, from the options and an empty folder."""
 
 
 class Options:
@@ -47,6 +47,7 @@ class Options:
         )
         self._small: dict[str, Any] = {}
         self._choices: dict[str, Sequence[str]] = {}
+        self._parts: Mapping[str, Measure] = {}
         self.add("--json", False, "one JSON object on one line")
         self.add("--small", False, "a size that ends in seconds")
         if rounds is not None:
@@ -96,6 +97,17 @@ class Options:
         """Define the folder of the published logs."""
         self.add("--shared-data", SHARED_DATA, "folder of the published logs")
 
+    def add_parts(
+        self,
+        parts: Mapping[str, Measure],
+        *,
+        default: Sequence[str] | None = None,
+        small: Sequence[str] | None = None,
+    ) -> None:
+        """Define `--parts`, which `run_parts` measures."""
+        self._parts, names = parts, tuple(parts)
+        self.add("--parts", tuple(default or names), "parts", small=small, choices=names)
+
     def parse(self, argv: Sequence[str] | None) -> argparse.Namespace:
         """Return the options of a command line."""
         if self.parser.parse_known_args(argv)[0].small:
@@ -120,6 +132,24 @@ class Options:
                 return SKIPPED
         sys.stdout.write(json.dumps(result, indent=None if options.json else 2) + "\n")
         return 0
+
+    def run_parts(self, argv: Sequence[str] | None) -> int:
+        """Measure the chosen parts and print the result, which is the first comparison."""
+        return self.run(self._measure_parts, argv)
+
+    def _measure_parts(self, options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+        details: dict[str, Any] = {}
+        for part in options.parts:
+            (scratch / part).mkdir()
+            try:
+                found = self._parts[part](options, scratch / part)
+            except MissingError as error:
+                sys.stderr.write(f"skipped {self.name}, {part}: {error}\n")
+                continue
+            details |= {part: found} if "ratio" in found else found
+        if not details:
+            raise MissingError("a part must run, got none")
+        return headline(details)
 
 
 def report(label: str, figures: object) -> None:
@@ -203,8 +233,9 @@ def compared(
     }
 
 
-def headline(details: Mapping[str, Mapping[str, Any]], name: str) -> dict[str, Any]:
-    """Return the comparison of one of several details, which its unit names, and all of them."""
+def headline(details: Mapping[str, Mapping[str, Any]], name: str | None = None) -> dict[str, Any]:
+    """Return one of several comparisons, the first if None, and all of them."""
+    name = next(iter(details)) if name is None else name
     keys = ("ours", "peer", "ratio", "spread", "bound", "unit", "rounds")
     found = {key: details[name][key] for key in keys if key in details[name]}
     return {**found, "unit": f"{found['unit']}, {name}", "details": dict(details)}

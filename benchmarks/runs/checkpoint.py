@@ -40,7 +40,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import async_save, save
 
-from benchmarks.common.harness import Options, alternate, compared, headline, median, timed
+from benchmarks.common.harness import Options, alternate, compared, median, timed
 from benchmarks.common.logs import DEMO_JOB, demo_dataset, read_job, write_job_file
 from benchmarks.common.processes import drop_pages
 from schemas.arrays import Array
@@ -71,8 +71,6 @@ from trainer.steps import Horizon, Span, StepReader
 from trainer.stores.factory import open_store
 from trainer.stores.local import LocalStore, memory_store
 from trainer.stores.store import TableLayout
-
-PARTS = ("pause", "peers")
 
 # Pause of training.
 
@@ -404,7 +402,6 @@ def save_in_all_ways(scratch: Path, options: argparse.Namespace) -> Figures:
 
 def measure_peers(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     """Save and load in all ways, in a process group of one."""
-    scratch.mkdir()
     dist.init_process_group("gloo", init_method=f"file://{scratch}/group", rank=0, world_size=1)
     try:
         figures = save_in_all_ways(scratch, options)
@@ -418,25 +415,18 @@ def measure_peers(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     )
 
 
-def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    """Measure the parts; the result is the first one."""
-    torch.set_num_threads(2)
-    parts = {"pause": measure_pause, "peers": measure_peers}
-    details = {part: parts[part](options, scratch / part) for part in options.parts}
-    return headline(details, options.parts[0])
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark and print the result."""
     options = Options("runs.checkpoint", __doc__, rounds=3)
-    options.add("--parts", PARTS, "parts", choices=PARTS)
+    options.add_parts({"pause": measure_pause, "peers": measure_peers})
     options.add("--samples", 200_000, "of the demo's log", small=20_000)
     options.add("--saves", 8, "measured ones of `pause`", small=1)
     options.add("--every", 20, "steps between checkpoints", small=3)
     options.add("--embedding", "plain", "of `pause`", choices=("plain", "cached"))
     options.add("--megabytes", 500, "of values and state of `peers`", small=20)
     options.add("--tables", 4, "that these are in")
-    return options.run(measure, argv)
+    torch.set_num_threads(2)
+    return options.run_parts(argv)
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common.harness import MissingError, Options, alternate, compared, headline, median
+from benchmarks.common.harness import Measure, Options, alternate, compared, median
 from benchmarks.common.logs import (
     build_dataset,
     each_log,
@@ -48,7 +48,6 @@ from schemas.run.records import METRICS, StepMetric, read_metrics
 from tests.fault_proxy import Faults
 from trainer.options import TrainOptions
 
-PARTS = ("microbatches", "store", "devices")
 WARM_UP = 2
 """Steps at the start of a run that are not measured."""
 LATENCY_SEC = 0.02
@@ -212,43 +211,42 @@ def measure_devices(
     )
 
 
-MEASURES = {
-    "microbatches": measure_microbatches,
-    "store": measure_store,
-    "devices": measure_devices,
+OfLog = Callable[[argparse.Namespace, Path, Path, Path], dict[str, Any]]
+
+
+def on_each_log(measure: OfLog) -> Measure:
+    """Return the measurement of all logs, each with its job, dataset and folder."""
+
+    def measure_logs(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for name, log, folder in each_log(options, scratch):
+            job = job_path(name, folder)
+            dataset = build_dataset(job, log, folder / "dataset")
+            found[f"{scratch.name}, {name}"] = measure(options, job, dataset, folder)
+        return found
+
+    return measure_logs
+
+
+PARTS = {
+    "microbatches": on_each_log(measure_microbatches),
+    "store": on_each_log(measure_store),
+    "devices": on_each_log(measure_devices),
 }
-
-
-def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    """Measure all parts on all logs; the result is the first one."""
-    torch.set_num_threads(2)
-    details: dict[str, Any] = {}
-    for name, log, folder in each_log(options, scratch):
-        job = job_path(name, folder)
-        dataset = build_dataset(job, log, folder / "dataset")
-        for part in options.parts:
-            own = folder / part
-            own.mkdir()
-            try:
-                details[f"{part}, {name}"] = MEASURES[part](options, job, dataset, own)
-            except MissingError as error:
-                sys.stderr.write(f"skipped {part}: {error}\n")
-    if not details:
-        raise MissingError("a part must run, got none")
-    return headline(details, next(iter(details)))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark and print the result."""
     has_gpu = torch.cuda.is_available()
     options = Options("runs.steps", __doc__, rounds=3)
-    local = PARTS if has_gpu else PARTS[:-1]
-    options.add("--parts", local, "parts", small=("microbatches",), choices=PARTS)
+    local = ("microbatches", "store", *(("devices",) if has_gpu else ()))
+    options.add_parts(PARTS, default=local, small=("microbatches",))
     options.add_logs(["demo", "kuairand"])
     options.add("--steps", 40, "of a run", small=4)
     options.add("--devices", ("cpu", "cuda") if has_gpu else ("cpu",), "the last one is ours")
     options.add("--models", ("dlrm", "dcn", "attention"), "models of `devices`", small=("dlrm",))
-    return options.run(measure, argv)
+    torch.set_num_threads(2)
+    return options.run_parts(argv)
 
 
 if __name__ == "__main__":

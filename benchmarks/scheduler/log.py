@@ -23,7 +23,7 @@ from unittest import mock
 
 import numpy as np
 
-from benchmarks.common.harness import Options, alternate, compared, headline, timed
+from benchmarks.common.harness import Options, alternate, compared, timed
 from benchmarks.common.logs import DEMO_JOB
 from scheduler.controller.events import BudgetSet, Ended, Event, Read, Started, Stepped, Submitted
 from scheduler.controller.events import Tick as TickEvent
@@ -167,9 +167,9 @@ def unsynced() -> Iterator[None]:
         yield
 
 
-def measure_recovery(folder: Path, num_events: int, rounds: int) -> dict[str, Any]:
+def measure_recovery(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Recover a log of many events of one job, and handle them again."""
-    path = folder / LOG
+    path, num_events = folder / LOG, options.events
     with unsynced(), Log(path) as log:
         run = Simulated(log, 1)
         while log.num_events < num_events:
@@ -182,7 +182,7 @@ def measure_recovery(folder: Path, num_events: int, rounds: int) -> dict[str, An
             "ours": lambda: timed(lambda: recover(path)),
             "peer": lambda: timed(lambda: handle_again(path)),
         },
-        rounds,
+        options.rounds,
     )
     unit = f"s to recover {num_events} events, against handling them again"
     return compared(times["ours"], times["peer"], unit, sizes=_sizes(folder))
@@ -200,9 +200,10 @@ def handle_again(path: Path) -> State:
     return state
 
 
-def measure_tick(folder: Path, num_jobs: int, rounds: int) -> dict[str, Any]:
+def measure_tick(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Handle, log and sync the steps and readings of many jobs."""
     raise_gc_threshold()
+    num_jobs = options.jobs
     with unsynced(), Log(folder / LOG) as log:
         run = Simulated(log, 3)
         for _ in range(FULL_TICKS):
@@ -222,7 +223,7 @@ def measure_tick(folder: Path, num_jobs: int, rounds: int) -> dict[str, Any]:
             return seconds
 
         sides = {"ours": partial(tick, MAX_MEASURED), "all": partial(tick, num_jobs)}
-        times = alternate(sides, rounds * TICKS_PER_ROUND)
+        times = alternate(sides, options.rounds * TICKS_PER_ROUND)
     unit = f"s a tick of {num_jobs} jobs, of which {MAX_MEASURED} are measured, against all"
     return compared(times["ours"], times["all"], unit, sizes=_sizes(folder))
 
@@ -236,27 +237,13 @@ def _sizes(folder: Path) -> dict[str, int]:
     }
 
 
-def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    """Measure the parts; the result is the first one."""
-    details: dict[str, Any] = {}
-    for part in options.parts:
-        folder = scratch / part
-        folder.mkdir()
-        if part == "recover":
-            details[part] = measure_recovery(folder, options.events, options.rounds)
-        else:
-            details[part] = measure_tick(folder, options.jobs, options.rounds)
-    return headline(details, options.parts[0])
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark and print the result."""
     options = Options("scheduler.log", __doc__, rounds=3)
-    parts = ("recover", "tick")
-    options.add("--parts", parts, "parts", choices=parts)
+    options.add_parts({"recover": measure_recovery, "tick": measure_tick})
     options.add("--events", 10_000, "of the log of `recover`", small=500)
     options.add("--jobs", 200, "of `tick`", small=10)
-    return options.run(measure, argv)
+    return options.run_parts(argv)
 
 
 if __name__ == "__main__":

@@ -66,6 +66,25 @@ def test_missing_peer_is_skipped_with_a_line() -> None:
     assert found == "skipped example: a size must be there, got none\n"
 
 
+def test_part_that_lacks_something_is_left_out() -> None:
+    def first(*_: object) -> dict[str, Any]:
+        raise MissingError("a tool must be there, got none")
+
+    def second(options: Namespace, _: Path) -> dict[str, Any]:
+        return {name: compared([1.0], [2.0], "s") for name in ("x", "y")}
+
+    def run(words: Sequence[str] | None = None) -> int:
+        options = Options("example", None)
+        options.add_parts({"first": first, "second": second})
+        return options.run_parts(words)
+
+    found = json_of(run, ["--json"])
+    assert (found["ratio"], found["unit"], list(found["details"])) == (2.0, "s, x", ["x", "y"])
+    message = "skipped example, first: a tool must be there, got none\n"
+    found = error_of(run, ["--parts", "first"], SKIPPED)
+    assert found == f"{message}skipped example: a part must run, got none\n"
+
+
 def test_runner_continues_after_a_failure_and_then_fails(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -13,11 +13,12 @@ from tests.shared import error_of
 
 
 def test_missing_logs_are_skipped_and_at_least_one_is_required(tmp_path: Path) -> None:
-    words = ["--datasets", "mind,ebnerd", "--shared-data", str(tmp_path)]
+    words = ["--parts", "logs", "--datasets", "mind,ebnerd", "--shared-data", str(tmp_path)]
     lines = error_of(main, words, SKIPPED).splitlines()
     assert lines == [
         *(f"skipped {n}, its log is not in {tmp_path}" for n in ("mind", "ebnerd")),
-        "skipped storage: a log must exist, got none; give --shared-data",
+        "skipped storage, logs: a log must exist, got none; give --shared-data",
+        "skipped storage: a part must run, got none",
     ]
 
 

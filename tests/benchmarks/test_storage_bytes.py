@@ -120,7 +120,7 @@ def test_main_prints_one_object_with_the_ratio_of_each_round(shared_data: Path) 
     lines = output_of(main, [*arguments, "--shared-data", str(shared_data)]).splitlines()
     assert len(lines) == 1
     found = json.loads(lines[0])
-    assert {"ours", "peer", "ratio", "spread", "unit", "rounds", "details", "shapes"} == set(found)
+    assert {"ours", "peer", "ratio", "spread", "unit", "rounds", "details"} == set(found)
     assert len(found["rounds"]) == 2
     assert found["peer"] / found["ours"] == pytest.approx(found["ratio"], abs=1e-3)
     assert found["details"]["ebnerd"]["num_samples"] == 10_848
