@@ -54,6 +54,8 @@ ARCHIVE = "scheduler-archive"
 FORMAT = 1
 MAX_HANDLE_SEC = 1.0
 """CPU time of the events of a log beyond which it is archived; `recover` takes as long."""
+MAX_UNRECORDED = 64
+"""Events that the journal may lack; their states are kept in memory."""
 ARCHIVE_BYTES = 256 << 20
 """Bytes of archived logs that are kept, the newest ones."""
 
@@ -291,14 +293,19 @@ class LogReader:
         """Take over what `decide` returned for an event."""
         self._unrecorded.append((self.state, event, state, decisions))
         self.state, self.decisions = state, tuple(decisions)
+        if len(self._unrecorded) == MAX_UNRECORDED:
+            self._record()
 
     @property
     def journal(self) -> Journal:
         """The history up to the last event; no decision needs it, so it is made when it is read."""
+        self._record()
+        return self._journal
+
+    def _record(self) -> None:
         for step in self._unrecorded:
             self._journal = record(self._journal, *step)
         self._unrecorded.clear()
-        return self._journal
 
     def _open(self, body: Mapping[str, Any]) -> None:
         if body["format"] != FORMAT:

@@ -212,7 +212,11 @@ def forecast_pools(
             watches.append(
                 MemoryWatch(
                     pool=pool,
-                    forecast=_per_worker(total, process.workers),
+                    forecast=replace(
+                        total,
+                        end_bytes=total.end_bytes // process.workers,
+                        needed_bytes=-(-total.needed_bytes // process.workers),
+                    ),
                     replaced_step=process.readings[-1][0] + int(LOOKAHEAD_SEC / step),
                     limit_bytes=limit,
                     room_bytes=limit + extra,
@@ -242,12 +246,6 @@ def forecast_memory(job: JobState | None, process: PoolProcess, end: int) -> Mem
         period_ends = np.linspace(0, job.load.num_steps, len(touched) + 1)
         load = np.interp(np.arange(end + 1), period_ends, np.concatenate([[0.0], touched]))
     return forecast(steps, values, end_step=end, limit_bytes=process.memory_bytes, load=load)
-
-
-def _per_worker(total: MemoryForecast, workers: int) -> MemoryForecast:
-    return replace(
-        total, end_bytes=total.end_bytes // workers, needed_bytes=-(-total.needed_bytes // workers)
-    )
 
 
 # Spare memory: if forecasts stay below the limit for long, new processes get less, and so do

@@ -260,11 +260,8 @@ def _all_owning(owners: Sequence[int], stores: Sequence[int]) -> tuple[int, ...]
 
 
 def _next_number(job: JobState, stores: Sequence[int]) -> int:
-    return 1 + max(*stores, *_started_numbers(job), 0)
-
-
-def _started_numbers(job: JobState) -> list[int]:
-    return [int(t.removeprefix("store-")) for t in job.attempts if t.startswith("store-")]
+    started = [int(t.removeprefix("store-")) for t in job.attempts if t.startswith("store-")]
+    return 1 + max(*stores, *started, 0)
 
 
 def stores_ready(job: JobState) -> bool:
