@@ -34,7 +34,7 @@ def write_id_log(
     rows = {
         "session": number // per_session,
         "time": number.astype("datetime64[s]").astype("datetime64[us]"),
-        "label": np.random.default_rng(0).integers(0, 2, num_samples),
+        "label": np.random.default_rng(1).integers(0, 2, num_samples),
     }
     pq.write_table(pa.table({**rows, **columns}), folder / "log.parquet", row_group_size=1 << 16)
     return folder
