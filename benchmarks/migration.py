@@ -39,7 +39,7 @@ EPOCHS = {"replicas": 24, "stores": 6}
 """Passes over the log: enough steps for a replica to rejoin."""
 FAULT_STEPS = 30
 """Steps before a trainer or a store is killed."""
-FAULT_SEC = 6.0
+FAULT_SEC = 1.0
 """Seconds before a segment job is killed."""
 KINDS = {
     "replica": "replicas",
