@@ -46,7 +46,7 @@ from benchmarks.common.skew import skewed_rows
 from schemas.arrays import offsets_of
 from schemas.config.train import SparseOptimizerConfig
 from schemas.dataset import order
-from trainer.data.collate import Batch
+from trainer.data.collate import CollatedBatch
 from trainer.data.lookup import KeyedBags, TableLookup, table_lookups, vector_layout
 from trainer.embedding.kernels import compiled
 from trainer.embedding.kernels.interface import ArenaRows, TableRows, rule_at
@@ -94,7 +94,7 @@ class Step:
 
     shape: Shape
     ids: tuple[NDArray[np.int64], ...]
-    batch: Batch
+    batch: CollatedBatch
     rows: Mapping[str, torch.Tensor]
 
     @property
@@ -137,7 +137,7 @@ def step_of(shape: Shape, skew: str, rng: np.random.Generator) -> Step:
         for num_rows in shape.num_rows
     )
     names = [f"f{i:02d}" for i in range(len(ids))]
-    batch = Batch(
+    batch = CollatedBatch(
         step=order.Step(0, 0, 0, np.arange(1)),
         num_samples=shape.num_samples,
         labels=torch.zeros(shape.num_samples),
@@ -153,7 +153,7 @@ def step_of(shape: Shape, skew: str, rng: np.random.Generator) -> Step:
     return Step(shape, ids, replace(batch, lookups=lookups), rows)
 
 
-def _lookups(ids: tuple[NDArray[np.int64], ...], batch: Batch) -> dict[str, TableLookup]:
+def _lookups(ids: tuple[NDArray[np.int64], ...], batch: CollatedBatch) -> dict[str, TableLookup]:
     names = list(batch.group_of)
     lengths = np.concatenate([np.full(len(part), part.shape[1], np.int64) for part in ids])
     bags = KeyedBags(

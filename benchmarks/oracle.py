@@ -57,14 +57,14 @@ from schemas.arrays import Jagged
 from schemas.config.train import CacheConfig
 from schemas.dataset.accesses import num_unique_rows
 from schemas.dataset.opened import (
-    Dataset,
     Index,
+    OpenDataset,
     open_dataset,
 )
 from schemas.dataset.order import Order
 from schemas.dataset.run_next_uses import NextUses, indexed_steps
 from schemas.machine import num_cores
-from schemas.oracle.cache_plan import Plan, PlanStep, required_rows, summarize
+from schemas.oracle.cache_plan import CachePlan, PlanStep, required_rows, summarize
 from schemas.oracle.next_uses import distinct, next_use
 from trainer.components import build_components, order_of, plans_of
 from trainer.compute import train_batch
@@ -221,7 +221,7 @@ def record_planning(steps: Iterator[PlanStep], cpu_sec: list[float]) -> Iterator
         yield step
 
 
-def train_planned(dataset: Dataset, cache: CacheConfig, max_steps: int) -> dict[str, float]:
+def train_planned(dataset: OpenDataset, cache: CacheConfig, max_steps: int) -> dict[str, float]:
     """Train the dataset's own job with a plan, for at most `max_steps` steps.
 
     Returns:
@@ -254,7 +254,9 @@ def train_planned(dataset: Dataset, cache: CacheConfig, max_steps: int) -> dict[
     return {"step_sec": (ends[-1] - ends[0]) / (last - 1), "plan_sec": sum(cpu_sec) / last}
 
 
-def plan_alone(dataset: Dataset, order: Order, caches: Mapping[str, CacheConfig]) -> dict[str, Any]:
+def plan_alone(
+    dataset: OpenDataset, order: Order, caches: Mapping[str, CacheConfig]
+) -> dict[str, Any]:
     """Measure each policy over all tables, from an index decoded in memory."""
     index = dataset.index_for(order)
     figures: dict[str, Any] = {}
@@ -263,7 +265,7 @@ def plan_alone(dataset: Dataset, order: Order, caches: Mapping[str, CacheConfig]
         for table in dataset.job.data.tables:
             steps = list(indexed_steps(dataset, index, table))
             start = time.thread_time()
-            summary = summarize(Plan(steps, cache))
+            summary = summarize(CachePlan(steps, cache))
             seconds += time.thread_time() - start
             accesses += summary.num_accesses
             fetched += summary.fetched_rows
@@ -276,7 +278,7 @@ def plan_alone(dataset: Dataset, order: Order, caches: Mapping[str, CacheConfig]
     return figures
 
 
-def caches_of(dataset: Dataset, order: Order) -> dict[str, CacheConfig]:
+def caches_of(dataset: OpenDataset, order: Order) -> dict[str, CacheConfig]:
     """Return the job's cache with both policies; Belady's is large enough for all tables."""
     index = dataset.index_for(order)
     belady = replace(dataset.job.train.cache, policy="belady")
@@ -290,7 +292,7 @@ def caches_of(dataset: Dataset, order: Order) -> dict[str, CacheConfig]:
     }
 
 
-def measure_plan(dataset: Dataset, rounds: int, max_steps: int) -> dict[str, Any]:
+def measure_plan(dataset: OpenDataset, rounds: int, max_steps: int) -> dict[str, Any]:
     """Measure both policies; the result is the more expensive one."""
     order = order_of(dataset.job, dataset)
     caches = caches_of(dataset, order)
@@ -324,19 +326,19 @@ def build_table(num_rows: int, num_accesses: int, scratch: Path) -> Path:
     return build_dataset(job, log, scratch / "dataset")
 
 
-def plan_streaming(dataset: Dataset, index: Index, table: str) -> int:
+def plan_streaming(dataset: OpenDataset, index: Index, table: str) -> int:
     """Plan as the trainer does; return the fetched rows."""
     return plan_rows(indexed_steps(dataset, index, table), dataset)
 
 
-def plan_decoded(dataset: Dataset, index: Index, table: str) -> int:
+def plan_decoded(dataset: OpenDataset, index: Index, table: str) -> int:
     """Plan over fully decoded lists and next uses; return the fetched rows."""
     return plan_rows(list(indexed_steps(dataset, index, table)), dataset)
 
 
-def plan_rows(steps: Iterable[tuple[Any, Any]], dataset: Dataset) -> int:
+def plan_rows(steps: Iterable[tuple[Any, Any]], dataset: OpenDataset) -> int:
     """Compute a plan; return its fetched rows."""
-    return summarize(Plan(steps, dataset.job.train.cache)).fetched_rows
+    return summarize(CachePlan(steps, dataset.job.train.cache)).fetched_rows
 
 
 TASKS = {"ours": plan_streaming, "decoded whole": plan_decoded}

@@ -24,7 +24,7 @@ from pipelines.transforms.apply import apply_transforms
 from schemas.config.job import SAMPLES, DataConfig
 from schemas.dataset.fitted import FittedValues, load_fitted
 from schemas.dataset.group_files import read_group
-from schemas.dataset.opened import Dataset, open_dataset
+from schemas.dataset.opened import OpenDataset, open_dataset
 from schemas.dataset.samples import read_joined_row_group, row_groups
 
 ROUND_SEC = 0.5
@@ -34,7 +34,7 @@ Tables = Mapping[str, Sequence[pa.Table]]
 """Group (or `samples`) -> one table of its original columns per part."""
 
 
-def sides(dataset: Dataset) -> tuple[Tables, Tables]:
+def sides(dataset: OpenDataset) -> tuple[Tables, Tables]:
     """Return the inputs of the transforms as unique tuples, and as one row per sample."""
     data = dataset.job.data
     ours: dict[str, list[pa.Table]] = {name: [] for name in data.transforms}
@@ -83,7 +83,7 @@ def run_round(tables: Tables, data: DataConfig, fitted: FittedValues) -> dict[st
     return {name: statistics.mean(p[name] for p in passes) for name in tables}
 
 
-def measure_dataset(dataset: Dataset, rounds: int) -> dict[str, Any]:
+def measure_dataset(dataset: OpenDataset, rounds: int) -> dict[str, Any]:
     """Measure both sides, after one warm-up round."""
     data = dataset.job.data
     fitted = load_fitted(dataset.directory, dataset.segments[-1].manifest.fitted, data)

@@ -66,7 +66,7 @@ from pipelines.rewrite.input import inspect_rows
 from pipelines.rewrite.rewrite import RewriteRequest, rewrite
 from pipelines.sources.raw_rows import folder_of
 from schemas.config.job import MAX_GROUPS
-from schemas.dataset.opened import Dataset, open_dataset
+from schemas.dataset.opened import OpenDataset, open_dataset
 from schemas.dataset.samples import column_names
 from schemas.errors import SchemaError
 from schemas.layout import DATA_DIRECTORIES
@@ -152,7 +152,7 @@ def by_session(table: pa.Table, session: str, time: str) -> dict[str, pa.Table]:
     return {name: table.take(pa.array(each)) for name, each in rows.items()}
 
 
-def dedup_factor(dataset: Dataset) -> float:
+def dedup_factor(dataset: OpenDataset) -> float:
     """Return the values of the plain rows over stored values; a list counts as one."""
     derived, data = set(dataset.job.data.derived_columns), dataset.job.data
     plain = stored = 0
@@ -165,7 +165,7 @@ def dedup_factor(dataset: Dataset) -> float:
     return plain / stored
 
 
-def requests_per_million(dataset: Dataset) -> float:
+def requests_per_million(dataset: OpenDataset) -> float:
     """Return the requests of a pass over a million samples: one a row group of each table."""
     num_requests = num_samples = 0
     for segment in dataset.segments:
@@ -176,7 +176,7 @@ def requests_per_million(dataset: Dataset) -> float:
     return round(1e6 * num_requests / num_samples, 1)
 
 
-def num_values(dataset: Dataset) -> int:
+def num_values(dataset: OpenDataset) -> int:
     """Return the stored values that a reader decodes and looks up, lists counted by entry."""
     values, data = 0, dataset.job.data
     for segment in dataset.segments:
@@ -189,7 +189,7 @@ def num_values(dataset: Dataset) -> int:
     return values
 
 
-def measure_dataset(dataset: Dataset, rounds: int, scratch: Path) -> Sizes:
+def measure_dataset(dataset: OpenDataset, rounds: int, scratch: Path) -> Sizes:
     """Write every peer of a dataset and return all sizes."""
     rows = flat_rows(dataset)
     assert rows.share == 1, "the benchmark writes all rows of its logs"

@@ -50,10 +50,10 @@ from benchmarks.peers.fbgemm import FreeTables, FusedSequences, fused_tables, so
 from benchmarks.peers.loading import peer_batches, plain_path
 from pipelines.table.expand import expand
 from schemas.config.train import ModelConfig, SparseOptimizerConfig, TrainConfig
-from schemas.dataset.opened import Dataset, open_dataset
+from schemas.dataset.opened import OpenDataset, open_dataset
 from trainer.components import build_components, build_model, dense_optimizer, order_of
 from trainer.compute import train_batch
-from trainer.data.collate import Batch
+from trainer.data.collate import CollatedBatch
 from trainer.data.decode import BatchSpec, spec_of
 from trainer.data.reader import prefetch
 from trainer.models import attention
@@ -106,7 +106,7 @@ Times = dict[str, list[float]]
 """Side -> seconds of a step in each round."""
 
 
-def config_of(dataset: Dataset, top: tuple[int, ...], name: Any = "dlrm") -> TrainConfig:
+def config_of(dataset: OpenDataset, top: tuple[int, ...], name: Any = "dlrm") -> TrainConfig:
     """Return the train section of both sides."""
     return replace(
         dataset.job.train,
@@ -121,8 +121,8 @@ def config_of(dataset: Dataset, top: tuple[int, ...], name: Any = "dlrm") -> Tra
 
 
 def read_batches(
-    dataset: Dataset, config: TrainConfig, *, expanded: bool, count: int = STEPS
-) -> list[Batch]:
+    dataset: OpenDataset, config: TrainConfig, *, expanded: bool, count: int = STEPS
+) -> list[CollatedBatch]:
     """Return the first full batches of a run, at most `count`."""
     order = order_of(replace(dataset.job, train=config), dataset)
     reader = reader_of(dataset, config, expanded=expanded)
@@ -131,7 +131,7 @@ def read_batches(
 
 
 def our_step(
-    spec: BatchSpec, config: TrainConfig, batches: Sequence[Batch]
+    spec: BatchSpec, config: TrainConfig, batches: Sequence[CollatedBatch]
 ) -> tuple[Step, PhaseTimer]:
     """Return our training step over some batches, and the timer of its phases."""
     components = build_components(spec, config)
@@ -144,7 +144,10 @@ def our_step(
 
 
 def peer_step(
-    model: nn.Module, config: TrainConfig, batches: Sequence[Batch], forward: Callable[[int], Any]
+    model: nn.Module,
+    config: TrainConfig,
+    batches: Sequence[CollatedBatch],
+    forward: Callable[[int], Any],
 ) -> Step:
     """Return the training step of a model whose tables are updated in the backward pass.
 
@@ -195,7 +198,7 @@ def phases_ms(timer: PhaseTimer, num_steps: int) -> dict[str, float]:
 
 
 def torchrec_steps(
-    spec: BatchSpec, config: TrainConfig, batches: Sequence[Batch]
+    spec: BatchSpec, config: TrainConfig, batches: Sequence[CollatedBatch]
 ) -> tuple[Step, Step]:
     """Return TorchRec's training step, and that of its dense part alone."""
     tables = fused_tables(spec, config)
@@ -205,13 +208,13 @@ def torchrec_steps(
 
 
 def _torchrec_step(
-    tables: nn.Module, spec: BatchSpec, config: TrainConfig, inputs: Sequence[Batch]
+    tables: nn.Module, spec: BatchSpec, config: TrainConfig, inputs: Sequence[CollatedBatch]
 ) -> Step:
     model = build_model(config, spec, tables)
     return peer_step(model, config, inputs, lambda number: model(inputs[number]))
 
 
-def measure_pooled(dataset: Dataset, config: TrainConfig, timing: Timing) -> dict[str, Any]:
+def measure_pooled(dataset: OpenDataset, config: TrainConfig, timing: Timing) -> dict[str, Any]:
     """Measure all sides of a pooled model on one dataset."""
     spec = spec_of(dataset, config.dtype)
     ours, plain = (read_batches(dataset, config, expanded=e) for e in (False, True))
@@ -242,7 +245,7 @@ def measure_pooled(dataset: Dataset, config: TrainConfig, timing: Timing) -> dic
 
 
 def measure_attention(
-    name: str, dataset: Dataset, config: TrainConfig, timing: Timing
+    name: str, dataset: OpenDataset, config: TrainConfig, timing: Timing
 ) -> dict[str, Any]:
     """Measure attention on one dataset.
 
@@ -287,7 +290,7 @@ def measure_attention(
     )
 
 
-def measure_reading(dataset: Dataset, config: TrainConfig, timing: Timing) -> dict[str, Any]:
+def measure_reading(dataset: OpenDataset, config: TrainConfig, timing: Timing) -> dict[str, Any]:
     """Measure training from Parquet, and from our batches in memory.
 
     Args:
@@ -310,7 +313,7 @@ def measure_reading(dataset: Dataset, config: TrainConfig, timing: Timing) -> di
         for batch in islice(peer_batches(place, "iter_batches"), num_steps):
             sparse = sort_by_table(batch.sparse, tables.features)
             logits = torchrec(dense_inputs(batch.dense), sparse).squeeze(1)
-            loss = loss_of(logits, cast(Batch, batch))  # reads labels and weights only
+            loss = loss_of(logits, cast(CollatedBatch, batch))  # reads labels and weights only
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -350,7 +353,7 @@ def dlrm_of(tables: nn.Module, spec: BatchSpec, config: TrainConfig) -> DLRM:
 
 
 def measure_model(
-    name: str, dataset: Dataset, model: str, top: tuple[int, ...], timing: Timing
+    name: str, dataset: OpenDataset, model: str, top: tuple[int, ...], timing: Timing
 ) -> dict[str, Any]:
     """Measure one of `--models` on one log.
 

@@ -66,7 +66,7 @@ from schemas.dataset.manifest import (
     read_root,
     read_segment,
 )
-from schemas.dataset.opened import Dataset, Segment, open_dataset, select_segments
+from schemas.dataset.opened import OpenDataset, Segment, open_dataset, select_segments
 from schemas.errors import SchemaError
 from schemas.layout import BUILDS, EVALUATION, SEGMENTS, TRAIN, part_path
 from schemas.storage.location import Location
@@ -115,7 +115,7 @@ def build(request: BuildRequest) -> dict[str, Any]:
     return _summary(dataset, segment, result, wall_sec - result.waited_sec)
 
 
-def _find_built(dataset: Dataset, reference: Reference) -> Segment:
+def _find_built(dataset: OpenDataset, reference: Reference) -> Segment:
     for segment in dataset.segments:
         if segment.id == reference.id:
             return segment
@@ -302,7 +302,7 @@ def _report_rejects(
 
 
 def _summary(
-    dataset: Dataset, segment: Segment, result: BuildResult, wall_sec: float
+    dataset: OpenDataset, segment: Segment, result: BuildResult, wall_sec: float
 ) -> dict[str, Any]:
     manifest, events = segment.manifest, read_counts(segment)
     alone = select_segments(dataset, [segment.id])
@@ -363,7 +363,7 @@ def record_build_speed(
 # Warnings about the job after a build.
 
 
-def warnings_of(dataset: Dataset, built: Segment, split: SplitConfig) -> Iterator[str]:
+def warnings_of(dataset: OpenDataset, built: Segment, split: SplitConfig) -> Iterator[str]:
     """Yield a line for each problem of the job that the built segment shows.
 
     A split may be empty in one of several segments, such as a day before `evaluation_from`, so all

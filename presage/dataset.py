@@ -114,7 +114,7 @@ class Head:
         samples: first samples, with all columns.
     """
 
-    def __init__(self, samples: pa.Table, dataset: datasets.Dataset, split: str | None) -> None:
+    def __init__(self, samples: pa.Table, dataset: datasets.OpenDataset, split: str | None) -> None:
         """Store the arguments; the batch is read when it is first used."""
         self.samples = samples
         self._dataset = dataset

@@ -74,7 +74,7 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class CheckResult:
     """The result of a check."""
 
     name: str
@@ -111,10 +111,10 @@ class Check:
     part: str = ""
     """Optional part to which it belongs."""
 
-    def run(self, machine: Machine) -> Finding:
+    def run(self, machine: Machine) -> CheckResult:
         """Run the probe."""
         ok, found = self.probe(machine)
-        return Finding(
+        return CheckResult(
             name=self.name,
             ok=ok,
             must=self.must(machine),
@@ -125,12 +125,12 @@ class Check:
         )
 
 
-def examine(machine: Machine) -> list[Finding]:
+def examine(machine: Machine) -> list[CheckResult]:
     """Run all checks."""
     return [check.run(machine) for check in CHECKS]
 
 
-def format_finding(finding: Finding) -> str:
+def format_finding(finding: CheckResult) -> str:
     """Return a finding as one line.
 
     Example:
@@ -146,7 +146,7 @@ def format_finding(finding: Finding) -> str:
     return f"{line} (must {finding.must}{purpose}); {finding.fix}"
 
 
-def findings_to_json(findings: list[Finding]) -> dict[str, Any]:
+def findings_to_json(findings: list[CheckResult]) -> dict[str, Any]:
     """Return `findings`, and `ok`: whether nothing that is needed is missing."""
     bodies = [{**asdict(finding), "state": finding.state} for finding in findings]
     return {"ok": not any(f.state == "lacks" for f in findings), "findings": bodies}

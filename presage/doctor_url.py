@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 
-from presage.doctor import Finding, nearest_folder
+from presage.doctor import CheckResult, nearest_folder
 from schemas.storage.location import Location, StorageError
 from schemas.storage.probes import check_conditional_put, store_time
 
@@ -45,7 +45,7 @@ class UrlCheck:
     fix: str
 
 
-def examine_url(url: str, clock: Callable[[], float] = time.time) -> Iterator[Finding]:
+def examine_url(url: str, clock: Callable[[], float] = time.time) -> Iterator[CheckResult]:
     """Yield the findings about a URL or path, up to the first that is not ok."""
     try:
         with _scratch_directory(Location.parse(url)) as directory:
@@ -55,11 +55,11 @@ def examine_url(url: str, clock: Callable[[], float] = time.time) -> Iterator[Fi
                 except (StorageError, OSError) as error:
                     ok, found = False, " ".join(str(error).split())
                 name = f"url {check.name}"
-                yield Finding(name=name, ok=ok, must=check.must, found=found, fix=check.fix)
+                yield CheckResult(name=name, ok=ok, must=check.must, found=found, fix=check.fix)
                 if not ok:
                     return
     except (StorageError, OSError) as error:
-        yield Finding(
+        yield CheckResult(
             name="url",
             ok=False,
             must="be a path or URL at which files can be created",

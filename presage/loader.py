@@ -22,7 +22,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from presage.batch import Batch, batch_of
 from schemas.config.job import load_job
-from schemas.dataset.opened import Dataset, open_dataset
+from schemas.dataset.opened import OpenDataset, open_dataset
 from schemas.dataset.order import Order
 from schemas.errors import SchemaError, suggest_name
 from schemas.layout import EVALUATION, TRAIN
@@ -43,11 +43,11 @@ _MAX_WORKERS = 256
 class Selection(Protocol):
     """A part of a dataset, such as a `presage.Dataset`."""
 
-    opened: Dataset
+    opened: OpenDataset
     split: str | None
 
 
-AnyDataset = Selection | Dataset | Path | Location | str
+AnyDataset = Selection | OpenDataset | Path | Location | str
 
 
 class DataLoader(IterableDataset[Batch]):
@@ -169,7 +169,7 @@ class DataLoader(IterableDataset[Batch]):
         )
 
     @property
-    def opened(self) -> Dataset:
+    def opened(self) -> OpenDataset:
         """The open dataset."""
         return self._dataset
 
@@ -392,7 +392,7 @@ class DataLoader(IterableDataset[Batch]):
             num_sharing=max(self.world_size, _worker()[1]),
         )
 
-    def _order_of(self, dataset: Dataset) -> Order:
+    def _order_of(self, dataset: OpenDataset) -> Order:
         shuffle = "blocks" if self.shuffle else "none"
         return dataset.order(self.batch_samples, self.epochs, shuffle, self.seed, self.split)
 
@@ -452,8 +452,8 @@ class DataLoader(IterableDataset[Batch]):
             )
 
 
-def _open(dataset: AnyDataset) -> tuple[Dataset, Split | None]:
-    if isinstance(dataset, Dataset):
+def _open(dataset: AnyDataset) -> tuple[OpenDataset, Split | None]:
+    if isinstance(dataset, OpenDataset):
         return dataset, None
     if isinstance(dataset, str | os.PathLike):
         return open_dataset(dataset), None
@@ -461,7 +461,7 @@ def _open(dataset: AnyDataset) -> tuple[Dataset, Split | None]:
 
 
 def _spec_of(
-    dataset: Dataset, dtype: str, features: Sequence[str] | None, keep: Sequence[str] | None
+    dataset: OpenDataset, dtype: str, features: Sequence[str] | None, keep: Sequence[str] | None
 ) -> BatchSpec:
     if dtype not in ("float32", "float64"):
         raise ValueError(f"dtype must be 'float32' or 'float64', got {dtype!r}")
@@ -537,7 +537,7 @@ def _check_parent() -> None:
         raise SystemExit("the process of this worker's loop has ended")
 
 
-def _hash_segments(dataset: Dataset, count: int) -> str:
+def _hash_segments(dataset: OpenDataset, count: int) -> str:
     """Return a hash of the first segments, on which the order of batches depends."""
     hashes = [segment.reference.manifest_sha256 for segment in dataset.segments[:count]]
     return hashlib.sha256(" ".join(hashes).encode()).hexdigest()

@@ -15,11 +15,11 @@ from schemas.config.job import Job
 from schemas.config.train import CacheConfig, DenseOptimizerConfig, TrainConfig
 from schemas.dataset.accesses import TableAccesses
 from schemas.dataset.checked_files import DecodedListCache
-from schemas.dataset.opened import Dataset
+from schemas.dataset.opened import OpenDataset
 from schemas.dataset.order import Order
 from schemas.dataset.run_next_uses import SharedNextUses
 from schemas.errors import SchemaError
-from schemas.oracle.cache_plan import Keyframe, Plan, check_cache_size, reuse_distance
+from schemas.oracle.cache_plan import CachePlan, Keyframe, check_cache_size, reuse_distance
 from trainer.data.collate import features_of_tables
 from trainer.data.decode import BatchSpec
 from trainer.data.transfer import device_of
@@ -42,7 +42,7 @@ class Components:
     optimizer: torch.optim.Optimizer
 
 
-def order_of(job: Job, dataset: Dataset, *, trains: bool = True) -> Order:
+def order_of(job: Job, dataset: OpenDataset, *, trains: bool = True) -> Order:
     """Return the global order of a run, or of one that does not train the dataset.
 
     Raises:
@@ -148,7 +148,7 @@ DECODED_BYTES = 256 << 20
 
 
 def plans_of(
-    dataset: Dataset,
+    dataset: OpenDataset,
     order: Order,
     tables: Iterable[str],
     config: CacheConfig,
@@ -206,6 +206,6 @@ def plans_of(
     for table in tables:
         of_table = accesses[job_tables[table]]
         steps = map(of_table.entries, to_train, next_uses[job_tables[table]].within(to_train))
-        plan = Plan(steps, config, first_step=first_step, start=(starts or {}).get(table))
+        plan = CachePlan(steps, config, first_step=first_step, start=(starts or {}).get(table))
         plans[table] = TablePlan(plan, of_table.rows, plan.keyframe)
     return plans

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from trainer.components import Components
-from trainer.data.collate import Batch
+from trainer.data.collate import CollatedBatch
 from trainer.data.microbatches import Microbatches, single_microbatch
 from trainer.step import (
     Node,
@@ -62,7 +62,7 @@ class WholeBatchCompute:
             return total.item()
 
 
-def train_batch(components: Components, batch: Batch, timer: PhaseTimer) -> float:
+def train_batch(components: Components, batch: CollatedBatch, timer: PhaseTimer) -> float:
     """Train one batch as a whole and return its loss before the update."""
     compute = WholeBatchCompute(components, timer)
     return compute.update(compute.compute(single_microbatch(batch)).total())
@@ -140,7 +140,7 @@ class MicrobatchCompute:
         """Return the tree of the sums of microbatches, whose rows are open."""
         sums = Tree(microbatches.num_microbatches, add_partial_sums)
 
-        def add(numbered: tuple[int, Batch]) -> None:
+        def add(numbered: tuple[int, CollatedBatch]) -> None:
             number, batch = numbered
             sums.add(Node(0, number), self._compute_one(batch))
 
@@ -165,7 +165,7 @@ class MicrobatchCompute:
         """Drop the current step."""
         self._open = None
 
-    def _compute_one(self, batch: Batch) -> PartialSums:
+    def _compute_one(self, batch: CollatedBatch) -> PartialSums:
         loss = F.binary_cross_entropy_with_logits(
             self._model(batch), batch.labels, weight=batch.weights, reduction="sum"
         )

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from schemas.config.train import TrainConfig
 from trainer.components import Components, build_model, table_specs
 from trainer.compute import MicrobatchCompute
-from trainer.data.collate import Batch, move_batch
+from trainer.data.collate import CollatedBatch, move_batch
 from trainer.data.decode import BatchSpec
 from trainer.data.microbatches import Microbatches, single_microbatch
 from trainer.data.transfer import to_device
@@ -73,7 +73,7 @@ class DeviceMicrobatchCompute(MicrobatchCompute):
                 parameter.copy_(moved[name])
 
     def _compute_on_device(
-        self, batch: Batch, numbers: torch.Tensor, lookups: DeviceLookups
+        self, batch: CollatedBatch, numbers: torch.Tensor, lookups: DeviceLookups
     ) -> PartialSums:
         """Return the sums of a microbatch, which come back in one block."""
         loss = F.binary_cross_entropy_with_logits(

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 
 from schemas.config.train import CacheConfig, StoresConfig, TrainConfig
-from schemas.dataset.opened import Dataset
+from schemas.dataset.opened import OpenDataset
 from schemas.dataset.order import Order
 from schemas.errors import SchemaError, first_difference
 from schemas.storage.locks import directory_lock
@@ -67,7 +67,7 @@ class EmbeddingRows:
 
     def __init__(
         self,
-        dataset: Dataset,
+        dataset: OpenDataset,
         order: Order,
         *,
         store: Literal["memory", "mmap", "log"] | StoresConfig,

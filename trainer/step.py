@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from schemas.config.train import WAIT
 from schemas.errors import SchemaError
 from schemas.run.records import PHASES, StepMetric
-from trainer.data.collate import Batch
+from trainer.data.collate import CollatedBatch
 from trainer.data.microbatches import Microbatches
 from trainer.embedding.kernels.compiled import merge
 from trainer.embedding.kernels.interface import RowSums
 
 T = TypeVar("T")
-B = TypeVar("B", Batch, Microbatches, contravariant=True)
+B = TypeVar("B", CollatedBatch, Microbatches, contravariant=True)
 Clock = Callable[[], float]
 Watch = Callable[[str], AbstractContextManager[object]]
 """Maps a phase to a context that is entered for its duration."""
@@ -56,7 +56,7 @@ def _no_seconds() -> dict[str, float]:
     return {phase: 0.0 for phase in PHASES}
 
 
-def loss_of(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
+def loss_of(logits: torch.Tensor, batch: CollatedBatch) -> torch.Tensor:
     """Return the weighted mean of the logistic loss, 0 if all weights are 0."""
     losses = F.binary_cross_entropy_with_logits(
         logits, batch.labels, weight=batch.weights, reduction="sum"

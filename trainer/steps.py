@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from schemas.config.train import TrainConfig
 from schemas.dataset.accesses import TableAccesses
 from schemas.dataset.checked_files import DecodedListCache
-from schemas.dataset.opened import Dataset
+from schemas.dataset.opened import OpenDataset
 from schemas.dataset.order import Order
 from schemas.dataset.run_next_uses import SharedNextUses
 from schemas.errors import PlanError
@@ -142,7 +142,7 @@ class Span:
         next_uses: of the tables' rows.
     """
 
-    dataset: Dataset
+    dataset: OpenDataset
     order: Order
     horizon: Horizon
     next_uses: SharedNextUses
@@ -174,7 +174,7 @@ def plans_of_span(
 class StepRows:
     """The rows of any step; not thread-safe."""
 
-    def __init__(self, dataset: Dataset, order: Order, tables: Iterable[str]) -> None:
+    def __init__(self, dataset: OpenDataset, order: Order, tables: Iterable[str]) -> None:
         """Open the access lists.
 
         Raises:

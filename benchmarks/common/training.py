@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from schemas.config.train import TrainConfig
-from schemas.dataset.opened import Dataset
+from schemas.dataset.opened import OpenDataset
 from schemas.run.records import METRICS, StepMetric, read_metrics
 from schemas.storage.location import Location
 from trainer.components import order_of
@@ -50,7 +50,7 @@ def step_figures(metrics: Sequence[StepMetric]) -> dict[str, float]:
     }
 
 
-def reader_of(dataset: Dataset, config: TrainConfig, *, expanded: bool) -> Reader:
+def reader_of(dataset: OpenDataset, config: TrainConfig, *, expanded: bool) -> Reader:
     """Return a reader configured as in `trainer train`."""
     order = order_of(replace(dataset.job, train=config), dataset)
     spec = spec_of(dataset, config.dtype)

@@ -40,7 +40,7 @@ from schemas.rows import initial_rows
 from schemas.storage.location import Location
 from trainer.components import Components, build_components, dense_optimizer
 from trainer.compute import MicrobatchCompute
-from trainer.data.collate import Batch, features_of_tables
+from trainer.data.collate import CollatedBatch, features_of_tables
 from trainer.data.decode import BatchSpec, spec_of
 from trainer.data.microbatches import Microbatches
 from trainer.elastic.membership import ReplicaOptions
@@ -295,7 +295,7 @@ def shard_model(model: torch.nn.Module, process: ProcessConfig) -> DistributedMo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalBatch:
-    """One process's samples of a batch, with the fields of `Batch` that the model reads."""
+    """One process's samples of a batch, with the fields of `CollatedBatch` that the model reads."""
 
     labels: torch.Tensor
     weights: torch.Tensor
@@ -303,7 +303,7 @@ class LocalBatch:
     sparse: KeyedJaggedTensor
 
 
-def split_batch(batch: Batch, rank: int, count: int) -> LocalBatch:
+def split_batch(batch: CollatedBatch, rank: int, count: int) -> LocalBatch:
     """Return the samples of one process, a contiguous share of the batch."""
     own = slice(*(batch.num_samples * bound // count for bound in (rank, rank + 1)))
     values: list[torch.Tensor] = []

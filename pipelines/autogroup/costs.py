@@ -48,7 +48,7 @@ _CODEC = pa.Codec("zstd", compression_level=1)
 
 
 @dataclass(frozen=True, slots=True)
-class Feature:
+class FeatureCosts:
     """One column of clustered samples.
 
     Attributes:
@@ -126,15 +126,15 @@ def text_bytes(texts: pa.Array) -> int:
 
 def feature_of(
     name: str, role: Role, column: pa.ChunkedArray, num_made: float = 0.0
-) -> Feature | None:
-    """Return a column as a `Feature`, or None if its type cannot be compared."""
+) -> FeatureCosts | None:
+    """Return a column as a `FeatureCosts`, or None if its type cannot be compared."""
     array = one_chunk(column)
     try:
         first, inverse = unique_tuples(comparable(array))
         values = _values_of(array, inverse, first)
     except SchemaError:
         return None
-    return Feature(name, role, inverse.astype(np.int64), values, num_made)
+    return FeatureCosts(name, role, inverse.astype(np.int64), values, num_made)
 
 
 def _values_of(
@@ -195,7 +195,7 @@ class Costs:
     """
 
     block: NDArray[np.int64]
-    features: Sequence[Feature]
+    features: Sequence[FeatureCosts]
     bytes_per_group: float = BYTES_PER_GROUP
     _hashes: dict[int, NDArray[np.uint64]] = field(default_factory=dict)
     _costs: dict[frozenset[int], float] = field(default_factory=dict)
@@ -283,7 +283,7 @@ class Costs:
         return self._windows[key]
 
 
-def _read_cost(feature: Feature, rows: NDArray[np.int64]) -> float:
+def _read_cost(feature: FeatureCosts, rows: NDArray[np.int64]) -> float:
     return BYTES_PER_VALUE.get(feature.role, 0.0) * feature.num_values(rows)
 
 

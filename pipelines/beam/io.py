@@ -31,8 +31,7 @@ from apache_beam.transforms.window import GlobalWindows
 from pipelines.autogroup.choose import with_groups
 from pipelines.beam.build_parts import deserialize_results
 from pipelines.beam.jobs import segment_of_rows, segment_pipeline
-from pipelines.beam.stage_transforms import REJECTED, EachReject, ReadRows
-from pipelines.beam.stage_transforms import MakeSamples as _SamplesBySql
+from pipelines.beam.stage_transforms import REJECTED, EachReject, ReadRows, SamplesOfJob
 from pipelines.build import finish_segment_files, segment_hashes
 from pipelines.clustering.part import LOOKUPS
 from pipelines.prepare import BuildInput, BuildOptions, BuildRequest, context_of, prepare
@@ -306,7 +305,7 @@ class MakeSamples(beam.PTransform):
     def expand(self, input_or_inputs: Any) -> dict[str, Any]:
         """Convert the rows, run the SQL, join the columns of samples."""
         typed = _typed_rows(input_or_inputs, self._context)
-        samples = typed[SAMPLES] | "samples by sql" >> _SamplesBySql(self._context)
+        samples = typed[SAMPLES] | "samples by sql" >> SamplesOfJob(self._context)
         rejects = (typed[REJECTS], samples[REJECTS]) | "join rejects" >> beam.Flatten()
         return {
             SAMPLES: samples[SAMPLES]

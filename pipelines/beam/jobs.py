@@ -25,8 +25,8 @@ from pipelines.beam.stage_transforms import (
     EVENTS,
     REJECTED,
     FitTransforms,
-    MakeSamples,
     ReadRows,
+    SamplesOfJob,
     WriteRejects,
 )
 from pipelines.clustering.part import build_part, sum_statistics
@@ -67,7 +67,7 @@ def segment_of_rows(
     Returns:
         The outputs of `executor.run_segment`, and the rejects themselves as `REJECTED`.
     """
-    samples = rows[SAMPLES] | "MakeSamples" >> MakeSamples(context)
+    samples = rows[SAMPLES] | "MakeSamples" >> SamplesOfJob(context)
     outputs: dict[str, beam.PCollection] = {}
     if fit_inputs(context.data):
         fit = FitTransforms(context.segment_root, context.data, context.fitted)

@@ -23,7 +23,7 @@ from schemas.dataset.defaults import missing_column_defaults
 from schemas.dataset.files import sha256_of
 from schemas.dataset.manifest import canonical_json
 from schemas.dataset.opened import (
-    Dataset,
+    OpenDataset,
     Segment,
     open_dataset,
     select_segments,
@@ -109,7 +109,7 @@ def score(
     return {"num_samples": count, "num_files": len(files), "output": str(output)}
 
 
-def kept_columns(dataset: Dataset, model: ModelFile) -> tuple[str, ...]:
+def kept_columns(dataset: OpenDataset, model: ModelFile) -> tuple[str, ...]:
     """Return the columns that are copied beside the scores, where the dataset has them.
 
     Raises:
@@ -127,7 +127,7 @@ def kept_columns(dataset: Dataset, model: ModelFile) -> tuple[str, ...]:
     return kept
 
 
-def row_groups_of(dataset: Dataset, split: str) -> list[RowGroup]:
+def row_groups_of(dataset: OpenDataset, split: str) -> list[RowGroup]:
     """Return the row groups with samples of a split, in stored order."""
     groups: list[RowGroup] = []
     for number, segment in enumerate(dataset.segments):

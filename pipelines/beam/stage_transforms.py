@@ -360,7 +360,7 @@ class _LookUp(_SampleFn):
 
 
 @dataclass  # not frozen: Beam assigns to its transforms
-class MakeSamples(beam.PTransform):
+class SamplesOfJob(beam.PTransform):
     """Raw rows to samples by the job's SQL, in chunks (`Tuples`), and rejects."""
 
     context: BuildContext

@@ -206,7 +206,7 @@ def open_writer(
 
 
 @dataclass(frozen=True, slots=True)
-class GroupLayout:
+class StoredGroup:
     """How a group is stored.
 
     Attributes:
@@ -238,7 +238,7 @@ class StoredTable:
 def stored_tables(
     group: str,
     star: Star,
-    layout: GroupLayout,
+    layout: StoredGroup,
     row_groups: Sequence[int],
     file_index: int,
     written: Mapping[str, int] | None = None,
@@ -384,13 +384,13 @@ WINDOWS_RATIO = 0.9
 up to 0.88 take 0.21 to 0.95 times the bytes, those above 0.99 take 1.01 to 1.03 times."""
 _PATH = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
 
-Layouts = Mapping[str, GroupLayout]
+Layouts = Mapping[str, StoredGroup]
 """Group to its layout."""
 
 
-def choose_layouts(star: Star) -> dict[str, GroupLayout]:
+def choose_layouts(star: Star) -> dict[str, StoredGroup]:
     """Choose the layout of every group from some sessions of one part."""
-    layouts: dict[str, GroupLayout] = {}
+    layouts: dict[str, StoredGroup] = {}
     for group, table in star.groups.items():
         rows = min(table.num_rows, SAMPLE_ROWS)
         largest = max((table[c].nbytes for c in table.column_names), default=0)
@@ -399,7 +399,7 @@ def choose_layouts(star: Star) -> dict[str, GroupLayout]:
     return layouts
 
 
-def choose_layout(table: pa.Table, tuples: NDArray[np.int64]) -> GroupLayout:
+def choose_layout(table: pa.Table, tuples: NDArray[np.int64]) -> StoredGroup:
     """Choose the layout of one group by what repeats.
 
     Args:
@@ -410,7 +410,7 @@ def choose_layout(table: pa.Table, tuples: NDArray[np.int64]) -> GroupLayout:
     shared = unique.num_rows <= SHARED_RATIO * table.num_rows
     stored = unique if shared else table
     windows = (f.name for f in stored.schema if _overlaps(stored, f))
-    return GroupLayout(shared, tuple(windows))
+    return StoredGroup(shared, tuple(windows))
 
 
 def _overlaps(table: pa.Table, field: pa.Field) -> bool:
@@ -472,7 +472,7 @@ def choose_segment_layout(
         plain = to_star(clustered, 0, data, fitted, doubtful)
         layouts = choose_layouts(plain)
         for name, group in doubtful.items():
-            columns = try_group(plain, name, GroupLayout(repeated=True))
+            columns = try_group(plain, name, StoredGroup(repeated=True))
             if columns.num_bytes < group.num_bytes - trifle:
                 other = try_group(plain, name, replace(layouts[name], repeated=True))
                 groups[name] = min(columns, other, key=lambda trial: trial.num_bytes)
@@ -495,7 +495,7 @@ class GroupTrial:
         tables: directory of each of its files to the trials of the columns.
     """
 
-    layout: GroupLayout
+    layout: StoredGroup
     inverse: Trials
     tables: Mapping[str, Trials]
 
@@ -505,7 +505,7 @@ class GroupTrial:
         return sum(map(num_bytes, (self.inverse, *self.tables.values())))
 
 
-def try_group(star: Star, group: str, layout: GroupLayout) -> GroupTrial:
+def try_group(star: Star, group: str, layout: StoredGroup) -> GroupTrial:
     """Try the encodings of the files of a group."""
     files = stored_tables(group, star, layout, [star.groups[group].num_rows], 0)
     return GroupTrial(

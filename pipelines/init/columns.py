@@ -74,7 +74,7 @@ with duckdb.connect() as _database:
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
+class ScannedColumn:
     """A possible column of samples.
 
     `expr` is its SQL, `values` are those of the first rows, of which there are `num_rows`; lists
@@ -199,12 +199,12 @@ def plain_name(name: str) -> str:
     return f"c_{text}" if text[0].isdigit() else text
 
 
-def columns_of(table: pa.Table) -> Iterator[Column | tuple[str, str]]:
+def columns_of(table: pa.Table) -> Iterator[ScannedColumn | tuple[str, str]]:
     """Yield the columns of raw rows; (name, reason) for columns that samples cannot have."""
     taken = set[str]()
     for name in table.column_names:
         for column in _columns(plain_name(name), quoted(name), one_chunk(table[name])):
-            if isinstance(column, Column):
+            if isinstance(column, ScannedColumn):
                 names = (f"{column.name}_{number}" for number in count(2))
                 free = next(n for n in chain([column.name], names) if n not in taken)
                 taken.add(free)
@@ -213,7 +213,7 @@ def columns_of(table: pa.Table) -> Iterator[Column | tuple[str, str]]:
                 yield column
 
 
-def _columns(name: str, expr: str, values: pa.Array) -> Iterator[Column | tuple[str, str]]:
+def _columns(name: str, expr: str, values: pa.Array) -> Iterator[ScannedColumn | tuple[str, str]]:
     kind, t = values.type, pa.types
     rows, nulls = len(values), values.null_count
     if nulls == rows:
@@ -222,8 +222,8 @@ def _columns(name: str, expr: str, values: pa.Array) -> Iterator[Column | tuple[
 
     def column(
         shape: Shape, sql: str = expr, converted: pa.Array = values, **more: object
-    ) -> Column:
-        return Column(name, sql, shape, converted, rows, nulls, **more)  # pyright: ignore[reportArgumentType]
+    ) -> ScannedColumn:
+        return ScannedColumn(name, sql, shape, converted, rows, nulls, **more)  # pyright: ignore[reportArgumentType]
 
     if t.is_boolean(kind):
         yield column("bool")
@@ -252,8 +252,8 @@ def _columns(name: str, expr: str, values: pa.Array) -> Iterator[Column | tuple[
 
 
 def _lists(
-    name: str, expr: str, values: pa.Array, column: Callable[..., Column]
-) -> Iterator[Column | tuple[str, str]]:
+    name: str, expr: str, values: pa.Array, column: Callable[..., ScannedColumn]
+) -> Iterator[ScannedColumn | tuple[str, str]]:
     inner, t = values.type.value_type, pa.types
     flat = values.flatten()
     if t.is_struct(inner):
@@ -275,7 +275,7 @@ def _offsets(values: pa.Array) -> pa.Array:
     return pa.array(offsets_of(lengths))
 
 
-def _epoch(column: Column, name: str) -> Column | None:
+def _epoch(column: ScannedColumn, name: str) -> ScannedColumn | None:
     """Return a column of integers as times if its name and its range suggest it, else None."""
     if not words_of(name) & _TIME_WORDS:
         return None
@@ -290,7 +290,7 @@ def _epoch(column: Column, name: str) -> Column | None:
     return None
 
 
-def _finite(column: Column) -> Column:
+def _finite(column: ScannedColumn) -> ScannedColumn:
     """Return a column of floats with null instead of NaN and infinity."""
     if pc.all(pc.is_finite(column.values.drop_null().cast(pa.float64()))).as_py():
         return column
@@ -298,7 +298,7 @@ def _finite(column: Column) -> Column:
     return replace(column, expr=sql, why="NaN and infinity become null")
 
 
-def _whole_decimal(column: Column) -> Column:
+def _whole_decimal(column: ScannedColumn) -> ScannedColumn:
     """Return a column of decimals without fraction as integers, or as texts if they are larger."""
     try:
         numbers = column.values.cast(pa.int64())
@@ -310,7 +310,7 @@ def _whole_decimal(column: Column) -> Column:
     return _epoch(column, column.name) or column
 
 
-def _whole(column: Column) -> Column:
+def _whole(column: ScannedColumn) -> ScannedColumn:
     """Return a column of floats that are ids or codes as integers."""
     values = column.values.cast(pa.float64()).drop_null()
     if not pc.all(pc.equal(pc.floor(values), values)).as_py():
@@ -337,15 +337,15 @@ def numbers_in(texts: pa.Array) -> tuple[Shape, pa.Array, pa.Array] | None:
     return None
 
 
-def _text(name: str, expr: str, values: pa.Array) -> Column:
+def _text(name: str, expr: str, values: pa.Array) -> ScannedColumn:
     """Return a column of texts as times, lists, numbers, or texts."""
     texts = values.drop_null()
     sample = texts.slice(0, TEXTS).to_pylist()
     full = [text for text in sample if text.strip()]
     rows, nulls = len(values), values.null_count
 
-    def column(sql: str, shape: Shape, converted: pa.Array, **more: object) -> Column:
-        return Column(name, sql, shape, converted, rows, nulls, **more)  # pyright: ignore[reportArgumentType]
+    def column(sql: str, shape: Shape, converted: pa.Array, **more: object) -> ScannedColumn:
+        return ScannedColumn(name, sql, shape, converted, rows, nulls, **more)  # pyright: ignore[reportArgumentType]
 
     parsed = numbers_in(values)
     if parsed is not None:
@@ -391,7 +391,9 @@ def _times(expr: str, texts: pa.Array) -> tuple[str, pa.Array, str] | None:
     return None
 
 
-def _list_in(expr: str, texts: list[str], column: Callable[..., Column]) -> Column | None:
+def _list_in(
+    expr: str, texts: list[str], column: Callable[..., ScannedColumn]
+) -> ScannedColumn | None:
     """Return texts of several values, such as `1|2|3` or `[1, 2]`, as lists; else None."""
     if not texts:
         return None

@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 
 from pipelines.autogroup.choose import yaml_word
 from pipelines.init.columns import plain_name, quoted
-from pipelines.init.plan import Feature, Plan, Side, num_rows_of, plan_of, type_of, typed
+from pipelines.init.plan import JobPlan, PlannedFeature, Side, num_rows_of, plan_of, type_of, typed
 from pipelines.init.sample_sources import LogSource, find_sources
 from pipelines.preview import preview
 from pipelines.samples.statements import quoted_name
@@ -108,7 +108,7 @@ def init(
     }
 
 
-def _make_plan(folder: Folder, sources: Sequence[LogSource]) -> Plan:
+def _make_plan(folder: Folder, sources: Sequence[LogSource]) -> JobPlan:
     """Return the choices for some sources, of which possible keys are checked for uniqueness."""
     sources = [typed(source) for source in sources]
     unique = {
@@ -129,7 +129,7 @@ def _dropped_columns(sources: Sequence[LogSource]) -> Iterator[tuple[str, str]]:
                 yield f"{path} of {source.name}", note
 
 
-def _summary(plan: Plan) -> list[str]:
+def _summary(plan: JobPlan) -> list[str]:
     label = plan.label
     lines = [
         f"samples: of {plan.source.name} ({plan.source.config.files}, {plan.source.config.format})",
@@ -145,7 +145,7 @@ def _summary(plan: Plan) -> list[str]:
 # Texts of the job file and the schema.
 
 
-def job_text(plan: Plan, name: str, folder: str, split: datetime | None) -> str:
+def job_text(plan: JobPlan, name: str, folder: str, split: datetime | None) -> str:
     """Return the text of `job.yaml`.
 
     `folder` is that of the files, `split` the start of the evaluation range, None if it is unknown.
@@ -197,7 +197,7 @@ def job_text(plan: Plan, name: str, folder: str, split: datetime | None) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _transforms(plan: Plan) -> Iterator[str]:
+def _transforms(plan: JobPlan) -> Iterator[str]:
     if plan.transforms:
         yield "  # Features made of columns; schema.pbtxt has the reasons."
         yield "  transforms:"
@@ -206,7 +206,7 @@ def _transforms(plan: Plan) -> Iterator[str]:
         yield f"      {yaml_word(name)}: {text if text[0] == '{' else json.dumps(text)}"
 
 
-def _training(plan: Plan) -> Iterator[str]:
+def _training(plan: JobPlan) -> Iterator[str]:
     batch = min(4096, max(64, 1 << max(1, plan.num_samples // 50).bit_length() - 1))
     yield from _comment(
         f"For about {plan.num_samples} samples: at least 50 steps of at most 4,096.", "  "
@@ -221,7 +221,7 @@ def _training(plan: Plan) -> Iterator[str]:
     yield "  epochs: 1"
 
 
-def _left_out(plan: Plan) -> Iterator[str]:
+def _left_out(plan: JobPlan) -> Iterator[str]:
     for what, why in plan.left_out:
         yield from _comment(f"Not used: {what}: {why}.", "")
 
@@ -290,7 +290,7 @@ def _join(side: Side) -> str:
     return f"{{side: {side.source.name}, {key}columns: {columns}}}"
 
 
-def _statement(plan: Plan) -> Iterator[str]:
+def _statement(plan: JobPlan) -> Iterator[str]:
     looked_up = {name for side in plan.sides for name in side.columns}
     elsewhere = looked_up | plan.transforms.keys()
     columns = [f.column for f in plan.features if f.column.name not in elsewhere]
@@ -308,7 +308,7 @@ def _statement(plan: Plan) -> Iterator[str]:
     yield f"      FROM {plan.inner}"
 
 
-def _split(plan: Plan, split: datetime | None) -> Iterator[str]:
+def _split(plan: JobPlan, split: datetime | None) -> Iterator[str]:
     if split is not None:
         yield "  # About the last tenth of the rows is for evaluation."
         yield f"  split: {{evaluation_from: {split}}}"
@@ -317,7 +317,7 @@ def _split(plan: Plan, split: datetime | None) -> Iterator[str]:
         yield "  # split: {evaluation_from: 2026-01-31}"
 
 
-def _tables(plan: Plan) -> Iterator[str]:
+def _tables(plan: JobPlan) -> Iterator[str]:
     scale = max(1.0, plan.source.num_rows / plan.source.rows.num_rows)
     for name, features in plan.tables.items():
         names = ", ".join(yaml_word(f.column.name) for f in features)
@@ -325,7 +325,7 @@ def _tables(plan: Plan) -> Iterator[str]:
         yield f"    {yaml_word(name)}: {{features: [{names}], num_rows: {size}}}"
 
 
-def schema_text(plan: Plan) -> str:
+def schema_text(plan: JobPlan) -> str:
     """Return the text of `schema.pbtxt`."""
     lines = [
         "# Columns of the samples, each with its role: sparse (an id, looked up in a table),",
@@ -337,7 +337,7 @@ def schema_text(plan: Plan) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _feature(feature: Feature) -> str:
+def _feature(feature: PlannedFeature) -> str:
     column = feature.column
     count = " value_count { min: 0 }" if column.shape == "list" else ""
     domain = " int_domain { min: 0 max: 1 }" if feature.role == "label" else ""

@@ -14,8 +14,8 @@ import pyarrow.compute as pc
 from pipelines.init.columns import (
     BECOME_NULL,
     TEXTS,
-    Column,
     Role,
+    ScannedColumn,
     columns_of,
     numbers_in,
     quoted,
@@ -52,10 +52,10 @@ _EARLY_ROWS = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Feature:
+class PlannedFeature:
     """A column of the samples, its role, and the reason."""
 
-    column: Column
+    column: ScannedColumn
     role: Role
     why: str
 
@@ -77,7 +77,7 @@ class Side:
 
 
 @dataclass(slots=True)
-class Plan:
+class JobPlan:
     """The choices of a job.
 
     Attributes:
@@ -99,7 +99,7 @@ class Plan:
     source: LogSource
     inner: str
     num_samples: int
-    features: list[Feature] = field(default_factory=list[Feature])
+    features: list[PlannedFeature] = field(default_factory=list[PlannedFeature])
     session: tuple[str, str] = ("", "")
     time: tuple[str, str] = ("", "")
     is_timed: bool = True
@@ -107,11 +107,11 @@ class Plan:
     sides: list[Side] = field(default_factory=list[Side])
     unnested: str | None = None
     transforms: dict[str, str] = field(default_factory=dict[str, str])
-    tables: dict[str, list[Feature]] = field(default_factory=dict[str, list[Feature]])
+    tables: dict[str, list[PlannedFeature]] = field(default_factory=dict[str, list[PlannedFeature]])
     left_out: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
 
     @property
-    def label(self) -> Feature | None:
+    def label(self) -> PlannedFeature | None:
         """The label, or None."""
         return next((f for f in self.features if f.role == "label"), None)
 
@@ -130,7 +130,7 @@ def typed(source: LogSource) -> LogSource:
     return replace(source, rows=rows, config=replace(source.config, columns=types))
 
 
-def plan_of(sources: Sequence[LogSource], unique: Mapping[tuple[str, str], bool]) -> Plan:
+def plan_of(sources: Sequence[LogSource], unique: Mapping[tuple[str, str], bool]) -> JobPlan:
     """Return a job for some sources.
 
     `sources` have typed columns; `unique` is (source, column) to whether the values are distinct.
@@ -138,7 +138,7 @@ def plan_of(sources: Sequence[LogSource], unique: Mapping[tuple[str, str], bool]
     if not sources:
         raise SchemaError("files of the folder have no row; fill one")
     analyzed = {source.name: list(columns_of(source.rows)) for source in sources}
-    columns = {n: [c for c in each if isinstance(c, Column)] for n, each in analyzed.items()}
+    columns = {n: [c for c in each if isinstance(c, ScannedColumn)] for n, each in analyzed.items()}
     labelled_lists = {source.name: _labelled_list(source) for source in sources}
 
     def evidence(source: LogSource) -> tuple[int, int, str]:
@@ -149,15 +149,17 @@ def plan_of(sources: Sequence[LogSource], unique: Mapping[tuple[str, str], bool]
         return 3 * bool(shown) + 2 * label + 2 * timed, source.num_bytes, source.name
 
     source = max(sources, key=evidence)
-    plan = Plan(source, quoted(source.name), source.num_rows)
+    plan = JobPlan(source, quoted(source.name), source.num_rows)
     log_columns, name = analyzed[source.name], labelled_lists[source.name]
     if name is not None:
         plan.source = source = _with_entries(source, name)
         plan.num_samples, plan.unnested = source.num_rows, name
         plan.inner = _unnest("* REPLACE (", quoted(name), f"{quoted(name)})", plan.inner)
         log_columns = list(columns_of(source.rows))
-    plan.left_out += [(f"column {c[0]}", c[1]) for c in log_columns if not isinstance(c, Column)]
-    others = _with_label(plan, source, [c for c in log_columns if isinstance(c, Column)])
+    plan.left_out += [
+        (f"column {c[0]}", c[1]) for c in log_columns if not isinstance(c, ScannedColumn)
+    ]
+    others = _with_label(plan, source, [c for c in log_columns if isinstance(c, ScannedColumn)])
     _choose_time(plan, others)
     _choose_session(plan)
     for other in sorted(sources, key=lambda k: (k.config.format == "csv", -k.num_bytes)):
@@ -181,7 +183,7 @@ def _labelled_list(source: LogSource) -> str | None:
         listed = pa.types.is_list(values.type) or pa.types.is_large_list(values.type)
         if listed and pa.types.is_struct(values.type.value_type):
             entries = columns_of(pa.table({name: values.flatten()}))
-            fields = [c for c in entries if isinstance(c, Column)]
+            fields = [c for c in entries if isinstance(c, ScannedColumn)]
             if _named_label(fields) or _graded_label(fields):
                 return name
     return None
@@ -195,7 +197,7 @@ def _with_entries(source: LogSource, name: str) -> LogSource:
     return replace(source, rows=rows, num_rows=source.num_rows * rows.num_rows // len(lists))
 
 
-def _rejecting(feature: Feature) -> Feature:
+def _rejecting(feature: PlannedFeature) -> PlannedFeature:
     """Return a feature whose bad values reject their rows: a key, time or label."""
     column = feature.column
     expr = column.expr.replace("TRY_CAST(", "CAST(")
@@ -203,14 +205,14 @@ def _rejecting(feature: Feature) -> Feature:
     return replace(feature, column=replace(column, expr=expr, why=why))
 
 
-def _named_label(columns: Sequence[Column]) -> Column | None:
+def _named_label(columns: Sequence[ScannedColumn]) -> ScannedColumn | None:
     binary = {c.name: c for c in columns if c.is_binary}
     exact = [binary[name] for name in _LABELS if name in binary]
     partial = [c for name in _LABELS[:6] for c in binary.values() if name in c.words]
     return next(iter([*exact, *partial]), None)
 
 
-def _graded_label(columns: Sequence[Column]) -> tuple[Column, float] | None:
+def _graded_label(columns: Sequence[ScannedColumn]) -> tuple[ScannedColumn, float] | None:
     """Return a numeric outcome, such as seconds, and the bound above which it is positive."""
     for column in columns:
         if column.is_outcome and column.shape in ("int", "float") and not column.is_binary:
@@ -221,7 +223,9 @@ def _graded_label(columns: Sequence[Column]) -> tuple[Column, float] | None:
     return None
 
 
-def _clicked_of(source: LogSource, columns: Sequence[Column]) -> tuple[Column, Column] | None:
+def _clicked_of(
+    source: LogSource, columns: Sequence[ScannedColumn]
+) -> tuple[ScannedColumn, ScannedColumn] | None:
     """Return a list of the items shown, and the list, or the one, of these that was clicked."""
     items = [c for c in columns if not c.shown and (c.of or c.shape) in ("int", "text")]
     with duckdb.connect() as database:
@@ -247,11 +251,13 @@ def _clicked_of(source: LogSource, columns: Sequence[Column]) -> tuple[Column, C
     return None
 
 
-def _raw_name(source: LogSource, column: Column) -> str:
+def _raw_name(source: LogSource, column: ScannedColumn) -> str:
     return next(n for n in source.rows.column_names if quoted(n) == column.expr)
 
 
-def _with_label(plan: Plan, source: LogSource, columns: list[Column]) -> list[Column]:
+def _with_label(
+    plan: JobPlan, source: LogSource, columns: list[ScannedColumn]
+) -> list[ScannedColumn]:
     """Add the label, and the SQL that unnests the list with it; return the remaining columns."""
     names = {c.name for c in columns}
     item = next(n for n in ("item", "shown_item", "item_") if n not in names)
@@ -289,23 +295,23 @@ def _with_label(plan: Plan, source: LogSource, columns: list[Column]) -> list[Co
         plan.inner = _unnest("*, ", shown.expr, entry, plan.inner)
         num_rows = min(shown.num_rows, TEXTS) if shown.shown else shown.num_rows
         plan.num_samples = plan.num_samples * len(shown.values) // num_rows
-        items = Column(item, sql, shown.of or "int", shown.values, 0, why=shown.name)
+        items = ScannedColumn(item, sql, shown.of or "int", shown.values, 0, why=shown.name)
         _add(plan, items, "sparse", f"one sample for each entry of {shown.name}")
-    label_column = Column(name, f"CAST({label} AS TINYINT)", "int", pa.array([0, 1]), 0)
+    label_column = ScannedColumn(name, f"CAST({label} AS TINYINT)", "int", pa.array([0, 1]), 0)
     _add(plan, label_column, "label", why)
     return [c for c in columns if c.name not in used]
 
 
-def _nulls(column: Column) -> str:
+def _nulls(column: ScannedColumn) -> str:
     share = column.num_nulls / max(1, column.num_rows)
     return f"; null in {share:.1%} of the rows, taken as 0" if column.num_nulls else ""
 
 
-def _add(plan: Plan, column: Column, role: Role, why: str) -> None:
-    plan.features.append(Feature(column, role, why))
+def _add(plan: JobPlan, column: ScannedColumn, role: Role, why: str) -> None:
+    plan.features.append(PlannedFeature(column, role, why))
 
 
-def _role(column: Column, *, in_side: bool = False) -> tuple[Role, str]:
+def _role(column: ScannedColumn, *, in_side: bool = False) -> tuple[Role, str]:
     """Return the role of a column, and the reason."""
     distinct = column.num_distinct
     if column.shape == "time":
@@ -334,7 +340,7 @@ def _role(column: Column, *, in_side: bool = False) -> tuple[Role, str]:
     return "dense", column.why or "a number, by its name or its range"
 
 
-def _choose_time(plan: Plan, columns: Sequence[Column]) -> None:
+def _choose_time(plan: JobPlan, columns: Sequence[ScannedColumn]) -> None:
     """Choose the time column, and add all columns with their roles."""
     times = [c for c in columns if c.shape == "time"]
     times.sort(key=lambda c: (c.num_nulls > 0, not c.words & _TIMES, -c.num_distinct))
@@ -343,7 +349,7 @@ def _choose_time(plan: Plan, columns: Sequence[Column]) -> None:
     else:
         names = {c.name for c in columns}
         name = next(n for n in ("row_time", "row_time_") if n not in names)
-        constant = Column(name, "CAST(0 AS BIGINT)", "int", pa.array([0]), 0)
+        constant = ScannedColumn(name, "CAST(0 AS BIGINT)", "int", pa.array([0]), 0)
         why = "no column is a time: samples of a session keep the order of the files"
         _add(plan, constant, "kept", why)
         plan.time, plan.is_timed = (name, why), False
@@ -351,7 +357,7 @@ def _choose_time(plan: Plan, columns: Sequence[Column]) -> None:
         _add(plan, column, *_role(column))
 
 
-def _choose_session(plan: Plan) -> None:
+def _choose_session(plan: JobPlan) -> None:
     """Choose the session key."""
     scalars = [f.column for f in plan.features if f.role != "label" and f.column.num_rows]
     scalars = [c for c in scalars if c.shape in ("int", "text") and c.is_id and c.num_distinct > 1]
@@ -380,22 +386,30 @@ def _choose_session(plan: Plan) -> None:
     else:
         why = "no column looks like a session or a user: all rows are one session; name a key"
         plan.session = "all_rows", why
-        _add(plan, Column("all_rows", "CAST(0 AS BIGINT)", "int", pa.array([0]), 0), "kept", why)
+        _add(
+            plan,
+            ScannedColumn("all_rows", "CAST(0 AS BIGINT)", "int", pa.array([0]), 0),
+            "kept",
+            why,
+        )
 
 
-def _set_role(plan: Plan, column: Column, role: Role, why: str) -> None:
+def _set_role(plan: JobPlan, column: ScannedColumn, role: Role, why: str) -> None:
     for index, feature in enumerate(plan.features):
         if feature.column is column:
-            plan.features[index] = Feature(column, role, why)
+            plan.features[index] = PlannedFeature(column, role, why)
 
 
-def _session_why(key: Column, why: str) -> str:
+def _session_why(key: ScannedColumn, why: str) -> str:
     nulls = f", {key.num_nulls} rows with null are rejected" if key.num_nulls else ""
     return f"{why}; {key.num_rows / max(1, key.num_distinct):.1f} rows per value{nulls}"
 
 
 def _add_side(
-    plan: Plan, source: LogSource, columns: Sequence[Column], unique: Mapping[tuple[str, str], bool]
+    plan: JobPlan,
+    source: LogSource,
+    columns: Sequence[ScannedColumn],
+    unique: Mapping[tuple[str, str], bool],
 ) -> None:
     """Add files as a side table, if samples have a key of them."""
     match = _key_of(plan, source, columns)
@@ -427,12 +441,12 @@ def _add_side(
 
 
 def _side_columns(
-    plan: Plan, source: LogSource, columns: Sequence[Column]
-) -> tuple[dict[str, Feature], dict[str, list[str]]]:
+    plan: JobPlan, source: LogSource, columns: Sequence[ScannedColumn]
+) -> tuple[dict[str, PlannedFeature], dict[str, list[str]]]:
     """Return the columns of a side table that samples can use, and the others by reason."""
     names = {f.column.name for f in plan.features}
     plain = {quoted(name) for name in source.rows.column_names}
-    used: dict[str, Feature] = {}
+    used: dict[str, PlannedFeature] = {}
     unused: dict[str, list[str]] = {}
     for column in columns:
         if column.name in names:
@@ -440,19 +454,21 @@ def _side_columns(
         elif column.is_prose:
             reason = "long texts"
         elif column.expr in plain:
-            used[column.name] = Feature(column, *_role(column, in_side=True))
+            used[column.name] = PlannedFeature(column, *_role(column, in_side=True))
             continue
         else:
             raw = _transformed(plan, source, column, names)
             if raw is not None:
-                used[column.name] = Feature(raw, "kept", "a transform makes a feature of it")
+                used[column.name] = PlannedFeature(raw, "kept", "a transform makes a feature of it")
                 continue
             reason = f"{column.why or column.shape}: features of them need SQL"
         unused.setdefault(reason, []).append(column.name)
     return used, unused
 
 
-def _transformed(plan: Plan, source: LogSource, column: Column, names: set[str]) -> Column | None:
+def _transformed(
+    plan: JobPlan, source: LogSource, column: ScannedColumn, names: set[str]
+) -> ScannedColumn | None:
     """Add a transform with the SQL of a side table's column; return the raw column."""
     if column.shape not in ("int", "list") or column.name not in source.rows.column_names:
         return None
@@ -464,10 +480,12 @@ def _transformed(plan: Plan, source: LogSource, column: Column, names: set[str])
     plan.transforms[name] = column.expr
     _add(plan, replace(column, name=name), role, f"from {column.name} of {source.name}; {why}")
     shape = "text" if is_text(values.type) else "float"
-    return Column(column.name, quoted(column.name), shape, values, len(values), values.null_count)
+    return ScannedColumn(
+        column.name, quoted(column.name), shape, values, len(values), values.null_count
+    )
 
 
-def _scale(plan: Plan) -> None:
+def _scale(plan: JobPlan) -> None:
     """Add transforms that scale numbers of a wide range; the numbers themselves are kept."""
     for index, feature in enumerate(list(plan.features)):
         column = feature.column
@@ -484,15 +502,17 @@ def _scale(plan: Plan) -> None:
         name = f"{column.name}_{suffix}"
         name += "_" * any(f.column.name == name for f in plan.features)
         plan.transforms[name] = f"{{{transform}: {{column: {column.name}}}}}"
-        plan.features[index] = Feature(column, "kept", f"{feature.why}; {name} is read instead")
-        scaled = Column(name, "", "float", values, column.num_rows)
+        plan.features[index] = PlannedFeature(
+            column, "kept", f"{feature.why}; {name} is read instead"
+        )
+        scaled = ScannedColumn(name, "", "float", values, column.num_rows)
         why = f"{feature.why}; {values_range}: {transform} of {column.name}"
         _add(plan, scaled, "dense", why)
 
 
 def _key_of(
-    plan: Plan, source: LogSource, columns: Sequence[Column]
-) -> tuple[Column, str, str] | None:
+    plan: JobPlan, source: LogSource, columns: Sequence[ScannedColumn]
+) -> tuple[ScannedColumn, str, str] | None:
     """Return the key of a side table, the column of samples that has it, and the reason."""
     scalars = [f.column for f in plan.features if f.column.shape in ("int", "text")]
     plain = {quoted(n) for n in source.rows.column_names}
@@ -523,7 +543,7 @@ def _key_of(
     return None
 
 
-def _share(column: Column, other: Column) -> float:
+def _share(column: ScannedColumn, other: ScannedColumn) -> float:
     """Return the share of a column's distinct values that occur in another column."""
     values = pc.unique(column.values.drop_null())
     if not len(values) or values.type != other.values.type:
@@ -532,16 +552,16 @@ def _share(column: Column, other: Column) -> float:
     return (common or 0) / len(values)
 
 
-def _tables(plan: Plan) -> dict[str, list[Feature]]:
+def _tables(plan: JobPlan) -> dict[str, list[PlannedFeature]]:
     """Return the embedding tables: features with ids of the same kind share one."""
-    groups: list[list[Feature]] = []
+    groups: list[list[PlannedFeature]] = []
     for feature in [f for f in plan.features if f.role == "sparse"]:
         group = next((g for g in groups if any(_same_kind(feature, f) for f in g)), None)
         if group is None:
             groups.append([feature])
         else:
             group.append(feature)
-    tables: dict[str, list[Feature]] = {}
+    tables: dict[str, list[PlannedFeature]] = {}
     for features in groups:
         first = next((f for f in features if f.column.shape != "list"), features[0])
         stem = re.sub(r"_ids?$", "", first.column.name)
@@ -550,7 +570,7 @@ def _tables(plan: Plan) -> dict[str, list[Feature]]:
     return tables
 
 
-def _same_kind(one: Feature, other: Feature) -> bool:
+def _same_kind(one: PlannedFeature, other: PlannedFeature) -> bool:
     a, b = one.column, other.column
     if (a.of or a.shape) != (b.of or b.shape) or "list" not in (a.shape, b.shape):
         return False
@@ -563,19 +583,19 @@ def _same_kind(one: Feature, other: Feature) -> bool:
     return least >= _FEW[kind] and share >= max(_OVERLAP[kind], _CHANCE * by_chance)
 
 
-def _density(column: Column) -> float:
+def _density(column: ScannedColumn) -> float:
     """Return the share of the integers of a column's range that it has."""
     low, high = pc.min_max(column.values).as_py().values()
     return 0.0 if low is None else column.num_distinct / (high - low + 1)
 
 
-def _nouns(column: Column) -> set[str]:
+def _nouns(column: ScannedColumn) -> set[str]:
     """Return the nouns in the names of a column and of the column it is made of."""
     words = words_of(column.name) | (set() if " " in column.why else words_of(column.why))
     return {word.removesuffix("s") for word in words - _NOT_NOUNS}
 
 
-def num_rows_of(features: Sequence[Feature], scale: float) -> int:
+def num_rows_of(features: Sequence[PlannedFeature], scale: float) -> int:
     """Return the number of rows of a table, a power of two large enough that hashes seldom collide.
 
     64 for each of a few hundred values (one in 128 shares its row), down to four for each of many.
@@ -589,7 +609,7 @@ def num_rows_of(features: Sequence[Feature], scale: float) -> int:
     return min(_MAX_TABLE, 1 << int(num_rows - 1).bit_length())
 
 
-def type_of(column: Column) -> Literal["INT", "FLOAT", "BYTES"]:
+def type_of(column: ScannedColumn) -> Literal["INT", "FLOAT", "BYTES"]:
     """Return the type of a column in the schema."""
     shape = column.of or column.shape
     if shape == "text":

@@ -35,7 +35,7 @@ from pipelines.table.indexes import (
 )
 from schemas.dataset.accesses import TableAccesses
 from schemas.dataset.manifest import GroupCounts
-from schemas.dataset.opened import Dataset, Segment
+from schemas.dataset.opened import OpenDataset, Segment
 from schemas.dataset.run_next_uses import open_table
 from schemas.dataset.samples import row_groups
 from schemas.errors import SchemaError
@@ -59,7 +59,7 @@ OPTIMAL_WORK = 12_000_000
 """Accesses times capacities for the curve of the optimal cache: about 10 seconds."""
 
 
-def read_facts(dataset: Dataset, runs: Path | Location | None) -> dict[str, Any]:
+def read_facts(dataset: OpenDataset, runs: Path | Location | None) -> dict[str, Any]:
     """Read everything that the page shows, one value per section.
 
     `runs` is a finished run, or a directory of runs, optionally with `plan.json` and `build.json`.
@@ -82,7 +82,7 @@ def read_facts(dataset: Dataset, runs: Path | Location | None) -> dict[str, Any]
 # Totals and bytes.
 
 
-def count_samples(dataset: Dataset) -> dict[str, Any]:
+def count_samples(dataset: OpenDataset) -> dict[str, Any]:
     """Return totals over all segments; `deleted` samples have a tombstone and are still stored."""
     manifests = [s.manifest for s in dataset.segments]
     blocks = {split: 0 for m in manifests for split in sorted(m.splits, reverse=True)}
@@ -121,7 +121,7 @@ class StorageFacts:
         return self.columns + self.derived + self.other
 
 
-def storage_facts(dataset: Dataset, rows: FlatRows) -> StorageFacts:
+def storage_facts(dataset: OpenDataset, rows: FlatRows) -> StorageFacts:
     """Return the bytes of a dataset and of its expanded rows."""
     data, derived = dataset_bytes(dataset), derived_bytes(dataset)
     return StorageFacts(
@@ -139,7 +139,7 @@ def storage_facts(dataset: Dataset, rows: FlatRows) -> StorageFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class SharedRows:
+class SharedTables:
     """Tuples of a group, or values of list features, that are stored once for several blocks."""
 
     name: str  # of the group or the list features
@@ -148,17 +148,17 @@ class SharedRows:
     stored: int  # their number in the files
 
 
-def shared_rows(dataset: Dataset) -> list[SharedRows]:
+def shared_rows(dataset: OpenDataset) -> list[SharedTables]:
     """Return what is shared beyond blocks, over all segments: groups first, then lists."""
     totals = group_totals(dataset)
     tuples = {g: sum(m.num_rows for m in file_metadata(dataset, f"tuples/{g}/")) for g in totals}
     shared = [
-        SharedRows(group, "tuples", totals[group].num_unique, stored)
+        SharedTables(group, "tuples", totals[group].num_unique, stored)
         for group, stored in tuples.items()
         if stored
     ]
     return shared + [
-        SharedRows(
+        SharedTables(
             ", ".join(features),
             "list values",
             totals[group].num_values_dedup,
@@ -168,7 +168,7 @@ def shared_rows(dataset: Dataset) -> list[SharedRows]:
     ]
 
 
-def windowed_features(dataset: Dataset) -> dict[str, list[str]]:
+def windowed_features(dataset: OpenDataset) -> dict[str, list[str]]:
     """Return the groups all of whose lists are windows in every segment, with these lists."""
     lists = {f.name for f in dataset.features.features if f.is_list}
     lists_of_group: dict[str, list[str]] = {}
@@ -182,7 +182,7 @@ def windowed_features(dataset: Dataset) -> dict[str, list[str]]:
     }
 
 
-def buffer_values(dataset: Dataset, feature: str) -> int:
+def buffer_values(dataset: OpenDataset, feature: str) -> int:
     """Return the number of values in a feature's buffers; an empty list counts as one."""
     return sum(
         m.row_group(i).column(1).num_values
@@ -191,7 +191,7 @@ def buffer_values(dataset: Dataset, feature: str) -> int:
     )
 
 
-def group_totals(dataset: Dataset) -> dict[str, GroupCounts]:
+def group_totals(dataset: OpenDataset) -> dict[str, GroupCounts]:
     """Return the counts of each group over all segments."""
     num_samples = sum(s.manifest.num_samples for s in dataset.segments)
     totals: dict[str, GroupCounts] = {}
@@ -225,7 +225,7 @@ class QualityFacts:
         return sum(distance > threshold for *_, distance, threshold in self.distances)
 
 
-def quality_facts(dataset: Dataset) -> QualityFacts:
+def quality_facts(dataset: OpenDataset) -> QualityFacts:
     """Read the anomalies of the last segments.
 
     Raises:
@@ -293,7 +293,7 @@ class OracleFacts:
         return TableReport(**sums)
 
 
-def oracle_facts(dataset: Dataset) -> OracleFacts | None:
+def oracle_facts(dataset: OpenDataset) -> OracleFacts | None:
     """Run the job's plan over every table, and the curves over the largest.
 
     Returns:

@@ -20,7 +20,7 @@ from pipelines.clustering.storage_layout import (
 )
 from pipelines.table.commit import anomalies_name
 from schemas.dataset.defaults import missing_column_defaults
-from schemas.dataset.opened import Dataset, Segment, version_name
+from schemas.dataset.opened import OpenDataset, Segment, version_name
 from schemas.dataset.samples import column_names, live_rows, read_live_row_group, row_groups
 from schemas.layout import (
     BLOCKS,
@@ -58,7 +58,7 @@ class FlatRows:
         column_bytes: column of the job's SQL to the estimated bytes of its rows in memory.
     """
 
-    dataset: Dataset
+    dataset: OpenDataset
     row_groups: Sequence[tuple[Segment, int, int]]
     num_rows: int
     num_samples: int
@@ -86,7 +86,7 @@ class FlatRows:
         yield from (table.select([n]) for n in table.column_names)
 
 
-def flat_rows(dataset: Dataset, max_bytes: int = MAX_BYTES) -> FlatRows:
+def flat_rows(dataset: OpenDataset, max_bytes: int = MAX_BYTES) -> FlatRows:
     """Return the expanded rows, or those of every n-th row group if all are too large."""
     places = [(s, f, g) for s in dataset.segments for f, g in row_groups(s)]
     first = _read(dataset, places[0], column_names(dataset, model_inputs=False))
@@ -99,7 +99,9 @@ def flat_rows(dataset: Dataset, max_bytes: int = MAX_BYTES) -> FlatRows:
     return FlatRows(dataset, chosen, num_rows, num_samples, column_bytes)
 
 
-def _read(dataset: Dataset, place: tuple[Segment, int, int], columns: Sequence[str]) -> pa.Table:
+def _read(
+    dataset: OpenDataset, place: tuple[Segment, int, int], columns: Sequence[str]
+) -> pa.Table:
     defaults = missing_column_defaults(dataset, place[0])
     return read_live_row_group(*place, dataset.job.data, defaults, columns)
 
@@ -160,19 +162,19 @@ def flat_bytes(rows: FlatRows, time: str) -> dict[str, float]:
     return totals
 
 
-def dataset_bytes(dataset: Dataset) -> int:
+def dataset_bytes(dataset: OpenDataset) -> int:
     """Return the bytes of samples and groups of all segments."""
     return sum(s.manifest.dataset_bytes for s in dataset.segments)
 
 
-def oracle_bytes(dataset: Dataset) -> int:
+def oracle_bytes(dataset: OpenDataset) -> int:
     """Return the bytes of access lists, edges and indexes."""
     segments = sum(s.manifest.oracle_bytes for s in dataset.segments)
     indexes = map(dataset.open_index, dataset.complete_indexes())
     return segments + sum(index.oracle_bytes for index in indexes)
 
 
-def derived_bytes(dataset: Dataset) -> int:
+def derived_bytes(dataset: OpenDataset) -> int:
     """Return the bytes of the column chunks that transforms added, without footers."""
     derived = set(dataset.job.data.derived_columns)
     derived |= {w for column in derived for w in window_columns(column)}
@@ -180,7 +182,7 @@ def derived_bytes(dataset: Dataset) -> int:
 
 
 def column_bytes(
-    dataset: Dataset, directories: str | tuple[str, ...], columns: Iterable[str]
+    dataset: OpenDataset, directories: str | tuple[str, ...], columns: Iterable[str]
 ) -> int:
     """Return the compressed bytes of some columns in the files below directories of segments."""
     return sum(chunk_bytes(m, columns) for m in file_metadata(dataset, directories))
@@ -194,7 +196,7 @@ def chunk_bytes(metadata: pq.FileMetaData, columns: Iterable[str]) -> int:
 
 
 def file_metadata(
-    dataset: Dataset, directories: str | tuple[str, ...]
+    dataset: OpenDataset, directories: str | tuple[str, ...]
 ) -> Iterator[pq.FileMetaData]:
     """Yield the metadata of each Parquet file below directories of the segments."""
     for segment in dataset.segments:
@@ -203,7 +205,7 @@ def file_metadata(
                 yield segment.file(path).metadata
 
 
-def folder_bytes(dataset: Dataset) -> int:
+def folder_bytes(dataset: OpenDataset) -> int:
     """Return the bytes of every file of a dataset except the oracle's.
 
     These are the root manifest, job, schema, the fitted values of transforms, deleted samples, and
@@ -227,7 +229,7 @@ def folder_bytes(dataset: Dataset) -> int:
     )
 
 
-def bytes_by_table(dataset: Dataset) -> dict[str, int]:
+def bytes_by_table(dataset: OpenDataset) -> dict[str, int]:
     """Return the bytes of the samples and of each group, including shared tuples and buffers."""
     data = dataset.job.data
     directories = {"samples": ["samples/"]}

@@ -27,7 +27,7 @@ from pipelines.sources.text_records import (
     SHOWN_BYTES,
     Dialect,
     Fault,
-    Records,
+    TextRecords,
     TextStream,
     decompressed,
     last_line_end,
@@ -170,7 +170,7 @@ class _CsvReader:
         rows = with_origins(table, self._split.file_index, positions.astype(np.int64))
         return RawRows(rows, tuple(sorted(rejects, key=sort_key)))
 
-    def _parse_block(self) -> tuple[Records, _Parsed]:
+    def _parse_block(self) -> tuple[TextRecords, _Parsed]:
         """Return the records of the data and their fields, by the fastest method that is exact.
 
         If each line yields one row, no quoted field contains a line end.
@@ -180,7 +180,7 @@ class _CsvReader:
         text = data[:end]
         if not lines_not_utf8(text, final=True):
             if not dialect.has_quoted(text):
-                records = Records()
+                records = TextRecords()
                 records.add(0, end, num_lines(data, 0, end))
                 return records, self._checked(self._parse(text), records)
             records = scan_well_formed(data, final, dialect)
@@ -192,7 +192,7 @@ class _CsvReader:
         good = b"".join(_with_line_end(data[start:end]) for start, end in records.good_ranges)
         return records, self._checked(self._parse(dialect.without_escapes(good)), records)
 
-    def _checked(self, parsed: _Parsed, records: Records) -> _Parsed:
+    def _checked(self, parsed: _Parsed, records: TextRecords) -> _Parsed:
         assert parsed.num_records == records.num_good, (
             f"parser must give {records.num_good} rows, got {parsed.num_records} in "
             f"{self._split.path} from row {self._row}"

@@ -252,7 +252,7 @@ class Fault:
 
 
 @dataclass(slots=True)
-class Records:
+class TextRecords:
     """The complete records at the start of a buffer.
 
     `num_rows` counts the rejected ones, too; `good_ranges` are byte ranges.
@@ -280,7 +280,7 @@ class Records:
         self.num_bytes = end
 
 
-def scan_well_formed(data: bytes, final: bool, dialect: Dialect) -> Records | None:
+def scan_well_formed(data: bytes, final: bool, dialect: Dialect) -> TextRecords | None:
     """Return the records of a buffer whose quotes follow RFC 4180, without escape characters.
 
     A vectorized `scan`: opening and closing quotes alternate, so that a line end is outside of
@@ -317,7 +317,7 @@ def scan_well_formed(data: bytes, final: bool, dialect: Dialect) -> Records | No
     if final and len(opening) > len(closing):
         return None
     num_bytes = len(data) if final else (int(line_ends[-1]) + 1 if len(line_ends) else 0)
-    records = Records()
+    records = TextRecords()
     records.add(0, num_bytes, _num_records(array, line_ends, num_bytes))
     return records
 
@@ -341,7 +341,7 @@ def _num_records(array: NDArray[np.uint8], line_ends: NDArray[np.intp], num_byte
     return int((lengths - pairs > 0).sum()) + int(starts[-1] < num_bytes)
 
 
-def scan(data: bytes, final: bool, full: bool, dialect: Dialect) -> Records:
+def scan(data: bytes, final: bool, full: bool, dialect: Dialect) -> TextRecords:
     """Return the records of a buffer; lines with quotes or invalid UTF-8 are checked one by one.
 
     Args:
@@ -385,9 +385,9 @@ class _Scan:
         self.full = full
         self.dialect = dialect
         self.not_utf8 = lines_not_utf8(data, final)
-        self.records = Records()
+        self.records = TextRecords()
 
-    def run(self) -> Records:
+    def run(self) -> TextRecords:
         data, records = self.data, self.records
         while (position := records.num_bytes) < len(data):
             special = self._next_special(position)

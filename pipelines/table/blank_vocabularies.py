@@ -17,7 +17,7 @@ from schemas.dataset.fitted import (
     load_vocabulary_versions,
     version_path,
 )
-from schemas.dataset.opened import Dataset, Segment
+from schemas.dataset.opened import OpenDataset, Segment
 from schemas.dataset.samples import read_sample_column, row_groups
 
 BlankedVocabularies = Mapping[str, tuple[str, bytes]]
@@ -33,7 +33,7 @@ def with_blanked_files(fitted: Mapping[str, str], blanked: BlankedVocabularies) 
     return dict(sorted(files.items()))
 
 
-def blank_vocabularies(dataset: Dataset) -> BlankedVocabularies:
+def blank_vocabularies(dataset: OpenDataset) -> BlankedVocabularies:
     """Return vocabularies without the values that only deleted samples have."""
     blanked: dict[str, tuple[str, bytes]] = {}
     fitted = {p: h for s in dataset.segments for p, h in s.manifest.fitted.items()}
@@ -63,7 +63,7 @@ def _blank_entries(table: pa.Table, mask: pa.Array) -> pa.Table:
     return pa.table(columns, schema=table.schema)
 
 
-def _values_of_deleted_samples(dataset: Dataset, columns: tuple[str, ...]) -> pa.Array | None:
+def _values_of_deleted_samples(dataset: OpenDataset, columns: tuple[str, ...]) -> pa.Array | None:
     """Return the values of some columns that deleted samples have, and no other sample."""
     parts = [
         (segment, file_index, row_group, column)
@@ -89,7 +89,7 @@ def _values_of_deleted_samples(dataset: Dataset, columns: tuple[str, ...]) -> pa
 
 
 def _values(
-    dataset: Dataset,
+    dataset: OpenDataset,
     segment: Segment,
     file_index: int,
     row_group: int,

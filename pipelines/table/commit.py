@@ -43,7 +43,7 @@ from schemas.dataset.manifest import (
     previous_names,
     read_segment,
 )
-from schemas.dataset.opened import Dataset, Segment, open_root
+from schemas.dataset.opened import OpenDataset, Segment, open_root
 from schemas.dataset.tombstones import read_tombstones
 from schemas.errors import SchemaError, pluralize
 from schemas.layout import JOB, MANIFEST, SCHEMA, SEGMENTS
@@ -61,7 +61,7 @@ class Place:
     that is `replaced`.
     """
 
-    dataset: Dataset | None
+    dataset: OpenDataset | None
     kept: tuple[Reference, ...]
     replaced: Reference | None
     position: int
@@ -444,7 +444,7 @@ def version_of_day(
 
 
 def refuse_same_input(
-    dataset: Dataset,
+    dataset: OpenDataset,
     listing: tuple[InputFile, ...],
     job: Path | Location,
     replaced: Reference | None = None,

@@ -48,7 +48,7 @@ from schemas.dataset.manifest import (
     read_segment,
     shuffle_key_of,
 )
-from schemas.dataset.opened import Dataset, Segment, open_dataset, open_root, read_version
+from schemas.dataset.opened import OpenDataset, Segment, open_dataset, open_root, read_version
 from schemas.dataset.samples import read_sample_column, row_groups
 from schemas.dataset.tombstones import merge_tombstones, read_tombstones
 from schemas.errors import SchemaError
@@ -113,7 +113,7 @@ def compact_dataset(request: CompactionRequest) -> dict[str, Any]:
     return until_committed(request.dataset, read_root, attempt)
 
 
-def due_segments(dataset: Dataset, request: CompactionRequest) -> list[Segment]:
+def due_segments(dataset: OpenDataset, request: CompactionRequest) -> list[Segment]:
     """Return the segments with an old enough tombstone, or with one of the ids in their rejects."""
     if request.older_than is None:
         return []
@@ -128,7 +128,7 @@ def due_segments(dataset: Dataset, request: CompactionRequest) -> list[Segment]:
     return [segment for segment in dataset.segments if is_due(segment)]
 
 
-def _requested_texts(dataset: Dataset, request: CompactionRequest) -> frozenset[str]:
+def _requested_texts(dataset: OpenDataset, request: CompactionRequest) -> frozenset[str]:
     if request.ids is None:
         return frozenset()
     column = id_column(dataset, request.column)
@@ -148,7 +148,7 @@ def _has_text_in_rejects(segment: Segment, texts: frozenset[str]) -> bool:
 
 def _rewrite(
     root: Root,
-    dataset: Dataset,
+    dataset: OpenDataset,
     due: list[Segment],
     expired: frozenset[str],
     request: CompactionRequest,
@@ -186,13 +186,13 @@ def _new_directory(request: CompactionRequest, segment_id: str) -> Location:
     return request.dataset / SEGMENTS / f"erase-{request.attempt}-{segment_id}"
 
 
-def _opened(dataset: Dataset, reference: Reference) -> Segment:
+def _opened(dataset: OpenDataset, reference: Reference) -> Segment:
     directory = dataset.directory / SEGMENTS / reference.directory
     return Segment(directory, reference, read_segment(directory, reference))
 
 
 def _write_segments(
-    dataset: Dataset,
+    dataset: OpenDataset,
     due: list[Segment],
     expired: frozenset[str],
     blanked: BlankedVocabularies,
@@ -247,7 +247,7 @@ def _new_reference(old: Reference, directory: Location, anomalies: str) -> Refer
     return write_anomalies(directory, reference, anomalies)
 
 
-def deleted_texts(dataset: Dataset, segment: Segment) -> frozenset[str]:
+def deleted_texts(dataset: OpenDataset, segment: Segment) -> frozenset[str]:
     """Return the values, as texts, for which samples of a segment were deleted.
 
     Columns of lists are left out: a tombstone does not record the entry that matched.
@@ -263,7 +263,7 @@ def deleted_texts(dataset: Dataset, segment: Segment) -> frozenset[str]:
 
 
 def _manifest_of(
-    dataset: Dataset,
+    dataset: OpenDataset,
     renamed: Mapping[str, str | None],
     due: list[Segment],
     references: list[Reference],
@@ -282,7 +282,7 @@ def _manifest_of(
 
 
 def _remaining_tombstones(
-    dataset: Dataset, due: list[Segment], renamed: Mapping[str, str | None]
+    dataset: OpenDataset, due: list[Segment], renamed: Mapping[str, str | None]
 ) -> pa.Table:
     """Return the tombstones of segments that were not rewritten, under the new ids."""
     table = read_tombstones(dataset.directory, dataset.manifest.tombstones_sha256)
@@ -293,7 +293,7 @@ def _remaining_tombstones(
     return merge_tombstones([remaining.set_column(0, "segment", pa.array(ids, pa.string()))])
 
 
-def _updated_lineage(dataset: Dataset, renamed: Mapping[str, str | None]) -> dict[str, str]:
+def _updated_lineage(dataset: OpenDataset, renamed: Mapping[str, str | None]) -> dict[str, str]:
     """Return the lineage with the new ids, and with the old ids of all renamed segments."""
     new_ids = {old: new or "" for old, new in renamed.items()}
     lineage = {key: new_ids.get(value, value) for key, value in dataset.manifest.lineage.items()}

@@ -35,7 +35,7 @@ from schemas.config.job import DataConfig, Job
 from schemas.dataset.files import write_files
 from schemas.dataset.group_files import group_schema, read_group
 from schemas.dataset.manifest import write_manifest
-from schemas.dataset.opened import Dataset, Segment
+from schemas.dataset.opened import OpenDataset, Segment
 from schemas.dataset.samples import blocks_of_row_group, row_groups, tuples_of_samples
 from schemas.features import FeatureSet
 from schemas.layout import BLOCK, BLOCKS, EVENTS, FILES, inverse_column, part_path
@@ -46,7 +46,7 @@ from schemas.storage.location import Location
 
 
 def compact_segment(
-    dataset: Dataset,
+    dataset: OpenDataset,
     segment: Segment,
     directory: Location,
     texts: frozenset[str] | None,

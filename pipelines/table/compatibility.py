@@ -15,7 +15,7 @@ from typing import Any
 
 from pipelines.table.target import JobFiles
 from schemas.config.job import DataConfig, Job
-from schemas.dataset.opened import Dataset
+from schemas.dataset.opened import OpenDataset
 from schemas.errors import SchemaError, suggest_name_or
 from schemas.features import Feature, FeatureSet
 from schemas.storage.location import Location
@@ -37,7 +37,7 @@ def identity_of(data: DataConfig) -> dict[str, Any]:
     return identity
 
 
-def check_compatible(dataset: Dataset, job: JobFiles) -> None:
+def check_compatible(dataset: OpenDataset, job: JobFiles) -> None:
     """Refuse a job whose segment could not be read together with the segments of the dataset.
 
     Job and schema of the open dataset are those of its newest segment.
@@ -57,7 +57,7 @@ def check_compatible(dataset: Dataset, job: JobFiles) -> None:
         )
 
 
-def check_types(dataset: Dataset, columns: Mapping[str, str], path: Path | Location) -> None:
+def check_types(dataset: OpenDataset, columns: Mapping[str, str], path: Path | Location) -> None:
     """Check that the columns of a segment have the Arrow types of those of the dataset.
 
     `columns` are those of the new segment, with the names of their types.

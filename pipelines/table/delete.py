@@ -22,7 +22,7 @@ from schemas.config.job import DataConfig
 from schemas.dataset.defaults import type_from_name
 from schemas.dataset.files import parquet_file
 from schemas.dataset.manifest import DatasetManifest, Root, read_root
-from schemas.dataset.opened import Dataset, Segment, open_root
+from schemas.dataset.opened import OpenDataset, Segment, open_root
 from schemas.dataset.samples import blocks_of_row_group, read_sample_column, row_groups
 from schemas.dataset.tombstones import encode_tombstones, merge_tombstones, read_tombstones
 from schemas.errors import SchemaError, suggest_name
@@ -84,7 +84,7 @@ def count_samples(table: pa.Table) -> int:
     return table.group_by(["segment", "block", "sample_index"]).aggregate([]).num_rows
 
 
-def id_column(dataset: Dataset, name: str | None) -> str:
+def id_column(dataset: OpenDataset, name: str | None) -> str:
     """Return the column that holds the ids, by default the session key.
 
     Raises:
@@ -100,7 +100,7 @@ def id_column(dataset: Dataset, name: str | None) -> str:
     return name or key
 
 
-def id_type(dataset: Dataset, column: str) -> pa.DataType:
+def id_type(dataset: OpenDataset, column: str) -> pa.DataType:
     """Return the type of the values of a column.
 
     Raises:
@@ -178,7 +178,7 @@ def contains_any(values: pa.Array, ids: pa.Array) -> NDArray[np.bool_]:
     return before[offsets[1:]] > before[offsets[:-1]]
 
 
-def find_tombstones(dataset: Dataset, column: str, ids: pa.Array, at: datetime) -> pa.Table:
+def find_tombstones(dataset: OpenDataset, column: str, ids: pa.Array, at: datetime) -> pa.Table:
     """Return a tombstone for each sample with one of some ids.
 
     `ids` are of the type of the column's values, `at` is UTC.
@@ -225,7 +225,7 @@ REJECT_PREFIXES = ("rejects/", "late/")
 """Paths of the files with rejects and late events begin with one of these."""
 
 
-def expired_segments(dataset: Dataset, limit: datetime) -> frozenset[str]:
+def expired_segments(dataset: OpenDataset, limit: datetime) -> frozenset[str]:
     """Return the ids of the segments with rejects or late events written before a time, UTC."""
     return frozenset(
         segment.id

@@ -19,7 +19,7 @@ from pipelines.samples.statements import quoted_name
 from pipelines.sources.types import sql_type
 from schemas.arrays import Jagged, comparable, hash_keys, is_list, offsets_of, one_chunk
 from schemas.dataset.defaults import missing_column_defaults
-from schemas.dataset.opened import Dataset, Segment, open_dataset
+from schemas.dataset.opened import OpenDataset, Segment, open_dataset
 from schemas.dataset.samples import column_names, read_samples
 from schemas.errors import SchemaError
 from schemas.hashing import splitmix64
@@ -75,7 +75,7 @@ def expand(
 VIEW = "view.sql"
 
 
-def view_sql(dataset: Dataset) -> str:
+def view_sql(dataset: OpenDataset) -> str:
     """Return the statements that create both views, with the columns in the schema's order.
 
     Null lists and empty lists are distinguished; the order of rows is undefined.
@@ -92,7 +92,7 @@ def view_sql(dataset: Dataset) -> str:
     )
 
 
-def _select_segment(dataset: Dataset, segment: Segment, columns: Sequence[str]) -> str:
+def _select_segment(dataset: OpenDataset, segment: Segment, columns: Sequence[str]) -> str:
     defaults = {
         name: f"CAST({_literal(value.as_py())} AS {sql_type(value.type)})"
         for name, value in missing_column_defaults(dataset, segment).items()
@@ -104,7 +104,7 @@ def _select_segment(dataset: Dataset, segment: Segment, columns: Sequence[str]) 
     return "\n".join([*lines, *_exclude_deleted(dataset, segment)])
 
 
-def _from_lines(dataset: Dataset, segment: Segment, columns: Sequence[str]) -> Iterator[str]:
+def _from_lines(dataset: OpenDataset, segment: Segment, columns: Sequence[str]) -> Iterator[str]:
     """Yield the FROM clause, and a JOIN for each table that has one of the columns."""
     numbered = bool(segment.tombstones.num_rows)
     yield f"FROM {_files(segment, 'samples', numbered=numbered)} AS {quoted_name('s')}"
@@ -133,7 +133,7 @@ def _from_lines(dataset: Dataset, segment: Segment, columns: Sequence[str]) -> I
                 )
 
 
-def _exclude_deleted(dataset: Dataset, segment: Segment) -> list[str]:
+def _exclude_deleted(dataset: OpenDataset, segment: Segment) -> list[str]:
     """Return the condition that excludes deleted samples, if there are any."""
     sha256 = dataset.manifest.tombstones_sha256
     if sha256 is None or not segment.tombstones.num_rows:

@@ -38,12 +38,12 @@ from schemas.dataset.manifest import (
     shuffle_key_of,
     write_manifest,
 )
-from schemas.dataset.opened import Dataset, Index, Segment, open_dataset, select_segments
+from schemas.dataset.opened import Index, OpenDataset, Segment, open_dataset, select_segments
 from schemas.dataset.order import Order
 from schemas.dataset.run_next_uses import NextUses, open_table
 from schemas.layout import FILES, TRAIN
 from schemas.machine import num_cores
-from schemas.oracle.cache_plan import Plan, cache_too_small, required_rows, summarize
+from schemas.oracle.cache_plan import CachePlan, cache_too_small, required_rows, summarize
 from schemas.oracle.miss_ratio import lru_curve
 from schemas.storage.location import Location
 
@@ -64,7 +64,7 @@ class PartRequest:
     order: Order
 
 
-def default_order(dataset: Dataset) -> Order:
+def default_order(dataset: OpenDataset) -> Order:
     """Return the order of the job's `data.oracle`."""
     oracle = dataset.job.data.oracle
     return dataset.order(
@@ -96,7 +96,7 @@ class PartBuilder:
         self._built: dict[tuple[str, str], Reference] = {}
 
     def updated_indexes(
-        self, dataset: Dataset | None, data: DataConfig, segments: Sequence[Segment]
+        self, dataset: OpenDataset | None, data: DataConfig, segments: Sequence[Segment]
     ) -> tuple[IndexEntry, ...]:
         """Return the indexes of a new root, after building the parts that they lack.
 
@@ -265,13 +265,13 @@ def oracle(arguments: argparse.Namespace, beam_args: list[str]) -> dict[str, Any
     return {"num_steps": order.num_steps, "lookahead": lookahead, "tables": tables}
 
 
-def open_segments(path: Location, segments: Sequence[str] | None) -> Dataset:
+def open_segments(path: Location, segments: Sequence[str] | None) -> OpenDataset:
     """Open a dataset, or some of its segments."""
     dataset = open_dataset(path)
     return dataset if segments is None else select_segments(dataset, segments)
 
 
-def _report(dataset: Dataset, index: Index, table: str, cache: CacheConfig) -> dict[str, Any]:
+def _report(dataset: OpenDataset, index: Index, table: str, cache: CacheConfig) -> dict[str, Any]:
     accesses, next_uses = open_table(dataset, index, table)
     policies = policy_reports(accesses, next_uses, cache)
     report = table_report(dataset, index, table, len(accesses.rows), cache, policies)
@@ -295,7 +295,7 @@ def at_least_one(value: int | None, default: int, option: str) -> int:
     return default if value is None else value
 
 
-def add_index(dataset: Dataset, order: Order, builder: PartBuilder) -> Dataset:
+def add_index(dataset: OpenDataset, order: Order, builder: PartBuilder) -> OpenDataset:
     """Build the parts of an index that segments lack; return the dataset with them.
 
     A segment that is committed in the meantime gets its part, too, unless segments are selected.
@@ -303,7 +303,7 @@ def add_index(dataset: Dataset, order: Order, builder: PartBuilder) -> Dataset:
     path = dataset.directory
     ids = [s.id for s in dataset.segments] if dataset.unselected else None
 
-    def attempt(_: Root) -> Dataset | None:
+    def attempt(_: Root) -> OpenDataset | None:
         opened = open_segments(path, ids)
         index = opened.index_entry(order)
         if index not in opened.complete_indexes():
@@ -340,7 +340,7 @@ MISS_POINTS = 64
 """Points of the miss curve."""
 
 
-def sharding_hints(dataset: Dataset, index: Index) -> dict[str, TableHints]:
+def sharding_hints(dataset: OpenDataset, index: Index) -> dict[str, TableHints]:
     """Return the hints of every table."""
     order = index.order
     values, bags, samples = _bags(dataset)
@@ -402,7 +402,7 @@ def lru_misses(
     return ((0.0, 1.0), *points)
 
 
-def _bags(dataset: Dataset) -> tuple[dict[str, float], dict[str, float], int]:
+def _bags(dataset: OpenDataset) -> tuple[dict[str, float], dict[str, float], int]:
     """Return the values and bags of each feature over all segments, and the number of samples."""
     values: dict[str, float] = {}
     bags: dict[str, float] = {}
@@ -468,7 +468,7 @@ def policy_report(accesses: TableAccesses, next_uses: NextUses, cache: CacheConf
     required = required_rows(next_uses, cache)
     if cache.rows is not None and required > cache.rows:
         return PolicyReport(required, cache.rows, None, None, None, None)
-    summary = summarize(Plan(map(accesses.entries, count(), next_uses), cache))
+    summary = summarize(CachePlan(map(accesses.entries, count(), next_uses), cache))
     return PolicyReport(
         required_rows=required,
         cache_rows=cache.rows,
@@ -480,7 +480,7 @@ def policy_report(accesses: TableAccesses, next_uses: NextUses, cache: CacheConf
 
 
 def table_report(
-    dataset: Dataset,
+    dataset: OpenDataset,
     index: Index,
     table: str,
     num_unique_rows: int,

@@ -36,7 +36,7 @@ from schemas.dataset.files import find_damaged_files
 from schemas.dataset.fitted import load_fitted
 from schemas.dataset.group_files import read_group
 from schemas.dataset.manifest import GroupCounts, IndexEntry, TableCounts, previous_names
-from schemas.dataset.opened import Dataset, IndexPart, Segment, access_lists, open_dataset
+from schemas.dataset.opened import IndexPart, OpenDataset, Segment, access_lists, open_dataset
 from schemas.dataset.order import Order
 from schemas.dataset.samples import (
     blocks_of_row_group,
@@ -94,7 +94,7 @@ def verify(path: Path | Location) -> dict[str, Any]:
     }
 
 
-def reference_problems(dataset: Dataset) -> Iterator[str]:
+def reference_problems(dataset: OpenDataset) -> Iterator[str]:
     """Yield a line for each segment whose id or day in the root is not that of its manifest."""
     for segment in dataset.segments:
         manifest, (_, _, key) = segment.manifest, segment.id.partition("-")
@@ -110,7 +110,7 @@ def reference_problems(dataset: Dataset) -> Iterator[str]:
             yield f"{segment.id}: position must be {position_of_day(day)}, that of {day}"
 
 
-def segment_problems(segment: Segment, dataset: Dataset) -> Iterator[str]:
+def segment_problems(segment: Segment, dataset: OpenDataset) -> Iterator[str]:
     """Yield the problems of a segment, one line each."""
     damaged = find_damaged_files(segment.directory, segment.files)
     yield from damaged
@@ -158,7 +158,7 @@ class _StoredRowGroup:
 
 
 def _read_groups(
-    segment: Segment, dataset: Dataset, file_index: int, row_group: int, samples: pa.Table
+    segment: Segment, dataset: OpenDataset, file_index: int, row_group: int, samples: pa.Table
 ) -> _StoredRowGroup:
     """Read the groups of a row group; raise SchemaError if an inverse index is out of range."""
     blocks = blocks_of_row_group(segment, file_index, row_group)
@@ -172,7 +172,7 @@ def _read_groups(
     return _StoredRowGroup(np.flatnonzero(blocks), samples, tuples, uses)
 
 
-def count_problems(segment: Segment, dataset: Dataset, counts: StoredCounts) -> Iterator[str]:
+def count_problems(segment: Segment, dataset: OpenDataset, counts: StoredCounts) -> Iterator[str]:
     """Yield a line for each wrong field of a segment's manifest."""
     m = segment.manifest
     claims: dict[str, tuple[object, object]] = {
@@ -244,7 +244,7 @@ class StoredCounts:
         types: of all columns.
     """
 
-    def __init__(self, segment: Segment, dataset: Dataset) -> None:
+    def __init__(self, segment: Segment, dataset: OpenDataset) -> None:
         self._segment, self._dataset = segment, dataset
         self._missing = missing_column_defaults(dataset, segment)
         self._values, self._stored_values = Counter[str](), Counter[str]()
@@ -304,7 +304,7 @@ class StoredCounts:
 
 
 def _group_problems(
-    segment: Segment, dataset: Dataset, stored: _StoredRowGroup, group: str, location: str
+    segment: Segment, dataset: OpenDataset, stored: _StoredRowGroup, group: str, location: str
 ) -> Iterator[str]:
     table, location = stored.tuples[group], f"group {group} in {location}"
     blocks, chosen = numpy_of(table[BLOCK]), stored.positions
@@ -322,7 +322,7 @@ def _group_problems(
 
 
 def _block_problems(
-    segment: Segment, dataset: Dataset, stored: _StoredRowGroup, location: str
+    segment: Segment, dataset: OpenDataset, stored: _StoredRowGroup, location: str
 ) -> Iterator[str]:
     """Yield a line for each sum over blocks that differs from blocks.parquet."""
     data, missing = dataset.job.data, missing_column_defaults(dataset, segment)
@@ -356,7 +356,7 @@ def _block_problems(
 class _Accesses:
     """Compares the access lists with the samples, one row group after the other."""
 
-    def __init__(self, segment: Segment, dataset: Dataset) -> None:
+    def __init__(self, segment: Segment, dataset: OpenDataset) -> None:
         self._segment, self._dataset = segment, dataset
         self._defaults = missing_column_defaults(dataset, segment)
         self._training = segment.positions(TRAIN)
@@ -405,7 +405,7 @@ class _Accesses:
 class _StoredAccesses:
     """The stored access lists of a table as rows; decoded file by file."""
 
-    def __init__(self, dataset: Dataset, segment: Segment, table: str) -> None:
+    def __init__(self, dataset: OpenDataset, segment: Segment, table: str) -> None:
         self._num_blocks = len(segment.positions(TRAIN))
         self._lists: ListFiles | None = None
         if table in segment.manifest.tables:
@@ -427,7 +427,7 @@ class _StoredAccesses:
         return True
 
 
-def type_problems(dataset: Dataset) -> Iterator[str]:
+def type_problems(dataset: OpenDataset) -> Iterator[str]:
     """Yield a line for each column that two segments store as different types."""
     types = dataset.column_types
     for segment in dataset.segments:
@@ -436,7 +436,7 @@ def type_problems(dataset: Dataset) -> Iterator[str]:
                 yield f"{segment.id}: column {name} is {kind}, elsewhere {types[name]}"
 
 
-def part_problems(dataset: Dataset, entry: IndexEntry, sound: bool) -> Iterator[str]:
+def part_problems(dataset: OpenDataset, entry: IndexEntry, sound: bool) -> Iterator[str]:
     """Yield the problems of the part of an index for one segment, one line each.
 
     `dataset` has this segment alone. Next uses are recomputed if the segments are `sound`.

@@ -16,7 +16,7 @@ from typing import Any
 
 from scheduler.model.throughput import SEGMENT_TERMS, TRAINING_TERMS
 from schemas.dataset.manifest import canonical_json
-from schemas.dataset.opened import Dataset
+from schemas.dataset.opened import OpenDataset
 from schemas.errors import SchemaError
 from schemas.layout import BUILDS
 from schemas.run.records import (
@@ -141,7 +141,7 @@ def _read_history(directory: Path) -> History:
     )
 
 
-def read_history_beside(dataset: Dataset) -> History:
+def read_history_beside(dataset: OpenDataset) -> History:
     """Read the builds of a dataset on this machine, and the finished runs beside it.
 
     Runs are searched up to two folders below the parent of the dataset, and count if they trained

@@ -17,7 +17,7 @@ from scheduler.model.throughput import Ints
 from schemas.config.job import Job, load_job
 from schemas.config.train import CacheConfig
 from schemas.dataset.accesses import num_unique_rows
-from schemas.dataset.opened import Dataset, Index, Segment, open_dataset
+from schemas.dataset.opened import Index, OpenDataset, Segment, open_dataset
 from schemas.dataset.run_next_uses import NextUses
 from schemas.errors import SchemaError, suggest_name
 from schemas.features import FeatureSet, load_features
@@ -176,7 +176,7 @@ def facts_of_job(job: Job, features: FeatureSet) -> DataFacts:
     )
 
 
-def facts_of_dataset(job: Job, dataset: Dataset) -> DataFacts:
+def facts_of_dataset(job: Job, dataset: OpenDataset) -> DataFacts:
     """Return the sizes according to the manifests and the index of a dataset.
 
     Raises:
@@ -246,7 +246,7 @@ def _largest_session(segment: Segment) -> int:
 
 
 def _ahead(
-    job: Job, dataset: Dataset, index: Index | None
+    job: Job, dataset: OpenDataset, index: Index | None
 ) -> tuple[dict[str, int], Lookahead | None]:
     """Return the rows of each table, and the lookahead of a run.
 
@@ -265,7 +265,7 @@ def _ahead(
     return table_rows, compute_lookahead(tables(), job.train.cache)
 
 
-def _index(job: Job, dataset: Dataset) -> Index | None:
+def _index(job: Job, dataset: OpenDataset) -> Index | None:
     whole = dataset.complete_indexes()
     same = [index for index in whole if index.batch_samples == job.train.batch_samples]
     return dataset.open_index((same or whole)[0]) if whole else None
@@ -282,7 +282,7 @@ def _rows_per_step(
     return per_step * max(1.0, batch / index.entry.batch_samples)
 
 
-def _row_bytes(dataset: Dataset, num_samples: int) -> float:
+def _row_bytes(dataset: OpenDataset, num_samples: int) -> float:
     grouped = dataset.job.data.group_of_column
     scalars = [f for f in dataset.features.features if not f.is_list]
     loose = [f for f in dataset.features.features if f.is_list and f.name not in grouped]

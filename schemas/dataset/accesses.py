@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from schemas.arrays import Array, Jagged
 from schemas.dataset.checked_files import CheckedFile, DecodedListCache, ListFiles
-from schemas.dataset.opened import Dataset, access_lists
+from schemas.dataset.opened import OpenDataset, access_lists
 from schemas.dataset.order import Order
 from schemas.hashing import NUM_SLOTS, slot_of_row
 from schemas.oracle.next_uses import NEVER, number_by_appearance, union
@@ -79,7 +79,7 @@ class RowNumbering:
         maps: for each segment the number of each of its own numbers; None if they are equal.
     """
 
-    def __init__(self, dataset: Dataset, table: str) -> None:
+    def __init__(self, dataset: OpenDataset, table: str) -> None:
         """Read the rows of the segments and merge them."""
         self.is_used = [table in segment.manifest.tables for segment in dataset.segments]
         used = [s for s, uses in zip(dataset.segments, self.is_used, strict=True) if uses]
@@ -99,7 +99,7 @@ class RowNumbering:
         return slice(self.counts[segment]) if numbers is None else numbers
 
 
-def num_unique_rows(dataset: Dataset, table: str) -> int:
+def num_unique_rows(dataset: OpenDataset, table: str) -> int:
     """Return the number of distinct rows of a table over all segments."""
     used = [segment for segment in dataset.segments if table in segment.manifest.tables]
     if len(used) == 1:
@@ -183,7 +183,7 @@ class TableAccesses:
 
     def __init__(
         self,
-        dataset: Dataset,
+        dataset: OpenDataset,
         table: str,
         order: Order,
         cache: DecodedListCache | None = None,

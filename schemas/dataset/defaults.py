@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import pyarrow as pa
 
-from schemas.dataset.opened import Dataset, Segment
+from schemas.dataset.opened import OpenDataset, Segment
 from schemas.errors import SchemaError
 
 # Schema evolution: defaults for columns that were declared after a segment was built. Types come
@@ -36,7 +36,7 @@ def type_from_name(name: str) -> pa.DataType:
         raise SchemaError(f"unknown column type: {name!r}; rebuild the dataset") from error
 
 
-def missing_column_defaults(dataset: Dataset, segment: Segment) -> dict[str, pa.Scalar]:
+def missing_column_defaults(dataset: OpenDataset, segment: Segment) -> dict[str, pa.Scalar]:
     """Return the default of each column that a segment was built without."""
     features = {f.name: f for f in dataset.features.features}
     return {

@@ -313,7 +313,7 @@ def step_distances(file: CheckedFile, row_group: int) -> Jagged:
 
 
 @dataclass(frozen=True)
-class Dataset:
+class OpenDataset:
     """A dataset whose manifests, job and schema have been verified.
 
     Attributes:
@@ -453,7 +453,7 @@ committed_segment = lru_cache(maxsize=1 << 14)(read_segment)
 _committed_part = lru_cache(maxsize=1 << 14)(read_index)
 
 
-def open_dataset(path: str | Path | Location) -> Dataset:
+def open_dataset(path: str | Path | Location) -> OpenDataset:
     """Open the newest version of a dataset.
 
     The manifests, the job and the schema are verified now, other files when they are read.
@@ -473,7 +473,7 @@ def open_dataset(path: str | Path | Location) -> Dataset:
             root = newest  # the other was replaced, and its files may have been removed
 
 
-def open_root(directory: Location, manifest: DatasetManifest) -> Dataset:
+def open_root(directory: Location, manifest: DatasetManifest) -> OpenDataset:
     """Open one version of a dataset; raises as `open_dataset`."""
     name = directory / version_name(JOB, manifest.job_sha256)
     job = parse_job(read_verified(name, manifest.job_sha256).decode(), str(name))
@@ -487,14 +487,14 @@ def open_root(directory: Location, manifest: DatasetManifest) -> Dataset:
         Segment(place, reference, segment, tombstones_of_segment(tombstones, reference.id))
         for place, reference, segment in zip(places, manifest.segments, manifests, strict=True)
     )
-    return Dataset(directory, manifest, job, features, segments)
+    return OpenDataset(directory, manifest, job, features, segments)
 
 
 # Selection of segments, as a dataset of their own, for daily training. Nothing is copied: steps
 # count from 0.
 
 
-def select_segments(dataset: Dataset, names: Sequence[str]) -> Dataset:
+def select_segments(dataset: OpenDataset, names: Sequence[str]) -> OpenDataset:
     """Return a dataset of the segments with some ids or days, in dataset order.
 
     Raises:
@@ -510,7 +510,7 @@ def select_segments(dataset: Dataset, names: Sequence[str]) -> Dataset:
     return _where(dataset, lambda segment: not set(_names_of(segment)).isdisjoint(names))
 
 
-def select_segments_by_hash(dataset: Dataset, manifest_hashes: Sequence[str]) -> Dataset:
+def select_segments_by_hash(dataset: OpenDataset, manifest_hashes: Sequence[str]) -> OpenDataset:
     """Return a dataset of the segments with the given manifest hashes.
 
     Raises:
@@ -527,12 +527,12 @@ def select_segments_by_hash(dataset: Dataset, manifest_hashes: Sequence[str]) ->
     return _where(dataset, lambda segment: hashes[segment.id] in manifest_hashes)
 
 
-def segment_hashes(dataset: Dataset) -> dict[str, str]:
+def segment_hashes(dataset: OpenDataset) -> dict[str, str]:
     """Return the manifest hash of each segment, by id."""
     return {reference.id: reference.manifest_sha256 for reference in dataset.manifest.segments}
 
 
-def all_segment_hashes(dataset: Dataset) -> dict[str, frozenset[str]]:
+def all_segment_hashes(dataset: OpenDataset) -> dict[str, frozenset[str]]:
     """Return the manifest hash and previous names of each segment, by id."""
     lineage = dataset.manifest.lineage
     return {
@@ -545,7 +545,7 @@ def _names_of(segment: Segment) -> tuple[str, ...]:
     return (segment.id,) if segment.day is None else (segment.id, segment.day)
 
 
-def _where(dataset: Dataset, is_selected: Callable[[Segment], bool]) -> Dataset:
+def _where(dataset: OpenDataset, is_selected: Callable[[Segment], bool]) -> OpenDataset:
     selected = tuple(segment for segment in dataset.segments if is_selected(segment))
     unselected = tuple(segment for segment in dataset.segments if not is_selected(segment))
     ids = {segment.id for segment in selected}

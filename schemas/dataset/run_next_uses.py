@@ -27,7 +27,7 @@ from schemas.dataset.accesses import (
     num_unique_rows,
 )
 from schemas.dataset.checked_files import CheckedFile, DecodedListCache, ListFiles, rows_before
-from schemas.dataset.opened import Dataset, Index
+from schemas.dataset.opened import Index, OpenDataset
 from schemas.dataset.order import Order
 from schemas.errors import SchemaError
 from schemas.kernels import oracle as kernels
@@ -53,7 +53,7 @@ class NextUses:
 
     def __init__(
         self,
-        dataset: Dataset,
+        dataset: OpenDataset,
         index: Index,
         table: str,
         numbering: RowNumbering | None = None,
@@ -245,7 +245,7 @@ class NextUses:
 class SharedNextUses:
     """Next uses of the tables of a run, linked once for all that hold them at a time."""
 
-    def __init__(self, dataset: Dataset, order: Order) -> None:
+    def __init__(self, dataset: OpenDataset, order: Order) -> None:
         self._dataset, self._order = dataset, order
         self._tables = WeakValueDictionary[str, NextUses]()
 
@@ -271,7 +271,7 @@ class SharedNextUses:
 
 
 def next_steps(
-    dataset: Dataset,
+    dataset: OpenDataset,
     index: Index,
     table: str,
     numbering: RowNumbering,
@@ -393,7 +393,7 @@ def allocate(count: int) -> NDArray[np.int32]:
         return np.memmap(file, np.int32, "w+", shape=(count,))
 
 
-def open_table(dataset: Dataset, index: Index, table: str) -> tuple[TableAccesses, NextUses]:
+def open_table(dataset: OpenDataset, index: Index, table: str) -> tuple[TableAccesses, NextUses]:
     """Return the accesses of a table and their next uses; repeated passes share a cache."""
     cache = DecodedListCache(DECODED_CACHE_BYTES)
     accesses = TableAccesses(dataset, table, index.order, cache)
@@ -401,7 +401,7 @@ def open_table(dataset: Dataset, index: Index, table: str) -> tuple[TableAccesse
 
 
 def indexed_steps(
-    dataset: Dataset, index: Index, table: str
+    dataset: OpenDataset, index: Index, table: str
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int32]]]:
     """Yield each step's ascending numbers and next-use distances."""
     accesses, next_uses = open_table(dataset, index, table)

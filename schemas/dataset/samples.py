@@ -15,7 +15,7 @@ from schemas.arrays import check_inverse, numpy_of, offsets_of, one_chunk
 from schemas.config.job import DataConfig
 from schemas.dataset.defaults import constant_column, missing_column_defaults, type_from_name
 from schemas.dataset.group_files import OpenFile, read_group
-from schemas.dataset.opened import Dataset, Segment
+from schemas.dataset.opened import OpenDataset, Segment
 from schemas.errors import SchemaError, suggest_name
 from schemas.layout import BLOCK, UNIQUE_INDEX, inverse_column, part_path
 
@@ -158,13 +158,13 @@ def _keep(table: pa.Table, rows: NDArray[np.bool_]) -> pa.Table:
     return table if rows.all() else table.take(pa.array(np.flatnonzero(rows)))
 
 
-def column_names(dataset: Dataset, model_inputs: bool) -> list[str]:
+def column_names(dataset: OpenDataset, model_inputs: bool) -> list[str]:
     """Return the names of the columns in the order of the schema."""
     derived = dataset.job.data.derived_columns
     return [n for n in dataset.features.names if model_inputs or n not in derived]
 
 
-def samples_schema(dataset: Dataset, columns: Sequence[str]) -> pa.Schema:
+def samples_schema(dataset: OpenDataset, columns: Sequence[str]) -> pa.Schema:
     """Return the Arrow schema of some columns.
 
     Raises:
@@ -182,13 +182,13 @@ def samples_schema(dataset: Dataset, columns: Sequence[str]) -> pa.Schema:
     return pa.schema([pa.field(name, type_from_name(types[name])) for name in columns])
 
 
-def read_samples(dataset: Dataset, model_inputs: bool = False) -> Iterator[pa.Table]:
+def read_samples(dataset: OpenDataset, model_inputs: bool = False) -> Iterator[pa.Table]:
     """Yield the samples of each row group of all segments and splits, without deleted samples."""
     return _read_row_groups(dataset, column_names(dataset, model_inputs), None, by_column=False)
 
 
 def read_columns(
-    dataset: Dataset, columns: Sequence[str], split: str | None = None
+    dataset: OpenDataset, columns: Sequence[str], split: str | None = None
 ) -> Iterator[pa.Table]:
     """Yield some columns of what `read_samples` does; the bytes of others are not read.
 
@@ -199,7 +199,7 @@ def read_columns(
 
 
 def _read_row_groups(
-    dataset: Dataset, columns: Sequence[str], split: str | None, *, by_column: bool
+    dataset: OpenDataset, columns: Sequence[str], split: str | None, *, by_column: bool
 ) -> Iterator[pa.Table]:
     """Yield columns of the samples; `by_column` is whether pages are verified, or row groups."""
     schema = samples_schema(dataset, columns)

@@ -309,7 +309,7 @@ class _PrefetchedStep:
     fetch: NDArray[np.bool_]
 
 
-class Plan(Iterator[PlanStep]):
+class CachePlan(Iterator[PlanStep]):
     """Iterator over the plan of one table; linear in entries."""
 
     def __init__(

@@ -7,7 +7,7 @@ import torch
 
 from schemas.dataset.opened import open_dataset
 from tests.pipelines.shifting import STORAGES, built_in_every_layout
-from trainer.data.collate import Batch
+from trainer.data.collate import CollatedBatch
 from trainer.data.decode import spec_of
 from trainer.data.reader import Reader
 
@@ -18,7 +18,7 @@ def datasets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return built_in_every_layout(tmp_path_factory.mktemp("layouts"))
 
 
-def batches(path: Path, expanded: bool) -> list[Batch]:
+def batches(path: Path, expanded: bool) -> list[CollatedBatch]:
     dataset = open_dataset(path)
     order = dataset.order(32, 1, "none", 0)
     reader = Reader(dataset, order, spec_of(dataset, "float32"), expanded=expanded)

@@ -15,7 +15,7 @@ import polars as pl
 import pytest
 
 from pipelines.cli import main
-from pipelines.clustering.storage_layout import GroupLayout
+from pipelines.clustering.storage_layout import StoredGroup
 from tests.pipelines.logs import IN_PROCESS
 from tests.pipelines.shifting import stored_as
 from tests.schemas.reference import block_order
@@ -103,7 +103,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert main(["generate", job, "--output", output]) == 0
     command = ["build", job, "--input", output, "--output", str(folder / "dataset"), IN_PROCESS]
     windows = ("clicked_items", "clicked_codes")
-    with stored_as({"user": GroupLayout(True), "clicks": GroupLayout(True, windows)}):
+    with stored_as({"user": StoredGroup(True), "clicks": StoredGroup(True, windows)}):
         assert main(command) == 0
     return folder
 

@@ -13,7 +13,7 @@ import pytest
 
 from pipelines.build import build
 from pipelines.clustering.star import Star
-from pipelines.clustering.storage_layout import GroupLayout
+from pipelines.clustering.storage_layout import StoredGroup
 from tests.pipelines.logs import SCHEMA, request
 
 JOB = """
@@ -32,21 +32,21 @@ data:
   oracle: {batch_samples: 32}
 train: {batch_samples: 32}
 """
-STORAGES: dict[str, Mapping[str, GroupLayout] | None] = {
+STORAGES: dict[str, Mapping[str, StoredGroup] | None] = {
     "plain": {},
     "auto": None,
-    "windows": {"user": GroupLayout(False, ("history",))},
-    "shared": {"user": GroupLayout(True), "item": GroupLayout(True)},
-    "both": {"user": GroupLayout(True, ("history",)), "item": GroupLayout(True)},
+    "windows": {"user": StoredGroup(False, ("history",))},
+    "shared": {"user": StoredGroup(True), "item": StoredGroup(True)},
+    "both": {"user": StoredGroup(True, ("history",)), "item": StoredGroup(True)},
 }
 
 
 @contextmanager
-def stored_as(layouts: Mapping[str, GroupLayout] | None) -> Iterator[None]:
+def stored_as(layouts: Mapping[str, StoredGroup] | None) -> Iterator[None]:
     """Build with these layouts of groups, plain ones for others; chosen by the rows if None."""
 
-    def choose(star: Star) -> dict[str, GroupLayout]:
-        return {group: (layouts or {}).get(group, GroupLayout()) for group in star.groups}
+    def choose(star: Star) -> dict[str, StoredGroup]:
+        return {group: (layouts or {}).get(group, StoredGroup()) for group in star.groups}
 
     with pytest.MonkeyPatch.context() as patch:
         if layouts is not None:

@@ -11,7 +11,7 @@ import pytest
 from pipelines.build import label_warnings, warnings_of
 from pipelines.cli import main
 from schemas.config.job import SplitConfig
-from schemas.dataset.opened import Dataset, open_dataset
+from schemas.dataset.opened import OpenDataset, open_dataset
 from schemas.layout import EVALUATION, STATISTICS, TRAIN
 from tests.pipelines.logs import write_job, write_log
 from tests.shared import error_of, output_of
@@ -30,7 +30,7 @@ NO_TRAINING = (
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Dataset, list[str]]:
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[OpenDataset, list[str]]:
     """A dataset whose job holds nothing back, with a group of single items, and what was said."""
     folder = tmp_path_factory.mktemp("warned")
     write_log(folder / "log")
@@ -46,7 +46,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Dataset, list[str]]
     return open_dataset(folder / "dataset"), messages
 
 
-def test_build_says_what_to_correct(built: tuple[Dataset, list[str]]) -> None:
+def test_build_says_what_to_correct(built: tuple[OpenDataset, list[str]]) -> None:
     dataset, messages = built
     factor = dataset.segments[0].manifest.groups["items"].dedup_factor
     assert [line for line in messages if line.startswith("warning: ")] == [
@@ -57,7 +57,7 @@ def test_build_says_what_to_correct(built: tuple[Dataset, list[str]]) -> None:
     ]
 
 
-def of_splits(dataset: Dataset, *splits: str) -> Dataset:
+def of_splits(dataset: OpenDataset, *splits: str) -> OpenDataset:
     """Return a dataset with a segment for each text, which has the splits that it names."""
     (one,) = dataset.segments
     kept = {"user": one.manifest.groups["user"]}
@@ -96,7 +96,7 @@ CASES: dict[str, tuple[tuple[str, ...], SplitConfig, list[str]]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_empty_split_is_said_where_no_segment_has_it(
-    case: str, built: tuple[Dataset, list[str]]
+    case: str, built: tuple[OpenDataset, list[str]]
 ) -> None:
     splits, config, expected = CASES[case]
     dataset = of_splits(built[0], *splits)
@@ -104,7 +104,7 @@ def test_empty_split_is_said_where_no_segment_has_it(
 
 
 def test_times_that_are_not_stored_with_the_samples_are_left_out(
-    built: tuple[Dataset, list[str]], tmp_path: Path
+    built: tuple[OpenDataset, list[str]], tmp_path: Path
 ) -> None:
     dataset = of_splits(built[0], TRAIN)
     (segment,) = dataset.segments

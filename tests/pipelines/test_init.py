@@ -21,9 +21,9 @@ from pipelines.build import build
 from pipelines.cli import main
 from pipelines.demo_log.generate import GeneratorConfig, write_log
 from pipelines.init import sample_sources as files
-from pipelines.init.columns import Column, columns_of
+from pipelines.init.columns import ScannedColumn, columns_of
 from pipelines.init.first_job import init
-from pipelines.init.plan import Feature, num_rows_of
+from pipelines.init.plan import PlannedFeature, num_rows_of
 from pipelines.table.verify import verify
 from schemas.config.job import TableConfig, load_job
 from schemas.rows import rows_of_ids
@@ -440,20 +440,20 @@ TEXTS = {
 @pytest.mark.parametrize(("texts", "shape", "of"), TEXTS.values(), ids=TEXTS.keys())
 def test_texts_are_taken_for_what_they_hold(texts: list[str], shape: str, of: str | None) -> None:
     (result,) = columns_of(pa.table({"x": texts}))
-    assert isinstance(result, Column)
+    assert isinstance(result, ScannedColumn)
     assert (result.shape, result.of) == (shape, of)
 
 
 @pytest.mark.parametrize(("name", "is_wide"), [("fans_user_num", True), ("user", False)])
 def test_counts_of_things_are_numbers(name: str, is_wide: bool) -> None:
-    column = Column(name, name, "int", pa.array([0, 3, 47, 47, 60, 1_986_250]), 6)
+    column = ScannedColumn(name, name, "int", pa.array([0, 3, 47, 47, 60, 1_986_250]), 6)
     assert (column.is_wide, column.is_id) == (is_wide, not is_wide)
 
 
 def test_zone_of_texts_is_not_left_out() -> None:
     texts = ["2026-05-05T03:19:18+02:00", "2026-05-05T03:19:18Z", "2026-05-05 03:19:18-0130"]
     (result,) = columns_of(pa.table({"x": texts}))
-    assert isinstance(result, Column)
+    assert isinstance(result, ScannedColumn)
     with duckdb.connect() as connection:
         connection.execute("SET TimeZone = 'UTC'")
         connection.register("log", pa.table({"x": texts}))
@@ -467,8 +467,8 @@ def test_zone_of_texts_is_not_left_out() -> None:
 @pytest.mark.parametrize("num_distinct", [2, 3, 20, 400, 5000, 100_000])
 def test_values_of_a_table_seldom_share_rows(num_distinct: int) -> None:
     ids = np.arange(num_distinct)
-    column = Column("x", "x", "int", pa.array(np.tile(ids, 20)), 20 * num_distinct)
-    num_rows = num_rows_of([Feature(column, "sparse", "")], 1.0)
+    column = ScannedColumn("x", "x", "int", pa.array(np.tile(ids, 20)), 20 * num_distinct)
+    num_rows = num_rows_of([PlannedFeature(column, "sparse", "")], 1.0)
     table = TableConfig(features=("x",), num_rows=num_rows)
     shared = 1 - len(np.unique(rows_of_ids(ids, "x", table))) / num_distinct
     assert shared < (0.02 if num_distinct <= 400 else 0.13)

@@ -23,7 +23,7 @@ from pipelines.clustering.star import Star
 from pipelines.clustering.storage_layout import (
     TRIAL_BYTES,
     Encodings,
-    GroupLayout,
+    StoredGroup,
     StoredTable,
     as_stored,
     candidate_encodings,
@@ -47,7 +47,7 @@ from schemas.arrays import Jagged, comparable_tuple, join_times, large_list, off
 from schemas.config.job import DataConfig, SamplesConfig, SessionConfig, SourceConfig
 from schemas.dataset.checked_files import CheckedFile
 from schemas.dataset.group_files import group_schema, read_group
-from schemas.dataset.opened import Dataset, open_dataset
+from schemas.dataset.opened import OpenDataset, open_dataset
 from schemas.dataset.samples import read_samples
 from schemas.errors import SchemaError
 from schemas.layout import BLOCK, DATA_DIRECTORIES, UNIQUE_INDEX, window_columns
@@ -55,11 +55,11 @@ from tests.pipelines.logs import bytes_of, request, stored_table
 from tests.pipelines.shifting import STORAGES, built_in_every_layout, stored_as
 
 LAYOUTS = [
-    GroupLayout(),
-    GroupLayout(True, ()),
-    GroupLayout(False, ("items", "scores", "tags")),
-    GroupLayout(True, ("items",)),
-    GroupLayout(True, ("scores", "tags", "items")),
+    StoredGroup(),
+    StoredGroup(True, ()),
+    StoredGroup(False, ("items", "scores", "tags")),
+    StoredGroup(True, ("items",)),
+    StoredGroup(True, ("scores", "tags", "items")),
 ]
 TEXTS = ["", "a", "ab", "b", "\N{SNOWMAN}"]
 FLOATS = [0.0, -0.0, 1.5, float("nan"), float("inf")]
@@ -142,7 +142,7 @@ def parts(draw: st.DrawFn) -> tuple[pa.Table, list[int]]:
 @pytest.mark.slow
 @given(parts(), st.sampled_from(LAYOUTS))
 def test_group_is_read_back_bit_by_bit_in_every_layout(
-    part: tuple[pa.Table, list[int]], layout: GroupLayout
+    part: tuple[pa.Table, list[int]], layout: StoredGroup
 ) -> None:
     table, row_groups = part
     files = list(stored_tables("g", star_of(table), layout, row_groups, 3))
@@ -157,7 +157,7 @@ def test_group_is_read_back_bit_by_bit_in_every_layout(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_types_of_a_group_are_told_from_its_files(layout: GroupLayout) -> None:
+def test_types_of_a_group_are_told_from_its_files(layout: StoredGroup) -> None:
     table = part_of_shifting_histories(20)
     layout = replace(layout, windows=tuple(w for w in layout.windows if w in table.column_names))
     files = opened(list(stored_tables("g", star_of(table), layout, [20], 0)))
@@ -182,29 +182,29 @@ def part_of_shifting_histories(num_rows: int, num_users: int = 1) -> pa.Table:
 def test_choice_follows_what_repeats() -> None:
     shifting = part_of_shifting_histories(3000)
     alone = np.arange(3000)
-    assert choose_layout(shifting, alone) == GroupLayout(False, ("items",))
+    assert choose_layout(shifting, alone) == StoredGroup(False, ("items",))
     items = np.random.default_rng(2).integers(0, 1 << 40, 3000)
     again = np.random.default_rng(3).integers(0, 3000, 20_000)
     columns = {"item": items, "price": items // 7, "brand": items // 11}
     catalogue = pa.table(columns).take(pa.array(again))
     place = pa.array(np.arange(20_000))
     catalogue = catalogue.add_column(0, BLOCK, place).add_column(1, UNIQUE_INDEX, place)
-    assert choose_layout(catalogue, again) == GroupLayout(True)
-    assert choose_layout(catalogue.slice(0, 50), again[:50]) == GroupLayout()
+    assert choose_layout(catalogue, again) == StoredGroup(True)
+    assert choose_layout(catalogue.slice(0, 50), again[:50]) == StoredGroup()
     rng = np.random.default_rng(1)
     random = shifting.set_column(
         3,
         "items",
         pa.array(rng.integers(0, 1 << 40, (3000, 20)).tolist(), pa.large_list(pa.int64())),
     )
-    assert choose_layout(random, alone) == GroupLayout()
+    assert choose_layout(random, alone) == StoredGroup()
     empty = shifting.set_column(3, "items", pa.array([[]] * 3000, pa.large_list(pa.int64())))
-    assert choose_layout(empty, alone) == GroupLayout()
+    assert choose_layout(empty, alone) == StoredGroup()
 
 
 def test_reference_outside_its_row_group_is_refused() -> None:
     table = part_of_shifting_histories(8)
-    files = list(stored_tables("g", star_of(table), GroupLayout(True), [5, 3], 0))
+    files = list(stored_tables("g", star_of(table), StoredGroup(True), [5, 3], 0))
     head = next(f for f in files if f.path.startswith("groups/"))
     moved = head.table.set_column(2, "tuple_index", pa.array(np.full(8, 7)))
     files[files.index(head)] = replace(head, table=moved)
@@ -453,7 +453,7 @@ OF_SESSIONS = ("key: session_id", "key: session_id")
 OF_USERS = ("key: session_id", "key: user_id")
 
 
-def history_bytes(dataset: Dataset) -> int:
+def history_bytes(dataset: OpenDataset) -> int:
     """Bytes of the histories: column chunks, and all of the buffers' files."""
     (segment,) = dataset.segments
     total = 0
@@ -486,7 +486,7 @@ def test_histories_that_shift_take_two_and_a_half_times_less_as_windows(
         pytest.skip("30Music is not in the shared data")
     source = repository / "schemas" / "thirtymusic"
     text = (source / "job.yaml").read_text().replace(*keys)
-    found: dict[str, Dataset] = {}
+    found: dict[str, OpenDataset] = {}
     for name, layouts in {"auto": None, "none": {}}.items():
         directory = tmp_path / name
         directory.mkdir()

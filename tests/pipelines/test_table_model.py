@@ -35,7 +35,7 @@ from pipelines.table.vacuum import vacuum
 from pipelines.table.verify import verify
 from schemas.dataset import opened as dataset_module
 from schemas.dataset.files import find_damaged_files
-from schemas.dataset.opened import Dataset, open_dataset
+from schemas.dataset.opened import OpenDataset, open_dataset
 from schemas.errors import SchemaError
 from schemas.layout import tombstones_path
 from schemas.storage.leases import LEASES, Lease
@@ -159,7 +159,7 @@ disturbances = st.one_of(
 )
 
 
-def names_of(dataset: Dataset) -> set[str]:
+def names_of(dataset: OpenDataset) -> set[str]:
     """Return the directories and files that a version of a dataset needs."""
     tombstones = dataset.manifest.tombstones_sha256
     names = {tombstones_path(tombstones)} if tombstones else set[str]()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from presage import doctor
-from presage.doctor import CHECKS, SOURCES, Finding, Machine, examine, format_finding
+from presage.doctor import CHECKS, SOURCES, CheckResult, Machine, examine, format_finding
 from scheduler.__main__ import main
 from tests.shared import json_of
 
@@ -33,7 +33,7 @@ current-context: x
 """
 
 
-def check(name: str, **fields: Any) -> Finding:
+def check(name: str, **fields: Any) -> CheckResult:
     """Run one check on a machine with these properties."""
     defaults: dict[str, Any] = {
         "environment": {},
@@ -248,7 +248,7 @@ def test_needs_decide_what_is_a_failure(tmp_path: Path) -> None:
         sites=(), python=(3, 11), output=tmp_path, now_sec=NOW, lock=lock,
     )  # fmt: skip
 
-    def states(findings: list[Finding]) -> dict[str, str]:
+    def states(findings: list[CheckResult]) -> dict[str, str]:
         return {finding.name: finding.state for finding in findings}
 
     free = states(examine(machine))

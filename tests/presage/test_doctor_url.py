@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from presage.doctor import Finding, format_finding
+from presage.doctor import CheckResult, format_finding
 from presage.doctor_url import CHECKS, examine_url
 from scheduler.__main__ import main
 from schemas.storage.location import Location
@@ -27,7 +27,7 @@ def connect(store: Store, monkeypatch: pytest.MonkeyPatch) -> Location:
     return root
 
 
-def last(root: Location, skew_sec: float = 0.0) -> Finding:
+def last(root: Location, skew_sec: float = 0.0) -> CheckResult:
     """Return the last finding, after which nothing is left but the own file."""
     *before, finding = examine_url(root.url, lambda: time.time() + skew_sec)
     assert all(finding.ok for finding in before)

@@ -21,7 +21,7 @@ from torch.utils.data._utils import worker as torch_worker
 import presage
 from pipelines.build import build
 from presage.batch import Batch
-from schemas.dataset.opened import Dataset, open_dataset, select_segments
+from schemas.dataset.opened import OpenDataset, open_dataset, select_segments
 from schemas.errors import SchemaError
 from schemas.layout import FILE_SHIFT, JOB, SCHEMA
 from tests.pipelines.logs import request, write_job, write_log
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 @cache
-def opened() -> Dataset:
+def opened() -> OpenDataset:
     return open_dataset(small_dataset())
 
 

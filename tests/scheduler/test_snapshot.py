@@ -23,7 +23,7 @@ from scheduler.model.plan_inputs import VALUE_BYTES, DataFacts, take_snapshot
 from schemas.config.job import Job, load_job
 from schemas.dataset.opened import open_dataset
 from schemas.dataset.run_next_uses import indexed_steps
-from schemas.oracle.cache_plan import Plan, summarize
+from schemas.oracle.cache_plan import CachePlan, summarize
 from schemas.rows import rows_of_ids
 from schemas.run.records import RUN_FILE
 from schemas.storage.location import Location
@@ -147,7 +147,8 @@ def test_facts_of_dataset_hold_what_the_plan_of_the_run_needs(
     order = index.order
     assert index.entry.batch_samples == job.train.batch_samples
     plans = [
-        summarize(Plan(indexed_steps(dataset, index, table), cache)) for table in job.data.tables
+        summarize(CachePlan(indexed_steps(dataset, index, table), cache))
+        for table in job.data.tables
     ]
     assert facts.window_rows == sum(found.peak_cache_rows for found in plans)
     fetched = sum(found.fetched_rows for found in plans)

@@ -24,7 +24,7 @@ from schemas.dataset.manifest import (
     shuffle_key_of,
     write_manifest,
 )
-from schemas.dataset.opened import Dataset, Segment, access_lists
+from schemas.dataset.opened import OpenDataset, Segment, access_lists
 from schemas.dataset.order import Order
 from schemas.features import FeatureSet
 from schemas.kernels.oracle import FirstUseNumbering
@@ -56,13 +56,13 @@ def gaps_of(numbers: Jagged) -> np.ndarray:
     return sorted_gaps(Jagged(numbers.values.astype(np.int32), numbers.offsets), size)
 
 
-def write_index(dataset: Dataset, entry: IndexEntry) -> IndexEntry:
+def write_index(dataset: OpenDataset, entry: IndexEntry) -> IndexEntry:
     """Write a part of an index for each segment; returns the index with them."""
     parts = {segment.id: write_part(dataset, entry, segment) for segment in dataset.segments}
     return replace(entry, parts={**entry.parts, **parts})
 
 
-def write_part(dataset: Dataset, entry: IndexEntry, segment: Segment) -> Reference:
+def write_part(dataset: OpenDataset, entry: IndexEntry, segment: Segment) -> Reference:
     """Write the part of one segment, the next uses in two files."""
     root = Path(dataset.directory / entry.id / segment.id)
     reference = segment.reference
@@ -174,7 +174,7 @@ def write_lists(
     segments: Sequence[Sequence[np.ndarray] | None],
     settings: tuple[int, int, str, int],
     keys: Mapping[int, int] = {},
-) -> Dataset:
+) -> OpenDataset:
     """Write access lists, edges and an index of one table, without samples.
 
     Args:
@@ -196,7 +196,7 @@ def write_lists(
         segments=tuple(segment.reference for segment in opened),
     )
     job = parse_job(JOB, "job.yaml")
-    dataset = Dataset(Location.parse(root), manifest, job, FeatureSet(()), opened)
+    dataset = OpenDataset(Location.parse(root), manifest, job, FeatureSet(()), opened)
     index = write_index(dataset, new_index(*settings))
     return replace(dataset, manifest=replace(manifest, indexes=(index,)))
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from schemas.dataset.accesses import TableAccesses, num_unique_rows
-from schemas.dataset.opened import Dataset, open_dataset, select_segments
+from schemas.dataset.opened import OpenDataset, open_dataset, select_segments
 from schemas.dataset.run_next_uses import indexed_steps
 from schemas.errors import SchemaError
 from tests.schemas.reference import next_use
@@ -25,11 +25,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def dataset(root: Path) -> Dataset:
+def dataset(root: Path) -> OpenDataset:
     return open_dataset(root)
 
 
-def test_open_dataset_gives_back_manifests_job_and_features(dataset: Dataset) -> None:
+def test_open_dataset_gives_back_manifests_job_and_features(dataset: OpenDataset) -> None:
     assert dataset.job.name == "tiny"
     assert dataset.features.label == "clicked"
     assert [segment.manifest.num_samples for segment in dataset.segments] == [70, 70]
@@ -42,7 +42,7 @@ def test_open_dataset_gives_back_manifests_job_and_features(dataset: Dataset) ->
 
 
 @pytest.mark.parametrize("segment_index", [0, 1])
-def test_star_joins_to_the_samples(dataset: Dataset, segment_index: int) -> None:
+def test_star_joins_to_the_samples(dataset: OpenDataset, segment_index: int) -> None:
     segment = dataset.segments[segment_index]
     expected = samples_of(segment_index)
     for position, place in enumerate(PLACES):
@@ -81,7 +81,7 @@ def rows_of_steps(table: str) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("table", TABLES)
-def test_indexed_steps_equal_the_look_ups_of_the_samples(dataset: Dataset, table: str) -> None:
+def test_indexed_steps_equal_the_look_ups_of_the_samples(dataset: OpenDataset, table: str) -> None:
     order = dataset.order(32, 2, "none", 0)
     index = dataset.index_for(order)
     rows = TableAccesses(dataset, table, order).rows
@@ -100,7 +100,7 @@ def test_indexed_steps_equal_the_look_ups_of_the_samples(dataset: Dataset, table
     assert len(rows) == num_unique_rows(dataset, table) == len(set().union(*expected))
 
 
-def test_accesses_follow_a_shuffled_order(dataset: Dataset) -> None:
+def test_accesses_follow_a_shuffled_order(dataset: OpenDataset) -> None:
     order = dataset.order(16, 1, "blocks", 3)
     accesses = TableAccesses(dataset, "items", order)
     for train_step, numbers in enumerate(accesses.steps()):
@@ -111,7 +111,7 @@ def test_accesses_follow_a_shuffled_order(dataset: Dataset) -> None:
 
 
 def test_index_for_another_order_names_the_command_that_builds_it(
-    dataset: Dataset, root: Path
+    dataset: OpenDataset, root: Path
 ) -> None:
     message = (
         "dataset has no index for batch_samples=64, epochs=2, shuffle=none, seed=0, closest: "
@@ -122,7 +122,7 @@ def test_index_for_another_order_names_the_command_that_builds_it(
         dataset.index_for(dataset.order(64, 2, "none", 0))
 
 
-def test_index_needs_a_part_of_each_selected_segment(dataset: Dataset) -> None:
+def test_index_needs_a_part_of_each_selected_segment(dataset: OpenDataset) -> None:
     order, (entry,) = dataset.order(32, 2, "none", 0), dataset.manifest.indexes
     assert dataset.index_for(order).entry == entry
     one, other = (segment.id for segment in dataset.segments)
@@ -141,7 +141,7 @@ def test_index_needs_a_part_of_each_selected_segment(dataset: Dataset) -> None:
         without.index_for(order)
 
 
-def test_order_of_a_batch_that_cuts_blocks_raises(dataset: Dataset) -> None:
+def test_order_of_a_batch_that_cuts_blocks_raises(dataset: OpenDataset) -> None:
     message = "batch_samples must be a multiple of block_samples, got 40 and 16; use 32"
     with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
         dataset.order(40, 1, "none", 0)
@@ -160,7 +160,7 @@ MISSING = {
 
 
 @pytest.mark.parametrize(("call", "message"), MISSING.values(), ids=MISSING.keys())
-def test_part_that_a_segment_lacks_raises(dataset: Dataset, call, message: str) -> None:
+def test_part_that_a_segment_lacks_raises(dataset: OpenDataset, call, message: str) -> None:
     segment = dataset.segments[0]
     with pytest.raises(SchemaError, match=f"^{re.escape(message.format(segment.directory))}$"):
         call(segment)

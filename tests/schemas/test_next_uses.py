@@ -16,7 +16,7 @@ from schemas.config.train import CacheConfig
 from schemas.dataset import accesses
 from schemas.dataset.accesses import TableAccesses, num_unique_rows
 from schemas.dataset.checked_files import CheckedFile
-from schemas.dataset.opened import Dataset, select_segments, step_distances
+from schemas.dataset.opened import OpenDataset, select_segments, step_distances
 from schemas.dataset.run_next_uses import NextUses, indexed_steps, next_steps
 from schemas.errors import SchemaError
 from schemas.oracle.cache_plan import required_rows
@@ -37,7 +37,7 @@ def random_segments(rng: np.random.Generator, num_segments: int) -> list[list[np
     return segments
 
 
-def rows_of_steps(dataset: Dataset, segments: list[list[np.ndarray] | None]) -> list[list[int]]:
+def rows_of_steps(dataset: OpenDataset, segments: list[list[np.ndarray] | None]) -> list[list[int]]:
     """The ascending rows of each step of the run, by the segments' lists alone."""
     (entry,) = dataset.manifest.indexes
     order = dataset.order(entry.batch_samples, entry.epochs, entry.shuffle, entry.seed)
@@ -47,7 +47,7 @@ def rows_of_steps(dataset: Dataset, segments: list[list[np.ndarray] | None]) -> 
     return [sorted({row for rows in step for row in rows}) for step in blocks]
 
 
-def check(dataset: Dataset, segments: list[list[np.ndarray] | None]) -> None:
+def check(dataset: OpenDataset, segments: list[list[np.ndarray] | None]) -> None:
     """Compare every step of a run with the next uses in its list of steps."""
     index = dataset.open_index(dataset.manifest.indexes[0])
     accessed = TableAccesses(dataset, "items", index.order)

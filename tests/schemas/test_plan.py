@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 
 from schemas.config.train import CacheConfig
 from schemas.errors import PlanError
-from schemas.oracle.cache_plan import Plan, PlanStep, check_cache_size, required_rows, summarize
+from schemas.oracle.cache_plan import (
+    CachePlan,
+    PlanStep,
+    check_cache_size,
+    required_rows,
+    summarize,
+)
 from schemas.oracle.next_uses import next_use
 from tests.schemas.reference import fewest_fetches, next_step, plan_ref
 
@@ -66,7 +72,7 @@ def as_lists(step: PlanStep) -> tuple[object, ...]:
 @given(STEPS, configs())
 def test_plan_of_time_to_live_is_that_of_the_reference(steps: Steps, cache: CacheConfig) -> None:
     cache = replace(cache, policy="ttl", rows=None)
-    found = list(Plan(indexed(steps), cache))
+    found = list(CachePlan(indexed(steps), cache))
     wanted = reference(steps, cache)
     assert len(found) == len(steps)
     for step, ref in zip(found, wanted, strict=True):
@@ -79,7 +85,7 @@ def test_plan_of_time_to_live_is_that_of_the_reference(steps: Steps, cache: Cach
 def test_belady_reads_as_often_as_the_reference(steps: Steps, cache: CacheConfig) -> None:
     """Rows with the same next use are equally good; which of them leaves is free."""
     cache = fitting(steps, replace(cache, policy="belady", rows=cache.rows or 4))
-    found = list(Plan(indexed(steps), cache))
+    found = list(CachePlan(indexed(steps), cache))
     wanted = reference(steps, cache)
     assert sum(int(s.fetch.sum()) for s in found) == sum(len(s.fetch) for s in wanted)
     assert [s.resident_rows for s in found] == [len(s.cache) for s in wanted]
@@ -98,7 +104,7 @@ def test_belady_reads_as_few_rows_as_any_cache_could(
     fits = required_rows([d for _, d in indexed(steps)], cache) <= rows
     assert (fewest is not None) == fits
     if fits:
-        assert summarize(Plan(indexed(steps), cache)).fetched_rows == fewest
+        assert summarize(CachePlan(indexed(steps), cache)).fetched_rows == fewest
 
 
 @given(STEPS, configs())
@@ -107,7 +113,7 @@ def test_plan_obeyed_literally_finds_every_row_in_its_slot(
 ) -> None:
     cache = fitting(steps, cache)
     issued: dict[int, int] = {}  # slot to number, from the issue of its read on
-    planned = list(Plan(indexed(steps), cache))
+    planned = list(CachePlan(indexed(steps), cache))
     written = dict.fromkeys(range(NUM_NUMBERS), -1)
     peak = max((s.resident_rows for s in planned), default=0)
     reads = 0
@@ -138,7 +144,7 @@ def test_no_row_leaves_before_its_last_planned_use_inside_the_window(
 ) -> None:
     cache = fitting(steps, cache)
     window = cache.lookahead if cache.policy == "ttl" else cache.prefetch_steps
-    for step in Plan(indexed(steps), cache):
+    for step in CachePlan(indexed(steps), cache):
         for number in step.evict.tolist():
             later = next_step(steps, number, step.train_step)
             assert later is None or later - step.train_step > window
@@ -151,14 +157,14 @@ def test_plan_from_a_keyframe_is_the_rest_of_the_plan(
     cache = fitting(steps, cache)
     every = data.draw(st.sampled_from([None, 1, 3]))
     start = data.draw(st.integers(0, len(steps)))
-    whole = Plan(indexed(steps), cache, flush_every=every)
+    whole = CachePlan(indexed(steps), cache, flush_every=every)
     for _ in range(start):
         next(whole)
     keyframe = whole.keyframe()
     assert keyframe.train_step == start
     assert len(keyframe.numbers) <= (cache.rows or NUM_NUMBERS)
     assert keyframe.num_slots <= (cache.rows or NUM_NUMBERS)
-    again = Plan(indexed(steps)[start:], cache, flush_every=every, start=keyframe)
+    again = CachePlan(indexed(steps)[start:], cache, flush_every=every, start=keyframe)
     same = again.keyframe()
     for name in ("numbers", "slots", "last_use", "next_use", "free"):
         assert getattr(same, name).tolist() == getattr(keyframe, name).tolist(), name
@@ -170,12 +176,12 @@ def test_only_rows_that_changed_since_the_last_flush_are_written_back(
     steps: Steps, cache: CacheConfig, every: int
 ) -> None:
     cache = fitting(steps, cache)
-    for step in Plan(indexed(steps), cache, flush_every=every):
+    for step in CachePlan(indexed(steps), cache, flush_every=every):
         flushed = step.train_step // every * every  # all steps before it are in the store
         for number, write in zip(step.evict.tolist(), step.write_back.tolist(), strict=True):
             changed = any(number in steps[s] for s in range(flushed, step.train_step + 1))
             assert write == changed
-    for step in Plan(indexed(steps), cache):
+    for step in CachePlan(indexed(steps), cache):
         assert step.write_back.all()
 
 
@@ -193,18 +199,18 @@ def test_cache_that_is_too_small_names_the_smallest_size_of_the_whole_run(
     assert cache.rows is not None
     if needed <= cache.rows:
         check_cache_size({"few": [], "items": distances}, cache)
-        assert len(list(Plan(indexed(steps), cache))) == len(steps)
+        assert len(list(CachePlan(indexed(steps), cache))) == len(steps)
         return
     with pytest.raises(PlanError) as early:
         check_cache_size({"few": [], "items": distances}, cache)
     with pytest.raises(PlanError) as late:
-        list(Plan(indexed(steps), cache))
+        list(CachePlan(indexed(steps), cache))
     assert early.value.required_rows == late.value.required_rows == needed
     works = replace(cache, rows=needed)
-    assert len(list(Plan(indexed(steps), works))) == len(steps)
+    assert len(list(CachePlan(indexed(steps), works))) == len(steps)
     if needed > 1:
         with pytest.raises(PlanError):
-            list(Plan(indexed(steps), replace(cache, rows=needed - 1)))
+            list(CachePlan(indexed(steps), replace(cache, rows=needed - 1)))
 
 
 REFUSALS = {
@@ -224,7 +230,7 @@ def test_refusal_names_the_first_step_and_the_size_that_all_need(policy: str) ->
     steps = [frozenset({0}), frozenset({1, 2}), frozenset({3, 4}), frozenset({5})]
     cache = CacheConfig(policy=policy, lookahead=1, prefetch_steps=1, rows=2)  # type: ignore[arg-type]
     with pytest.raises(PlanError, match=f"^{re.escape(REFUSALS[policy])}$"):
-        list(Plan(indexed(steps), cache))
+        list(CachePlan(indexed(steps), cache))
     named = REFUSALS[policy].replace("cache is", "cache of table 'items' is")
     named = named.replace(" and 3 at step 0", "")
     with pytest.raises(PlanError, match=f"^{re.escape(named)}$"):
@@ -236,8 +242,8 @@ def test_first_step_only_shifts_the_names_of_steps(
     steps: Steps, first_step: int, cache: CacheConfig
 ) -> None:
     cache = fitting(steps, cache)
-    shifted = [as_lists(s) for s in Plan(indexed(steps), cache, first_step=first_step)]
-    plain = [as_lists(s) for s in Plan(indexed(steps), cache)]
+    shifted = [as_lists(s) for s in CachePlan(indexed(steps), cache, first_step=first_step)]
+    plain = [as_lists(s) for s in CachePlan(indexed(steps), cache)]
     assert shifted == [(step[0] + first_step, *step[1:]) for step in plain]  # type: ignore[operator]
 
 
@@ -254,7 +260,7 @@ def test_plan_reads_the_index_no_farther_than_a_window_ahead(
             read += 1
             yield step
 
-    for step in Plan(counted(), cache):
+    for step in CachePlan(counted(), cache):
         assert read <= step.train_step + cache.prefetch_steps + 2
 
 
@@ -265,7 +271,7 @@ def test_belady_over_a_published_trace_beats_lru_of_half_the_size(
 ) -> None:
     steps, trace = published
     cache = CacheConfig(policy="belady", prefetch_steps=1, rows=rows)
-    found = summarize(Plan(steps, cache))
+    found = summarize(CachePlan(steps, cache))
     hits = found.num_accesses - found.fetched_rows
     assert found.num_accesses == 113_872
     assert found.peak_cache_rows == rows
@@ -303,18 +309,18 @@ def published(shared_data: Path) -> tuple[list[tuple[np.ndarray, np.ndarray]], l
 def test_hit_rate_is_the_share_of_accesses_that_need_no_read() -> None:
     steps = [frozenset({0, 1}), frozenset({0}), frozenset({1}), frozenset({0})]
     ttl = CacheConfig(lookahead=2, prefetch_steps=1)
-    found = summarize(Plan(indexed(steps), ttl))
+    found = summarize(CachePlan(indexed(steps), ttl))
     assert found.fetched_rows == found.written_rows == 2  # both once, then within two steps
     assert found.hit_rate == 1 - 2 / 5
     short = replace(ttl, lookahead=1)
-    assert summarize(Plan(indexed(steps), short)).fetched_rows == 4
+    assert summarize(CachePlan(indexed(steps), short)).fetched_rows == 4
     assert summarize([]).hit_rate == 0.0
 
 
 def test_belady_without_a_limit_reads_every_row_once() -> None:
     rng = np.random.default_rng(3)
     steps = [frozenset(rng.integers(0, NUM_NUMBERS, 3).tolist()) for _ in range(40)]
-    found = summarize(Plan(indexed(steps), CacheConfig(policy="belady")))
+    found = summarize(CachePlan(indexed(steps), CacheConfig(policy="belady")))
     assert found.fetched_rows == len(frozenset().union(*steps))
 
 
@@ -324,6 +330,6 @@ def test_belady_of_a_skewed_trace_over_many_merged_runs_is_that_of_the_reference
     index = list(zip(steps, next_use(steps, 2000), strict=True))
     cache = CacheConfig(policy="belady", prefetch_steps=2, rows=450)
     wanted = reference([frozenset(s.tolist()) for s in steps], cache)
-    found = list(Plan(index, cache))
+    found = list(CachePlan(index, cache))
     assert [int(s.fetch.sum()) for s in found] == [len(s.fetch) for s in wanted]
     assert 0 < sum(len(s.fetch) for s in wanted) < sum(map(len, steps))

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from schemas.config.train import CacheConfig
-from schemas.oracle.cache_plan import IndexStep, Plan, required_rows
+from schemas.oracle.cache_plan import CachePlan, IndexStep, required_rows
 from schemas.oracle.next_uses import clip_to_horizon, next_use
 
 
@@ -42,7 +42,7 @@ def test_plan_that_is_extended_keeps_every_row_where_it_says(
     version = dict.fromkeys(range(12), 0)  # of the row in its store
     slots: dict[int, tuple[int, int]] = {}  # slot -> number and version
     uses = dict.fromkeys(range(12), 0)
-    step, steps = 0, Plan(indexed(trace, 0, ends[0]), cache)
+    step, steps = 0, CachePlan(indexed(trace, 0, ends[0]), cache)
     for end, more in zip(ends, [*ends[1:], None], strict=True):
         # segments come before the end, too: the reads that are in flight are trained first
         until = end if more is None else data.draw(st.integers(step, end))
@@ -50,7 +50,7 @@ def test_plan_that_is_extended_keeps_every_row_where_it_says(
         if more is not None:
             frame = steps.keyframe()
             assert frame.train_step == step
-            steps = Plan(indexed(trace, step, more), cache, start=frame)
+            steps = CachePlan(indexed(trace, step, more), cache, start=frame)
     assert step == len(trace)
     for number, (row, newest) in slots.items():
         assert uses[row] == newest, number
@@ -59,7 +59,7 @@ def test_plan_that_is_extended_keeps_every_row_where_it_says(
 
 
 def train(
-    steps: Plan,
+    steps: CachePlan,
     step: int,
     until: int,
     prefetch: int,

@@ -10,7 +10,7 @@ import pytest
 
 from pipelines.build import build
 from schemas.dataset.checked_files import CheckedFile
-from schemas.dataset.opened import Dataset, open_dataset
+from schemas.dataset.opened import OpenDataset, open_dataset
 from schemas.dataset.samples import column_names, read_columns, read_samples
 from schemas.errors import SchemaError
 from schemas.layout import EVALUATION, TRAIN, inverse_column
@@ -39,7 +39,7 @@ def shop() -> Path:
     return make_once(_shop) / "dataset"
 
 
-def whole(dataset: Dataset) -> pa.Table:
+def whole(dataset: OpenDataset) -> pa.Table:
     return pa.concat_tables(read_samples(dataset, model_inputs=True))
 
 
@@ -82,7 +82,7 @@ def chunks(file: CheckedFile, selected: set[str]) -> Iterator[tuple[int, int]]:
                 yield start, start + column.total_compressed_size
 
 
-def overwrite(dataset: Dataset, path: str, ranges: list[tuple[int, int]]) -> None:
+def overwrite(dataset: OpenDataset, path: str, ranges: list[tuple[int, int]]) -> None:
     """Replace bytes of a file of each segment by others."""
     for segment in dataset.segments:
         local = Path(segment.directory / path)

@@ -11,7 +11,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from schemas.config.train import ModelConfig, TrainConfig
 from schemas.dataset.order import Step
-from trainer.data.collate import Batch
+from trainer.data.collate import CollatedBatch
 from trainer.data.lookup import Inverse
 
 DIM = 8
@@ -81,7 +81,7 @@ def random_samples(
     )
 
 
-def batch_of(samples: Samples, *, expanded: bool = False) -> Batch:
+def batch_of(samples: Samples, *, expanded: bool = False) -> CollatedBatch:
     """Build a batch of the samples as the reader would."""
     bags = samples.expanded() if expanded else samples.bags
     flat = [bag for f in FEATURES for bag in bags[f]]
@@ -99,7 +99,7 @@ def batch_of(samples: Samples, *, expanded: bool = False) -> Batch:
     )
     offsets = torch.bincount(inverse, minlength=len(samples.bags["clicked"])).cumsum(0)
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), offsets])
-    return Batch(
+    return CollatedBatch(
         step=Step(0, 0, 0, np.arange(1)),
         num_samples=num_samples,
         labels=(own % 2).double(),

@@ -11,7 +11,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from schemas.arrays import offsets_of
 from schemas.dataset.order import Step
-from trainer.data.collate import Batch
+from trainer.data.collate import CollatedBatch
 from trainer.data.lookup import KeyedBags, inverse_of, table_lookups, vector_layout
 
 NUM_ROWS = 6
@@ -44,7 +44,9 @@ class Case:
         """Return a weight of each look-up, made from its row and its place in the bag."""
         return [[(row + 1) / (at + 2) for at, row in enumerate(b)] for b in self.bags[feature]]
 
-    def batch(self, *, weighted: torch.dtype | None = None, expanded: bool = False) -> Batch:
+    def batch(
+        self, *, weighted: torch.dtype | None = None, expanded: bool = False
+    ) -> CollatedBatch:
         """Return what the reader makes of it."""
         group_of: dict[str, str | None] = dict.fromkeys(FEATURES) if expanded else GROUP_OF
         bags = {f: self.expanded(f) if expanded else self.bags[f] for f in FEATURES}
@@ -63,7 +65,7 @@ class Case:
             weights=None if weighted is None else weights.astype(dtype[weighted]),
             weighted=frozenset() if weighted is None else frozenset(FEATURES),
         )
-        return Batch(
+        return CollatedBatch(
             step=Step(0, 0, 0, np.arange(1)),
             num_samples=self.num_samples,
             labels=torch.zeros(self.num_samples),

@@ -19,7 +19,7 @@ from trainer.checkpoint.files import complete_checkpoints, read_checkpoint_manif
 from trainer.checkpoint.format import ROW_FILES
 from trainer.checkpoint.load import read_dense, require_checkpoint
 from trainer.components import Components, build_components, order_of
-from trainer.data.collate import Batch
+from trainer.data.collate import CollatedBatch
 from trainer.data.decode import spec_of
 from trainer.data.reader import Reader
 from trainer.embedding.module import Embedding
@@ -139,7 +139,7 @@ def checkpoint_at(run: Path, train_step: int) -> Path:
     return run / CHECKPOINTS / f"{train_step:08d}"
 
 
-def row_gradients(embedding: Embedding, batch: Batch) -> dict[str, torch.Tensor]:
+def row_gradients(embedding: Embedding, batch: CollatedBatch) -> dict[str, torch.Tensor]:
     """Return by table the gradient of each row of `batch.lookups`, zeros where there is none."""
     sums = embedding.microbatch(batch).row_gradients()
     counts = [len(lookup.rows) for lookup in batch.lookups.values()]

@@ -15,7 +15,7 @@ from schemas.arrays import offsets_of
 from schemas.config.job import TableConfig
 from schemas.dataset.order import Step
 from trainer.data import batch, collate, shared
-from trainer.data.collate import BlockRange
+from trainer.data.collate import RowGroupBlocks
 from trainer.data.decode import BatchSpec, Lists, RowGroup, padding_row_group
 from trainer.data.lookup import (
     Inverse,
@@ -244,7 +244,7 @@ def test_bags_of_two_row_groups_are_those_of_the_reference(expanded: bool) -> No
         table_of={"a": "t", "b": "t"},
         dtype="float64",
     )
-    ranges = [BlockRange(each, 0, 1) for each in (one, other, padding_row_group(spec, 2))]
+    ranges = [RowGroupBlocks(each, 0, 1) for each in (one, other, padding_row_group(spec, 2))]
     step = Step(0, 0, 0, np.zeros(0, np.int64))
     found = collate.collate(spec, step, ranges, expanded=expanded)
     bags = [[19], [14, 15, 16, 17], [14, 15, 16, 17], [], [2, 3, 4, 5], [3, 4], [0], [], []]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from schemas.arrays import Jagged, offsets_of
 from schemas.config.train import CacheConfig
 from schemas.errors import PlanError, SchemaError
-from schemas.oracle.cache_plan import Plan, required_rows
+from schemas.oracle.cache_plan import CachePlan, required_rows
 from schemas.oracle.next_uses import next_use
 from tests.schemas.parts import numbered
 from tests.trainer.stores import as_records, whole
@@ -38,7 +38,7 @@ def plan_of(
     """Plan a table from the rows of each step."""
     numbers, distances, rows = index_of(steps)
     indexed = zip(numbers, distances, strict=True)
-    return TablePlan(Plan(indexed, cache, flush_every=flush_every), rows)
+    return TablePlan(CachePlan(indexed, cache, flush_every=flush_every), rows)
 
 
 ReadAll = Callable[[int], dict[str, Records]]

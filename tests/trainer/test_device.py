@@ -14,7 +14,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from schemas.config.job import Job, load_job
 from schemas.config.train import DenseOptimizerConfig, ModelConfig
-from schemas.dataset.opened import Dataset, open_dataset
+from schemas.dataset.opened import OpenDataset, open_dataset
 from schemas.dataset.run_next_uses import SharedNextUses
 from schemas.errors import SchemaError
 from schemas.run.records import SUMMARY, read_summary
@@ -31,7 +31,7 @@ from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import assert_same_bits, losses_of, parts_of, reader_of, run_job
 from trainer.components import build_components, order_of, uses_shared_features
 from trainer.compute import MicrobatchCompute, train_batch
-from trainer.data.collate import Batch, move_batch
+from trainer.data.collate import CollatedBatch, move_batch
 from trainer.data.decode import spec_of
 from trainer.data.kjt_lookups import batch_from_kjt
 from trainer.data.transfer import to_device
@@ -232,7 +232,7 @@ def test_microbatches_of_a_replica_have_the_sums_of_the_processors(
             compute.update(found)
 
 
-def span_of(job: Job, dataset: Dataset) -> Span:
+def span_of(job: Job, dataset: OpenDataset) -> Span:
     """Return all steps of a dataset."""
     order = order_of(job, dataset)
     horizon = Horizon(end_step=order.num_steps, known_end=order.num_steps, is_final=True)
@@ -283,7 +283,7 @@ def test_fake_device_refuses_what_a_gpu_would() -> None:
 DIM, NUM_SAMPLES = 3, 7
 
 
-def draw_batch(num_features: int, seed: int, *, grouped: bool, weighted: bool) -> Batch:
+def draw_batch(num_features: int, seed: int, *, grouped: bool, weighted: bool) -> CollatedBatch:
     """Draw bags of features, two of which share a table, in groups of three neighbours."""
     rng = np.random.default_rng(seed)
     keys = [f"f{i}" for i in range(num_features)]
@@ -308,7 +308,7 @@ def draw_batch(num_features: int, seed: int, *, grouped: bool, weighted: bool) -
     return batch_from_kjt(sparse, tables, weighted=torch.float64 if weighted else None)
 
 
-def draw_rows(batch: Batch, seed: int) -> dict[str, torch.Tensor]:
+def draw_rows(batch: CollatedBatch, seed: int) -> dict[str, torch.Tensor]:
     """Draw the rows of each table."""
     torch.manual_seed(seed)
     return {

@@ -11,7 +11,7 @@ from schemas.config.job import load_job
 from schemas.config.train import SparseOptimizerConfig
 from tests.trainer.make_dataset import write_job
 from tests.trainer.runs import parts_of, reader_of, row_gradients
-from trainer.data.collate import Batch
+from trainer.data.collate import CollatedBatch
 from trainer.data.lookup import take_unsorted
 from trainer.data.microbatches import single_microbatch
 from trainer.embedding.kernels.interface import rule_at, state_width
@@ -27,14 +27,14 @@ def weights_of(store: Store, num_rows: int) -> torch.Tensor:
     return torch.from_numpy(store.fetch(0, {"items": np.arange(num_rows)})["items"].values)
 
 
-def reference_pooled(batch: Batch, feature: str, table: nn.EmbeddingBag) -> torch.Tensor:
+def reference_pooled(batch: CollatedBatch, feature: str, table: nn.EmbeddingBag) -> torch.Tensor:
     jagged = batch.sparse[feature]
     bags = table(jagged.values(), jagged.offsets()[:-1])
     return bags[batch.inverse_of(feature)]
 
 
 def train_both(
-    batch: Batch, embedding: Embedding, table: nn.EmbeddingBag, target: torch.Tensor
+    batch: CollatedBatch, embedding: Embedding, table: nn.EmbeddingBag, target: torch.Tensor
 ) -> None:
     embedding.open(single_microbatch(batch))
     pooled = embedding(batch.sparse).to_dict()

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from schemas.config.train import SparseOptimizerConfig
 from tests.shared import in_pairs
 from tests.trainer.pooled_cases import FEATURES, NUM_ROWS, TABLES, Case, cases, flat
-from trainer.data.collate import Batch
+from trainer.data.collate import CollatedBatch
 from trainer.embedding.kernels import compiled
 from trainer.embedding.kernels.interface import (
     ArenaRows,
@@ -53,7 +53,7 @@ def output_gradient(case: Case, train_step: int, dtype: torch.dtype) -> torch.Te
 
 
 def run_step(
-    batch: Batch, tables: Tables, gradient: torch.Tensor, rule: RowRule, *, mean: bool
+    batch: CollatedBatch, tables: Tables, gradient: torch.Tensor, rule: RowRule, *, mean: bool
 ) -> torch.Tensor:
     """Pool, go back and update whole tables in place; return pooled vectors as in `FEATURES`."""
     rows = {

@@ -17,7 +17,7 @@ from schemas.rows import rows_of_ids
 from tests.shared import hard_links
 from tests.trainer.make_dataset import make_samples, write_job
 from tests.trainer.runs import SEGMENTS, reader_of
-from trainer.data.collate import Batch
+from trainer.data.collate import CollatedBatch
 from trainer.data.decode import SAMPLES, BlockCounts, decode, spec_of
 from trainer.data.reader import prefetch
 
@@ -29,7 +29,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_job(tmp_path_factory.mktemp("job"))
 
 
-def bags(batch: Batch, feature: str) -> list[list[int]]:
+def bags(batch: CollatedBatch, feature: str) -> list[list[int]]:
     """Return the rows that each sample looks up, slowly."""
     jagged = batch.sparse[feature]
     values, offsets = jagged.values().tolist(), jagged.offsets().tolist()
@@ -123,7 +123,7 @@ def sample_of(row: dict, tables: Mapping[str, TableConfig]) -> tuple[object, ...
     return (row["session"], row["clicked_flag"], row["sample_weight"], dense, *sparse)
 
 
-def samples_of(batch: Batch) -> list[tuple[object, ...]]:
+def samples_of(batch: CollatedBatch) -> list[tuple[object, ...]]:
     sparse = [bags(batch, feature) for feature in SPARSE]
     return [
         (key, int(label), weight, tuple(dense), *(tuple(bag[i]) for bag in sparse))
@@ -159,7 +159,7 @@ def test_evaluation_batches_give_the_evaluation_split_once(job: Path, dataset: P
     assert found == expected
 
 
-def places_of_bags(batch: Batch, feature: str) -> np.ndarray:
+def places_of_bags(batch: CollatedBatch, feature: str) -> np.ndarray:
     first, step = batch.layout.of(feature)
     return first + step * np.arange(len(batch.sparse[feature].lengths()))
 

@@ -26,7 +26,7 @@ from tests.trainer.model_samples import (
     random_samples,
 )
 from tests.trainer.runs import parts_of, reader_of, row_gradients
-from trainer.data.collate import Batch
+from trainer.data.collate import CollatedBatch
 from trainer.data.lookup import inverse_of
 from trainer.data.microbatches import single_microbatch
 from trainer.data.shared import find_shared_features
@@ -99,7 +99,7 @@ class PlainWideDeep(nn.Module):
         self.wide, self.deep, self.embedding = model.wide, model.deep, model.embedding
         self.num_dense = num_dense
 
-    def forward(self, batch: Batch) -> torch.Tensor:
+    def forward(self, batch: CollatedBatch) -> torch.Tensor:
         pooled = self.embedding(batch.sparse).to_dict()
         logits: list[torch.Tensor] = []
         for sample in range(batch.num_samples):
@@ -137,7 +137,7 @@ def test_dense_features_are_fed_once_per_tuple_where_it_decides_them() -> None:
     assert dense_vectors(by_sample, by_sample.dense).name is None
 
 
-def results(model: Any, embedding: Embedding, batch: Batch) -> dict[str, torch.Tensor]:
+def results(model: Any, embedding: Embedding, batch: CollatedBatch) -> dict[str, torch.Tensor]:
     """Return logits and the gradient of everything that is trained."""
     model.zero_grad()
     embedding.open(single_microbatch(batch))
@@ -204,7 +204,7 @@ def test_wide_deep_with_rows_of_one_number_is_refused() -> None:
         TrainConfig(model=ModelConfig(name="wide_deep"), embedding_dim=1)
 
 
-def regrouped(batch: Batch, numbers: list[torch.Tensor]) -> Batch:
+def regrouped(batch: CollatedBatch, numbers: list[torch.Tensor]) -> CollatedBatch:
     """Return the batch with other tuples: each sample's, by group."""
     groups = {
         group: inverse_of(indices.numpy(), int(indices.max()) + 1)

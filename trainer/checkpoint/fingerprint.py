@@ -8,7 +8,7 @@ from typing import Any
 
 from schemas.config.job import Job
 from schemas.config.train import CacheConfig
-from schemas.dataset.opened import Dataset
+from schemas.dataset.opened import OpenDataset
 from schemas.errors import SchemaError, check_at_least, first_difference, shown
 from schemas.typed_values import DecodeError, from_json
 from trainer.checkpoint.files import CheckpointManifest
@@ -85,7 +85,7 @@ def parse_fingerprint(manifest: CheckpointManifest, file: str) -> Fingerprint:
         raise SchemaError(f"fingerprint.{error}; {_ADVICE}", file=file) from error
 
 
-def fingerprint_of(job: Job, dataset: Dataset) -> dict[str, Any]:
+def fingerprint_of(job: Job, dataset: OpenDataset) -> dict[str, Any]:
     """Return the fingerprint of a run, which the manifests of its checkpoints contain."""
     order = order_of(job, dataset, trains=False)
     return {
@@ -103,7 +103,7 @@ def fingerprint_of(job: Job, dataset: Dataset) -> dict[str, Any]:
     }
 
 
-def _model_fingerprint(job: Job, dataset: Dataset) -> dict[str, Any]:
+def _model_fingerprint(job: Job, dataset: OpenDataset) -> dict[str, Any]:
     """Return names only of the model and its optimizers.
 
     `load_state` compares the layers of the model; a learning rate, eps or beta may change between

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from schemas.arrays import Array
 from schemas.config.train import CacheConfig
-from schemas.dataset.opened import Dataset
+from schemas.dataset.opened import OpenDataset
 from schemas.dataset.run_next_uses import SharedNextUses
 from schemas.errors import SchemaError
 from schemas.machine import free_bytes
@@ -202,7 +202,7 @@ _OVERHEAD_BYTES = 1 << 20
 
 
 def copy_bytes(
-    dataset: Dataset,
+    dataset: OpenDataset,
     shared: SharedNextUses,
     layouts: Mapping[str, TableLayout],
     steps: range,
@@ -249,7 +249,7 @@ def max_changed_rows(last_uses: NDArray[np.int64], steps: range, every_steps: in
     return int(changed.max(initial=0))
 
 
-def _num_rows(dataset: Dataset, table: str) -> int:
+def _num_rows(dataset: OpenDataset, table: str) -> int:
     counts = (segment.manifest.tables.get(table) for segment in dataset.segments)
     return sum(each.num_unique_rows for each in counts if each is not None)
 

@@ -52,7 +52,7 @@ class DeviceInputs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class CollatedBatch:
     """The samples of one step.
 
     Attributes:
@@ -118,7 +118,7 @@ def num_tuples(groups: Mapping[str, Inverse]) -> dict[str, int]:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockRange:
+class RowGroupBlocks:
     """Blocks `start` to `end` of a row group."""
 
     row_group: RowGroup
@@ -167,7 +167,7 @@ class PartOfBlock:
         return np.unique(self.row_group.inverse[group][self.samples], return_inverse=True)[1]
 
 
-Range = BlockRange | PartOfBlock
+Range = RowGroupBlocks | PartOfBlock
 
 
 def collate(
@@ -178,7 +178,7 @@ def collate(
     expanded: bool,
     find_shared: bool = False,
     lookups: bool = True,
-) -> Batch:
+) -> CollatedBatch:
     """Return the batch of some blocks.
 
     Args:
@@ -186,8 +186,8 @@ def collate(
         step: blocks of the batch.
         ranges: their samples, in batch order.
         expanded: one bag per sample instead of one per unique tuple.
-        find_shared: set `Batch.shared`; needs `lookups`.
-        lookups: set `Batch.lookups` and `Batch.groups`, for our collections; they take most of the
+        find_shared: set `CollatedBatch.shared`; needs `lookups`.
+        lookups: set `lookups` and `groups` of the batch, for our collections; they take most of the
             time (docs/decisions/0088-loader-batch.md).
     """
     owner = {f: None if expanded else spec.owner.get(f) for f in spec.sparse}
@@ -198,7 +198,7 @@ def collate(
     num_tuples = {group: num_unique for group, (_, num_unique) in inverse.items()}
     layout = vector_layout(owner, num_tuples, len(labels))
     groups = {g: inverse_of(*of_group) for g, of_group in inverse.items()} if lookups else {}
-    batch = Batch(
+    batch = CollatedBatch(
         step=step,
         num_samples=len(labels),
         labels=torch.from_numpy(labels),
@@ -304,11 +304,11 @@ def _reader_kjt(
 
 
 def move_batch(
-    batch: Batch,
+    batch: CollatedBatch,
     model: ModelConfig,
     device: torch.device,
     row_numbers: torch.Tensor | None = None,
-) -> Batch:
+) -> CollatedBatch:
     """Return a batch with what a model computes on a device, copied in one block.
 
     Args:
@@ -330,7 +330,7 @@ def move_batch(
     return replace(batch, **to_device(parts, device))
 
 
-def _history_of(batch: Batch, model: ModelConfig) -> HistoryLayout:
+def _history_of(batch: CollatedBatch, model: ModelConfig) -> HistoryLayout:
     feature = model.history
     assert feature is not None, "ModelConfig gives the attention model a history"
     [lookup] = [each for each in batch.lookups.values() if feature in each.features]
@@ -342,12 +342,12 @@ def _history_of(batch: Batch, model: ModelConfig) -> HistoryLayout:
 class ReaderKeyedJaggedTensor(KeyedJaggedTensor):
     """A KeyedJaggedTensor of the reader, which carries the look-ups of its batch."""
 
-    batch: Batch | None = None
+    batch: CollatedBatch | None = None
     """The batch, whose own `sparse` is empty."""
     versions: list[int] | None = None
     """Versions of the tensors when the look-ups were prepared."""
 
-    def prepared_batch(self) -> Batch | None:
+    def prepared_batch(self) -> CollatedBatch | None:
         """Return `batch`, None after an in-place change of a tensor, which its look-ups lack."""
         return self.batch if self.versions == self.tensor_versions() else None
 

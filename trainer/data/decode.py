@@ -22,7 +22,7 @@ from schemas.arrays import (
     values_of,
 )
 from schemas.config.job import DataConfig, TableConfig
-from schemas.dataset.opened import Dataset
+from schemas.dataset.opened import OpenDataset
 from schemas.errors import SchemaError, suggest_name
 from schemas.features import FeatureSet
 from schemas.layout import BLOCK, inverse_column, weights_column
@@ -69,7 +69,7 @@ class BatchSpec:
         return tuple(dict.fromkeys([*single, *self.kept, *self.dense, *self.sparse, *weights]))
 
 
-def spec_of(dataset: Dataset, dtype: str, kept: tuple[str, ...] = ()) -> BatchSpec:
+def spec_of(dataset: OpenDataset, dtype: str, kept: tuple[str, ...] = ()) -> BatchSpec:
     """Return the columns of a batch of a dataset.
 
     Raises:

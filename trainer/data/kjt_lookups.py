@@ -12,7 +12,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from schemas.arrays import offsets_of
 from schemas.dataset.order import Step
-from trainer.data.collate import Batch, ReaderKeyedJaggedTensor, num_tuples
+from trainer.data.collate import CollatedBatch, ReaderKeyedJaggedTensor, num_tuples
 from trainer.data.lookup import (
     Inverse,
     KeyedBags,
@@ -71,7 +71,7 @@ class OrderedKeyedTensor(KeyedTensor):
 
 def batch_from_kjt(
     sparse: KeyedJaggedTensor, tables: Tables, *, weighted: torch.dtype | None
-) -> Batch:
+) -> CollatedBatch:
     """Return a batch with the look-ups of some tables; labels and dense features are empty.
 
     A KeyedJaggedTensor of the reader carries its look-ups; those of any other one, or of one that
@@ -98,7 +98,7 @@ def batch_from_kjt(
     inverse = sparse.inverse_indices_or_none()
     num_samples = bags.num_bags[features[0]] if inverse is None else inverse[1].shape[1]
     layout = vector_layout(group_of, num_tuples(groups), num_samples)
-    return Batch(
+    return CollatedBatch(
         step=Step(0, 0, 0, np.zeros(0, np.int64)),
         num_samples=num_samples,
         labels=torch.empty(0),
@@ -138,7 +138,7 @@ def _bags_of(jagged: Mapping[str, JaggedTensor], weighted: torch.dtype | None) -
 
 
 def _reader_lookups(
-    batch: Batch, tables: Tables, *, weighted: torch.dtype | None
+    batch: CollatedBatch, tables: Tables, *, weighted: torch.dtype | None
 ) -> dict[str, TableLookup] | None:
     """Return the reader's look-ups of these tables; None if it has others.
 

@@ -129,7 +129,7 @@ def inverse_of(indices: NDArray[np.int64], num_rows: int) -> Inverse:
 
 
 @dataclass(frozen=True, slots=True)
-class GroupLayout:
+class VectorGroup:
     """The vectors of one dedup group.
 
     Attributes:
@@ -166,7 +166,7 @@ class VectorLayout:
 
     keys: tuple[str, ...]
     num_samples: int
-    groups: Mapping[str, GroupLayout]
+    groups: Mapping[str, VectorGroup]
     group_of: Mapping[str, str | None]
     num_vectors: int
 
@@ -205,10 +205,10 @@ def vector_layout(
         if group is not None:
             members.setdefault(group, []).append(feature)
     keys = (*ungrouped, *(feature for part in members.values() for feature in part))
-    groups: dict[str, GroupLayout] = {}
+    groups: dict[str, VectorGroup] = {}
     column, first = len(ungrouped), num_samples * len(keys)
     for group, features in members.items():
-        groups[group] = GroupLayout(column, len(features), first, num_tuples[group])
+        groups[group] = VectorGroup(column, len(features), first, num_tuples[group])
         column += len(features)
         first += num_tuples[group] * len(features)
     return VectorLayout(keys, num_samples, groups, group_of, first)

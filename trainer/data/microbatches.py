@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from schemas.arrays import find_sorted
 from schemas.dataset.order import Step
 from trainer.data import batch as kernels
-from trainer.data.collate import Batch
+from trainer.data.collate import CollatedBatch
 
 # ---- Microbatches of a step, all of them or those of one process ----
 #
@@ -39,7 +39,7 @@ class Microbatches:
     step: Step
     num_microbatches: int
     first: int
-    batches: tuple[Batch, ...]
+    batches: tuple[CollatedBatch, ...]
     rows: Mapping[str, NDArray[np.int64]]
     row_positions: tuple[Mapping[str, torch.Tensor] | None, ...]
     work: float = 0.0
@@ -63,7 +63,7 @@ class Microbatches:
         return torch.cat([positions[t] + firsts[t] for t in self.batches[index].lookups])
 
 
-def single_microbatch(batch: Batch) -> Microbatches:
+def single_microbatch(batch: CollatedBatch) -> Microbatches:
     """Return a batch as the only microbatch of its step."""
     return Microbatches(
         step=batch.step,
@@ -79,7 +79,7 @@ def make_microbatches(
     step: Step,
     num_microbatches: int,
     first: int,
-    batches: Sequence[Batch],
+    batches: Sequence[CollatedBatch],
     rows: Mapping[str, NDArray[np.int64]] | None = None,
     work: float = 0.0,
 ) -> Microbatches:

@@ -23,10 +23,10 @@ from schemas.arrays import offsets_of
 from schemas.dataset.checked_files import CheckedFile
 from schemas.dataset.defaults import missing_column_defaults, read_with_defaults
 from schemas.dataset.group_files import read_group
-from schemas.dataset.opened import Dataset, Segment
+from schemas.dataset.opened import OpenDataset, Segment
 from schemas.dataset.order import Order, Step, blocks_of_rank, runs_of_ranks
 from schemas.layout import DATA_DIRECTORIES, EVALUATION, TRAIN, part_path
-from trainer.data.collate import Batch, BlockRange, PartOfBlock, Range, collate
+from trainer.data.collate import CollatedBatch, PartOfBlock, Range, RowGroupBlocks, collate
 from trainer.data.decode import SAMPLES, BatchSpec, BlockCounts, RowGroup, decode, padding_row_group
 from trainer.data.microbatches import Microbatches, make_microbatches
 from trainer.data.shared_row_groups import SharedRowGroups, open_shared_row_groups
@@ -108,7 +108,7 @@ class Reader:
 
     def __init__(
         self,
-        dataset: Dataset,
+        dataset: OpenDataset,
         order: Order,
         spec: BatchSpec,
         *,
@@ -128,8 +128,8 @@ class Reader:
             spec: columns of a batch.
             split: which blocks `order` orders.
             expanded: undo the deduplication, for comparison.
-            find_shared: set `Batch.shared`, for models that compute shared features once.
-            lookups: set `Batch.lookups` and `Batch.groups`.
+            find_shared: set `CollatedBatch.shared`, for models that compute shared features once.
+            lookups: set `CollatedBatch.lookups` and `CollatedBatch.groups`.
             equal_runs: give ranks equally many blocks, not blocks with equal work.
             num_sharing: processes that read the same steps. Those of one machine share decoded row
                 groups.
@@ -159,7 +159,7 @@ class Reader:
         self._last_steps = (-1, -1), np.empty(0, np.int64)  # of an epoch and a segment
         self._is_remote = any(s.directory.local is None for s in dataset.segments)
 
-    def read(self, train_step: int) -> Batch:
+    def read(self, train_step: int) -> CollatedBatch:
         """Return the batch of a step.
 
         Raises:
@@ -167,7 +167,9 @@ class Reader:
         """
         return self.read_rank(train_step, 0, 1)
 
-    def read_rank(self, train_step: int, rank: int, world_size: int, num_padding: int = 0) -> Batch:
+    def read_rank(
+        self, train_step: int, rank: int, world_size: int, num_padding: int = 0
+    ) -> CollatedBatch:
         """Return the samples of a step that belong to a rank, none if it has no block.
 
         Args:
@@ -245,7 +247,7 @@ class Reader:
             for first in range(0, count, size)
         ]
 
-    def evaluation_batches(self) -> Iterator[Batch]:
+    def evaluation_batches(self) -> Iterator[CollatedBatch]:
         """Yield the samples of the evaluation split once, in stored order."""
         count, self._current = 0, None
         for index, segment in enumerate(self._segments):
@@ -313,24 +315,26 @@ class Reader:
         end = microbatch.first_sample + microbatch.num_samples
         return [PartOfBlock(self._row_group(key), block, microbatch.first_sample, end)]
 
-    def _assemble(self, step: Step, positions: NDArray[np.int64], num_padding: int = 0) -> Batch:
+    def _assemble(
+        self, step: Step, positions: NDArray[np.int64], num_padding: int = 0
+    ) -> CollatedBatch:
         ranges = self._block_ranges(step, positions)
         if num_padding or not ranges:
-            ranges.append(BlockRange(padding_row_group(self._spec, num_padding), 0, 1))
+            ranges.append(RowGroupBlocks(padding_row_group(self._spec, num_padding), 0, 1))
         return self._collate(step, ranges)
 
     def _block_ranges(self, step: Step, positions: NDArray[np.int64]) -> list[Range]:
         """Return blocks; those that are neighbours in a row group are one range."""
-        ranges: list[BlockRange] = []
+        ranges: list[RowGroupBlocks] = []
         for key, index in self._stored_blocks(step.segment, positions):
             row_group = self._row_group(key)
             if ranges and ranges[-1].row_group is row_group and ranges[-1].end == index:
-                ranges[-1] = BlockRange(row_group, ranges[-1].start, index + 1)
+                ranges[-1] = RowGroupBlocks(row_group, ranges[-1].start, index + 1)
             else:
-                ranges.append(BlockRange(row_group, index, index + 1))
+                ranges.append(RowGroupBlocks(row_group, index, index + 1))
         return list(ranges)
 
-    def _collate(self, step: Step, ranges: Sequence[Range]) -> Batch:
+    def _collate(self, step: Step, ranges: Sequence[Range]) -> CollatedBatch:
         return collate(
             self._spec,
             step,
@@ -446,7 +450,7 @@ class Reader:
         return self._files[key]
 
 
-def _identity(dataset: Dataset, spec: BatchSpec) -> str:
+def _identity(dataset: OpenDataset, spec: BatchSpec) -> str:
     """Return a text that differs where decoded row groups do."""
     segments = [segment.reference.manifest_sha256 for segment in dataset.segments]
     deleted = dataset.manifest.tombstones_sha256

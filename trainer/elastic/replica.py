@@ -26,7 +26,7 @@ from trainer.data.microbatches import Microbatches
 from trainer.elastic.membership import Membership, ReplicaOptions
 from trainer.elastic.peer_state import MemoryRows, PeerAddresses, PeerClient, PeerError, PeerServer
 from trainer.elastic.shared_rows import SharedRows
-from trainer.elastic.sums import Exchange, LostPeerError, SplitPlanner, SumsShape, unpack_sums
+from trainer.elastic.sums import LostPeerError, SplitPlanner, SumsExchange, SumsShape, unpack_sums
 from trainer.loop import Agreeing, Peers, StepTotal, TrainingLoop
 from trainer.run.output import RunOutput
 from trainer.run.run_context import RunContext
@@ -64,7 +64,7 @@ class ReplicaPeers(Peers):
         options, enter = self._options, self._stack.enter_context
         self._server = PeerServer(options.host, options.access, options.certificate)
         self._stack.callback(self._server.shutdown)
-        self._exchange = enter(Exchange(options))
+        self._exchange = enter(SumsExchange(options))
         self._agreeing = enter(ThreadPoolExecutor(1, "agree"))
         self._membership = Membership(options, self._output.check_attempt)
         return self

@@ -2,7 +2,7 @@
 
 1. `SplitPlanner` assigns microbatches.
 2. `GlooGroup` sends messages between all replicas; `pack_sums` and `unpack_sums` define them.
-3. `Exchange` adds the sums of all replicas.
+3. `SumsExchange` adds the sums of all replicas.
 """
 
 from __future__ import annotations
@@ -314,7 +314,7 @@ PING_HEARTBEATS = 2
 """Heartbeat time-outs after which a member is pinged, and in which it must answer."""
 
 
-class Exchange:
+class SumsExchange:
     """Exchange of partial sums with the other replicas; connections close with the context."""
 
     def __init__(self, options: ReplicaOptions) -> None:
@@ -331,7 +331,7 @@ class Exchange:
         """Address of this replica's `MeetingStore`."""
         return self._meeting.address
 
-    def __enter__(self) -> Exchange:
+    def __enter__(self) -> SumsExchange:
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from schemas.config.job import Job, load_job
 from schemas.config.train import SAVE, WAIT, LimitsConfig
-from schemas.dataset.opened import Dataset
+from schemas.dataset.opened import OpenDataset
 from schemas.errors import PlanError, SchemaError
 from schemas.paths import path_or_url
 from schemas.run.records import PHASES
@@ -190,7 +190,7 @@ def _open_dataset(
     identity = read_identity(run)
     at_least = len(identity.segments) if options.follow else 0
 
-    def check(opened: Dataset) -> None:
+    def check(opened: OpenDataset) -> None:
         check_run(run, opened, job.train, follows=options.follow)
 
     data = FollowedDataset(

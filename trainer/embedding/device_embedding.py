@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from schemas.config.train import TrainConfig
-from trainer.data.collate import Batch
+from trainer.data.collate import CollatedBatch
 from trainer.data.lookup import Inverse, segment_sums, take, transpose_on_device
 from trainer.data.microbatches import Microbatches, single_microbatch
 from trainer.data.shared import SharedFeatures
@@ -104,7 +104,7 @@ class DeviceEmbedding(Embedding):
         step, rows = microbatches.step.train_step, microbatches.rows
         self.open_block(microbatches, self._device_source.gather_block(step, rows))
 
-    def open_copies(self, batch: Batch, reader: RowReader) -> None:
+    def open_copies(self, batch: CollatedBatch, reader: RowReader) -> None:
         """Open copies of the rows of a batch, for evaluation."""
         microbatches = single_microbatch(batch)
         records = reader.fetch(batch.step.train_step, microbatches.rows)
@@ -140,7 +140,7 @@ class DeviceEmbedding(Embedding):
 class DeviceLookups:
     """Look-ups of a microbatch among the rows of its step, all of them at once."""
 
-    def __init__(self, batch: Batch, values: torch.Tensor, *, mean: bool) -> None:
+    def __init__(self, batch: CollatedBatch, values: torch.Tensor, *, mean: bool) -> None:
         """Look up nothing yet.
 
         Args:

@@ -21,7 +21,7 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from schemas.arrays import Array
 from schemas.config.train import SparseOptimizerConfig
-from trainer.data.collate import Batch
+from trainer.data.collate import CollatedBatch
 from trainer.data.lookup import inverse_of
 from trainer.embedding.cache import RowsOfTables
 from trainer.embedding.kernels import compiled
@@ -337,7 +337,9 @@ class FusedRows:
 class PooledStep:
     """Pooled look-ups of one forward pass."""
 
-    def __init__(self, rows: FusedRows, batch: Batch, *, mean: bool, in_place: bool) -> None:
+    def __init__(
+        self, rows: FusedRows, batch: CollatedBatch, *, mean: bool, in_place: bool
+    ) -> None:
         self._rows = rows
         self._step_rows = {t: lookup.rows for t, lookup in batch.lookups.items()}
         self._version, self._gathered = rows.gather(self._step_rows, in_place=in_place)
@@ -359,7 +361,7 @@ class PooledStep:
 class SequenceStep:
     """Unpooled look-ups of one forward pass."""
 
-    def __init__(self, rows: FusedRows, batch: Batch, *, in_place: bool) -> None:
+    def __init__(self, rows: FusedRows, batch: CollatedBatch, *, in_place: bool) -> None:
         self._rows = rows
         self._lookups = batch.lookups
         self._step_rows = {t: lookup.rows for t, lookup in batch.lookups.items()}

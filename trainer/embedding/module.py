@@ -19,7 +19,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from schemas.config.train import TrainConfig
-from trainer.data.collate import Batch
+from trainer.data.collate import CollatedBatch
 from trainer.data.lookup import take_unsorted
 from trainer.data.microbatches import Microbatches, single_microbatch
 from trainer.embedding.cache import RowSource
@@ -108,7 +108,7 @@ class Embedding(nn.Module):
         for batch, positions in zip(microbatches.batches, microbatches.row_positions, strict=True):
             self._lookups.append(MicrobatchLookups(batch, self._rows, positions, mean=self._mean))
 
-    def open_copies(self, batch: Batch, reader: RowReader) -> None:
+    def open_copies(self, batch: CollatedBatch, reader: RowReader) -> None:
         """Open copies of the rows of a batch, for evaluation."""
         microbatches = single_microbatch(batch)
         records = reader.fetch(batch.step.train_step, microbatches.rows)
@@ -130,7 +130,7 @@ class Embedding(nn.Module):
         lookups.update(lookups.rows, self._rule(microbatches))
         self._release(microbatches)
 
-    def microbatch(self, batch: Batch) -> MicrobatchLookups:
+    def microbatch(self, batch: CollatedBatch) -> MicrobatchLookups:
         """Return the look-ups of an open microbatch."""
         return self._lookups_of(batch.sparse)
 
@@ -222,7 +222,7 @@ class MicrobatchLookups(Pooling):
 
     def __init__(
         self,
-        batch: Batch,
+        batch: CollatedBatch,
         step_rows: Mapping[str, ArenaRows],
         positions: Mapping[str, torch.Tensor] | None,
         *,

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 from torch.autograd.function import once_differentiable
 
-from trainer.data.collate import Batch
+from trainer.data.collate import CollatedBatch
 from trainer.data.lookup import Inverse
 from trainer.data.shared import SharedFeatures
 from trainer.embedding.kernels import compiled
@@ -33,7 +33,7 @@ class Pooling:
     Outputs depend on `autograd_anchor`, which requires grad, since rows themselves do not.
     """
 
-    def __init__(self, batch: Batch, rows: Mapping[str, ArenaRows], *, mean: bool) -> None:
+    def __init__(self, batch: CollatedBatch, rows: Mapping[str, ArenaRows], *, mean: bool) -> None:
         """Look up nothing yet; `mean` divides by the length of each bag."""
         self.batch, self.rows = batch, rows
         self._mean = mean and any(t.longest_bag > 1 for t in batch.lookups.values())

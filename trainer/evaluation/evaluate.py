@@ -9,7 +9,12 @@ import torch
 
 from schemas.config.job import Job, load_job
 from schemas.config.train import EVALUATE
-from schemas.dataset.opened import Dataset, open_dataset, select_segments, select_segments_by_hash
+from schemas.dataset.opened import (
+    OpenDataset,
+    open_dataset,
+    select_segments,
+    select_segments_by_hash,
+)
 from schemas.layout import MANIFEST
 from schemas.run.records import RUN_FILE
 from schemas.storage.location import Location
@@ -21,7 +26,7 @@ from trainer.checkpoint.load import (
     verify_checkpoint,
 )
 from trainer.components import Components, build_components, order_of, uses_shared_features
-from trainer.data.collate import Batch, move_batch
+from trainer.data.collate import CollatedBatch, move_batch
 from trainer.data.decode import spec_of
 from trainer.data.reader import Reader
 from trainer.data.transfer import device_of
@@ -72,7 +77,7 @@ def evaluate_run(
 
 def evaluate_components(
     job: Job,
-    dataset: Dataset,
+    dataset: OpenDataset,
     components: Components,
     watchdog: Watchdog | None = None,
     rows: RowReader | None = None,
@@ -95,7 +100,7 @@ def evaluate_components(
 
 def evaluate(
     components: Components,
-    batches: Iterable[Batch],
+    batches: Iterable[CollatedBatch],
     columns: MetricColumns,
     rows: RowReader | None = None,
 ) -> Evaluation:

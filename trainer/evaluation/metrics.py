@@ -20,9 +20,9 @@ import torch
 from numpy.typing import NDArray
 
 from schemas.config.train import TrainConfig
-from schemas.dataset.opened import Dataset
+from schemas.dataset.opened import OpenDataset
 from schemas.hashing import as_bits, splitmix64
-from trainer.data.collate import Batch
+from trainer.data.collate import CollatedBatch
 
 Floats = NDArray[np.float64]
 
@@ -80,7 +80,7 @@ class MetricColumns:
         return tuple(dict.fromkeys(c for c in columns if c is not None))
 
 
-def columns_of(dataset: Dataset, config: TrainConfig) -> MetricColumns:
+def columns_of(dataset: OpenDataset, config: TrainConfig) -> MetricColumns:
     """Return the columns of metrics; session AUC needs its columns in the dataset."""
     session = dataset.job.data.session
     has_key = session.key in dataset.features
@@ -105,7 +105,7 @@ class Metrics:
         self._groups = GroupAuc()
         self._sessions = SessionAuc(columns.gap)
 
-    def add(self, batch: Batch, logits: torch.Tensor) -> None:
+    def add(self, batch: CollatedBatch, logits: torch.Tensor) -> None:
         """Add the predictions of a batch."""
         columns, kept = self._columns, batch.kept
         arrays = (_float(batch.labels), _float(logits), _float(batch.weights))

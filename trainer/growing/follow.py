@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from schemas.config.job import Job
 from schemas.dataset.manifest import DatasetManifest, read_dataset
-from schemas.dataset.opened import Dataset, open_dataset, select_segments_by_hash
+from schemas.dataset.opened import OpenDataset, open_dataset, select_segments_by_hash
 from schemas.dataset.run_next_uses import SharedNextUses
 from schemas.errors import SchemaError
 from schemas.layout import TRAIN
@@ -37,7 +37,7 @@ class FollowedDataset:
         options: TrainOptions,
         drain: Drain,
         progress: Callable[[str], None] = lambda _: None,
-        check: Callable[[Dataset], None] = lambda _: None,
+        check: Callable[[OpenDataset], None] = lambda _: None,
         *,
         min_segments: int = 0,
         selected: tuple[str, ...] | None = None,
@@ -193,7 +193,7 @@ class FollowedDataset:
                 continue  # it was replaced while it was opened
             return span
 
-    def _span_of(self, dataset: Dataset) -> Span | None:
+    def _span_of(self, dataset: OpenDataset) -> Span | None:
         sealed = dataset.manifest.sealed or not self._options.follow
         if not sealed and not any(len(s.positions(TRAIN)) for s in dataset.segments):
             return None
@@ -215,7 +215,7 @@ class FollowedDataset:
         return self._versions.newest_number()
 
 
-def directories_of(dataset: Dataset) -> tuple[str, ...]:
+def directories_of(dataset: OpenDataset) -> tuple[str, ...]:
     """Return the names of the directories of a dataset's segments, by which leases keep them."""
     return tuple(segment.directory.name for segment in dataset.segments)
 

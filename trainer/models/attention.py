@@ -19,7 +19,7 @@ from torchrec.modules.mlp import MLP
 
 from schemas.config.job import TrainConfig
 from trainer.data.attention_layout import HistoryLayout, QueryBuckets, lay_out_histories
-from trainer.data.collate import Batch
+from trainer.data.collate import CollatedBatch
 from trainer.models.shared_compute import (
     DENSE,
     GroupVectors,
@@ -152,7 +152,7 @@ class AttentionModel(nn.Module):
         names = ([DENSE] if num_dense else []) + [*features, _HISTORY]
         self._columns = columns_of(dict.fromkeys(names, dim))
 
-    def forward(self, batch: Batch) -> torch.Tensor:
+    def forward(self, batch: CollatedBatch) -> torch.Tensor:
         """Return (B,) logits."""
         embedding: Any = self.embedding
         if self.dedup and batch.groups:
@@ -163,7 +163,7 @@ class AttentionModel(nn.Module):
         inputs.append(self._attend(batch, embedding, pooled[self.target]))
         return self.top(torch.cat(inputs, dim=1)).squeeze(1)
 
-    def _forward_by_tuple(self, batch: Batch, embedding: Any) -> torch.Tensor:
+    def _forward_by_tuple(self, batch: CollatedBatch, embedding: Any) -> torch.Tensor:
         """Return the logits; terms of the first top layer are computed once per tuple."""
         pooled = embedding.unique(batch.sparse)
         dense = None
@@ -179,7 +179,7 @@ class AttentionModel(nn.Module):
         )
         return rest(sums + first.bias).squeeze(1)
 
-    def _attend(self, batch: Batch, embedding: Any, targets: torch.Tensor) -> torch.Tensor:
+    def _attend(self, batch: CollatedBatch, embedding: Any, targets: torch.Tensor) -> torch.Tensor:
         """Return (B, dim), a learned vector for an empty history."""
         values, offsets = embedding.sequence(batch.sparse, self.history)
         layout = self._layout_of(batch, offsets)
@@ -191,7 +191,7 @@ class AttentionModel(nn.Module):
         read = self.attention(targets, encoded, readable, layout.buckets)
         return torch.where(layout.is_empty[:, None], self.empty_history, read)
 
-    def _layout_of(self, batch: Batch, offsets: torch.Tensor) -> HistoryLayout:
+    def _layout_of(self, batch: CollatedBatch, offsets: torch.Tensor) -> HistoryLayout:
         if batch.device_inputs is not None:
             layout = batch.device_inputs.history
             assert layout is not None, "the batch was moved for this model"

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 from torchrec.modules.mlp import MLP
 
-from trainer.data.collate import Batch
+from trainer.data.collate import CollatedBatch
 from trainer.data.lookup import take
 from trainer.data.shared import find_dense_group
 
@@ -49,7 +49,7 @@ class GroupVectors:
 
 
 def vectors_by_group(
-    batch: Batch, pooled: Mapping[str, torch.Tensor], dense: GroupVectors | None
+    batch: CollatedBatch, pooled: Mapping[str, torch.Tensor], dense: GroupVectors | None
 ) -> list[GroupVectors]:
     """Return the vectors of a batch by dedup group.
 
@@ -66,7 +66,7 @@ def vectors_by_group(
     return [GroupVectors(group, vectors) for group, vectors in by_group.items()]
 
 
-def dense_vectors(batch: Batch, dense: torch.Tensor) -> GroupVectors:
+def dense_vectors(batch: CollatedBatch, dense: torch.Tensor) -> GroupVectors:
     """Return dense features per tuple of the smallest group that determines them, or per sample."""
     if batch.device_inputs is not None:
         group = batch.device_inputs.dense_group
@@ -77,13 +77,15 @@ def dense_vectors(batch: Batch, dense: torch.Tensor) -> GroupVectors:
     return GroupVectors(group, {DENSE: dense})
 
 
-def to_samples(batch: Batch, group: str | None, vectors: torch.Tensor) -> torch.Tensor:
+def to_samples(batch: CollatedBatch, group: str | None, vectors: torch.Tensor) -> torch.Tensor:
     """Return (num_samples, width) of vectors per tuple of a group, or per sample."""
     return vectors if group is None else take(vectors, batch.groups[group])
 
 
 def sum_over_groups(
-    batch: Batch, groups: Sequence[GroupVectors], term_of: Callable[[GroupVectors], torch.Tensor]
+    batch: CollatedBatch,
+    groups: Sequence[GroupVectors],
+    term_of: Callable[[GroupVectors], torch.Tensor],
 ) -> torch.Tensor:
     """Return (num_samples, width), the sum of a term of each group."""
     first, *others = [to_samples(batch, group.name, term_of(group)) for group in groups]

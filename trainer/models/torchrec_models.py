@@ -20,7 +20,7 @@ from torchrec.models.dlrm import DLRM, DLRM_DCN
 from torchrec.modules.mlp import MLP
 
 from schemas.config.train import TrainConfig
-from trainer.data.collate import Batch
+from trainer.data.collate import CollatedBatch
 from trainer.data.lookup import Inverse, take
 from trainer.data.shared import SharedFeatures
 from trainer.data.transfer import to_device
@@ -50,7 +50,7 @@ def dense_inputs(dense: torch.Tensor) -> torch.Tensor:
 
 
 def _vectors_by_tuple(
-    batch: Batch,
+    batch: CollatedBatch,
     dense: torch.Tensor,
     dense_arch: Callable[[torch.Tensor], torch.Tensor],
     embedding: nn.Module,
@@ -218,7 +218,7 @@ class DlrmModel(nn.Module):
         self.dedup = dedup
         self._columns: dict[tuple[tuple[int, ...], tuple[int, ...]], _Columns] = {}
 
-    def forward(self, batch: Batch) -> torch.Tensor:
+    def forward(self, batch: CollatedBatch) -> torch.Tensor:
         """Return (B,) logits."""
         shared = batch.shared if self.dedup else None
         if shared is None:
@@ -278,7 +278,7 @@ class DcnModel(nn.Module):
         self.dcn = dcn
         self.dedup = dedup
 
-    def forward(self, batch: Batch) -> torch.Tensor:
+    def forward(self, batch: CollatedBatch) -> torch.Tensor:
         """Return (B,) logits."""
         dense = dense_inputs(batch.dense)
         if not (self.dedup and batch.groups):
@@ -293,7 +293,7 @@ class DcnModel(nn.Module):
         )
         return self.dcn.over_arch(self._crossed(batch, groups)).squeeze(1)
 
-    def _crossed(self, batch: Batch, groups: list[GroupVectors]) -> torch.Tensor:
+    def _crossed(self, batch: CollatedBatch, groups: list[GroupVectors]) -> torch.Tensor:
         """Return the cross network's output, (num_samples, num_vectors * dim)."""
         cross: Any = self.dcn.inter_arch.crossnet
         names = (DENSE, *self.dcn.sparse_arch.sparse_feature_names)
@@ -311,7 +311,9 @@ class DcnModel(nn.Module):
         return x
 
 
-def _concatenated(batch: Batch, groups: list[GroupVectors], names: tuple[str, ...]) -> torch.Tensor:
+def _concatenated(
+    batch: CollatedBatch, groups: list[GroupVectors], names: tuple[str, ...]
+) -> torch.Tensor:
     """Return the vectors of each sample side by side, in the order of `names`."""
     vectors: dict[str, torch.Tensor] = {}
     for group in groups:
@@ -355,7 +357,7 @@ class DeepFmModel(nn.Module):
         self.deepfm = deepfm
         self.dedup = dedup
 
-    def forward(self, batch: Batch) -> torch.Tensor:
+    def forward(self, batch: CollatedBatch) -> torch.Tensor:
         """Return (B,) logits."""
         dense = dense_inputs(batch.dense)
         if not (self.dedup and batch.groups):
@@ -448,7 +450,7 @@ class WideDeepModel(nn.Module):
         self.to(getattr(torch, config.dtype))  # before the embedding, which has its own dtype
         self.embedding = embedding
 
-    def forward(self, batch: Batch) -> torch.Tensor:
+    def forward(self, batch: CollatedBatch) -> torch.Tensor:
         """Return (B,) logits."""
         if self.dedup and batch.groups:
             return self._forward_by_tuple(batch)
@@ -461,7 +463,7 @@ class WideDeepModel(nn.Module):
             wide = wide + self.wide(batch.dense).squeeze(1)
         return wide + self.deep(torch.cat(inputs, dim=1)).squeeze(1)
 
-    def _forward_by_tuple(self, batch: Batch) -> torch.Tensor:
+    def _forward_by_tuple(self, batch: CollatedBatch) -> torch.Tensor:
         pooled: Mapping[str, torch.Tensor] = cast(Any, self.embedding).unique(batch.sparse)
         dense = dense_vectors(batch, batch.dense) if self.num_dense else None
         groups = vectors_by_group(batch, {f: pooled[f] for f in self.features}, dense)

@@ -19,7 +19,7 @@ from schemas.config.job import TableConfig
 from schemas.config.train import TrainConfig
 from schemas.dataset.files import replace_bytes, sync_file
 from schemas.dataset.manifest import canonical_json
-from schemas.dataset.opened import Dataset, read_version
+from schemas.dataset.opened import OpenDataset, read_version
 from schemas.errors import SchemaError, first_difference, shown
 from schemas.layout import BLOCKS, JOB, SCHEMA, TRAIN
 from schemas.run.records import (
@@ -86,7 +86,7 @@ class RunIdentity:
 
 
 def identity_of(
-    dataset: Dataset,
+    dataset: OpenDataset,
     config: TrainConfig,
     *,
     follows: bool,
@@ -108,7 +108,7 @@ def identity_of(
     )
 
 
-def _schema_of(dataset: Dataset) -> dict[str, Any]:
+def _schema_of(dataset: OpenDataset) -> dict[str, Any]:
     return {
         "features": {f.name: f.role for f in dataset.features.features if f.role != "kept"},
         "tables": {name: _ids_of(table) for name, table in dataset.job.data.tables.items()},
@@ -143,7 +143,7 @@ def run_lock(run: Path) -> AbstractContextManager[None]:
     )
 
 
-def start_run(run: Path, job: Path | Location, dataset: Dataset, identity: RunIdentity) -> None:
+def start_run(run: Path, job: Path | Location, dataset: OpenDataset, identity: RunIdentity) -> None:
     """Create the folder of a new run of a job file.
 
     Raises:
@@ -170,7 +170,7 @@ def start_run(run: Path, job: Path | Location, dataset: Dataset, identity: RunId
     write_dataset(run, dataset, identity)
 
 
-def write_dataset(run: Path, dataset: Dataset, identity: RunIdentity) -> None:
+def write_dataset(run: Path, dataset: OpenDataset, identity: RunIdentity) -> None:
     """Write the blocks to train, the schema and the identity; again if the dataset has grown."""
     _write_blocks(run, dataset, identity.train["epochs"])
     schema = read_version(dataset.directory, SCHEMA, dataset.manifest.schema_sha256)
@@ -197,7 +197,9 @@ def read_identity(run: Path) -> RunIdentity:
         ) from error
 
 
-def check_run(run: Path, dataset: Dataset, config: TrainConfig, *, follows: bool = False) -> None:
+def check_run(
+    run: Path, dataset: OpenDataset, config: TrainConfig, *, follows: bool = False
+) -> None:
     """Check that a run is of this job and dataset, so that it can be continued or evaluated.
 
     Raises:
@@ -211,7 +213,7 @@ def check_run(run: Path, dataset: Dataset, config: TrainConfig, *, follows: bool
     _check_segments(path, identity, expected.segments, follows=follows, epochs=config.epochs)
 
 
-def check_schema(path: Path, identity: RunIdentity, dataset: Dataset) -> None:
+def check_schema(path: Path, identity: RunIdentity, dataset: OpenDataset) -> None:
     """Check that the columns and tables of a dataset are those of a run, on any segments.
 
     Raises:
@@ -278,7 +280,7 @@ _BLOCKS_SCHEMA = pa.schema(
 )
 
 
-def _write_blocks(run: Path, dataset: Dataset, epochs: int) -> None:
+def _write_blocks(run: Path, dataset: OpenDataset, epochs: int) -> None:
     """Write `blocks.parquet`: the blocks to train in each epoch."""
     tables: list[pa.Table] = []
     for segment in dataset.segments:

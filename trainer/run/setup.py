@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from schemas.config.job import Job
 from schemas.config.train import WAIT
-from schemas.dataset.opened import Dataset, open_dataset, segment_hashes, select_segments
+from schemas.dataset.opened import OpenDataset, open_dataset, segment_hashes, select_segments
 from schemas.errors import SchemaError
 from schemas.run.records import CHECKPOINTS, METRICS, RUN_FILE
 from schemas.storage.location import Location
@@ -109,7 +109,7 @@ def _resume_run(
     claim_leftovers(run, config.checkpoint, resume=True)
     _check_same_start(run, identity, dataset_path, options)
 
-    def check(dataset: Dataset) -> None:
+    def check(dataset: OpenDataset) -> None:
         check_run(run, dataset, config, follows=options.follow)
 
     selected = identity.selected
@@ -123,7 +123,7 @@ def _resume_run(
 
 
 def _report_missing_index(
-    dataset: Dataset, job: Job, options: TrainOptions, progress: Callable[[str], None]
+    dataset: OpenDataset, job: Job, options: TrainOptions, progress: Callable[[str], None]
 ) -> None:
     """Report that no index of the dataset has the order of the run, where that is allowed."""
     train, indexes = job.train, dataset.complete_indexes()

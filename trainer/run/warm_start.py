@@ -22,7 +22,7 @@ from schemas.arrays import find_sorted
 from schemas.config.job import Job
 from schemas.dataset.files import sha256_of
 from schemas.dataset.manifest import previous_names
-from schemas.dataset.opened import Dataset, Segment, all_segment_hashes
+from schemas.dataset.opened import OpenDataset, Segment, all_segment_hashes
 from schemas.errors import SchemaError
 from schemas.layout import MANIFEST
 from schemas.run.records import CHECKPOINTS, RUN_FILE
@@ -96,7 +96,7 @@ def open_warm_start(source: Path | Location) -> Generator[WarmStart]:
         )
 
 
-def untrained_segments(start: WarmStart, dataset: Dataset) -> tuple[str, ...]:
+def untrained_segments(start: WarmStart, dataset: OpenDataset) -> tuple[str, ...]:
     """Return the ids of the segments that the other run did not train.
 
     Raises:
@@ -126,7 +126,7 @@ def write_initial_checkpoint(
     start: WarmStart,
     run: Path,
     job: Job,
-    dataset: Dataset,
+    dataset: OpenDataset,
     expire_days: int | None,
     name: str,
 ) -> RunOrigin:
@@ -184,14 +184,14 @@ def summary_of_origin(origin: RunOrigin | None) -> dict[str, Any] | None:
     return {name: body[name] for name in names}
 
 
-def rows_used(dataset: Dataset, segments: Iterable[Segment], table: str) -> NDArray[np.int64]:
+def rows_used(dataset: OpenDataset, segments: Iterable[Segment], table: str) -> NDArray[np.int64]:
     """Return the distinct ascending rows of a table that training blocks of segments look up."""
     rows = [s.rows(table) for s in segments if table in s.manifest.tables]
     return np.unique(np.concatenate([np.empty(0, np.int64), *rows]))
 
 
 def rows_of_days(
-    dataset: Dataset, table: str, num_days: int | None, trained: Sequence[str]
+    dataset: OpenDataset, table: str, num_days: int | None, trained: Sequence[str]
 ) -> NDArray[np.int64] | None:
     """Return the ascending rows that do not expire, None for all.
 
@@ -243,7 +243,7 @@ def _kept_rows(
         yield rows[keep], records.take(keep)
 
 
-def _check_compatible(start: WarmStart, job: Job, dataset: Dataset) -> None:
+def _check_compatible(start: WarmStart, job: Job, dataset: OpenDataset) -> None:
     check_schema(start.run / RUN_FILE, start.identity, dataset)
     file = start.checkpoint / MANIFEST
     check_model(start.manifest, fingerprint_of(job, dataset), str(file))

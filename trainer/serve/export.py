@@ -279,7 +279,7 @@ class ServedVectors:
 
 @dataclass(frozen=True, slots=True)
 class ServedBatch:
-    """The part of an expanded `trainer.data.collate.Batch` that models read."""
+    """The part of an expanded `trainer.data.collate.CollatedBatch` that models read."""
 
     dense: torch.Tensor
     sparse: ServedLookups

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from schemas.arrays import find_sorted
 from schemas.dataset.accesses import RowNumbering
-from schemas.dataset.opened import Dataset
+from schemas.dataset.opened import OpenDataset
 from schemas.dataset.order import Order
 from schemas.dataset.run_next_uses import next_steps
 from schemas.errors import PlanError, SchemaError
@@ -316,7 +316,7 @@ class NextUseLookup:
 
     def __init__(
         self,
-        dataset: Dataset,
+        dataset: OpenDataset,
         order: Order,
         until: int | None = None,
         *,
