@@ -60,10 +60,10 @@ from benchmarks.common.logs import (
 from benchmarks.common.processes import drop_pages, module, run
 from benchmarks.common.skew import NUM_TABLES, skewed_rows
 from benchmarks.common.training import step_figures
-from schemas.config.job import load_job
-from schemas.dataset.opened import open_dataset
-from schemas.run.records import METRICS, SUMMARY, read_metrics
-from trainer.components import order_of
+from presage.schemas.config.job import load_job
+from presage.schemas.dataset.opened import open_dataset
+from presage.schemas.run.records import METRICS, SUMMARY, read_metrics
+from presage.trainer.components import order_of
 
 # Stores behind a network.
 

@@ -43,14 +43,14 @@ from benchmarks.common.harness import (
     timed,
 )
 from benchmarks.common.skew import skewed_rows
-from schemas.arrays import offsets_of
-from schemas.config.train import SparseOptimizerConfig
-from schemas.dataset import order
-from trainer.data.collate import CollatedBatch
-from trainer.data.lookup import KeyedBags, TableLookup, table_lookups, vector_layout
-from trainer.embedding.kernels import compiled
-from trainer.embedding.kernels.interface import ArenaRows, TableRows, rule_at
-from trainer.embedding.pooling import Pooling
+from presage.schemas.arrays import offsets_of
+from presage.schemas.config.train import SparseOptimizerConfig
+from presage.schemas.dataset import order
+from presage.trainer.data.collate import CollatedBatch
+from presage.trainer.data.lookup import KeyedBags, TableLookup, table_lookups, vector_layout
+from presage.trainer.embedding.kernels import compiled
+from presage.trainer.embedding.kernels.interface import ArenaRows, TableRows, rule_at
+from presage.trainer.embedding.pooling import Pooling
 
 SKEWS = ("uniform", "mild", "heavy")
 

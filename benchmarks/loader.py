@@ -64,14 +64,14 @@ from benchmarks.peers.loading import (
     peer_batches,
     plain_path,
 )
-from pipelines.report.sizes import dataset_bytes
-from pipelines.table.expand import expand
 from presage import DataLoader
 from presage.dataset import Dataset as Table
-from schemas.dataset.checked_files import CheckedFile
-from schemas.dataset.opened import open_dataset
-from schemas.layout import DATA_DIRECTORIES
-from trainer.data.decode import spec_of
+from presage.pipelines.report.sizes import dataset_bytes
+from presage.pipelines.table.expand import expand
+from presage.schemas.dataset.checked_files import CheckedFile
+from presage.schemas.dataset.opened import open_dataset
+from presage.schemas.layout import DATA_DIRECTORIES
+from presage.trainer.data.decode import spec_of
 
 ROW_GROUP = 65_536
 MIN_SEC = 1.0

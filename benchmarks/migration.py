@@ -26,12 +26,12 @@ from benchmarks.common.commits import CommitWatcher
 from benchmarks.common.harness import Options, alternate, compared
 from benchmarks.common.logs import DEMO_JOB, read_job, write_demo, write_job_file
 from benchmarks.common.processes import module, start_quietly
-from scheduler.controller.events import Ended
-from scheduler.controller.journal import Incident
-from scheduler.controller.log import LOG, read_log
-from scheduler.status.board import Board
-from schemas.run.records import METRICS, read_metrics
-from trainer.run.compare import compare_runs
+from presage.scheduler.controller.events import Ended
+from presage.scheduler.controller.journal import Incident
+from presage.scheduler.controller.log import LOG, read_log
+from presage.scheduler.status.board import Board
+from presage.schemas.run.records import METRICS, read_metrics
+from presage.trainer.run.compare import compare_runs
 
 SAMPLES, BLOCK, BATCH, EVERY = 24_000, 256, 1024, 20
 """Samples of the log, of a block and of a step; steps between checkpoints."""

@@ -23,8 +23,8 @@ import numpy as np
 from scipy.optimize import nnls
 
 from benchmarks.common.harness import MissingError, Options, compared
-from scheduler.model.measurements import fit_rows, read_measurements, setting_of, step_sec
-from scheduler.model.throughput import predict_seconds
+from presage.scheduler.model.measurements import fit_rows, read_measurements, setting_of, step_sec
+from presage.scheduler.model.throughput import predict_seconds
 
 Row = Mapping[str, str]
 COLUMNS: tuple[str, ...] = (

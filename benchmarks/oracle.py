@@ -1,11 +1,11 @@
 """The oracle and the plans that it gives: speed, bytes and memory.
 
 `kernels`: distinct rows of each step and the next use of each row. `ours` is
-`schemas.oracle.next_uses.distinct` and `schemas.oracle.next_uses.next_use`; the peer is the obvious
-numpy solution, one sort of all accesses by (row, step). Both give the same result and use one
-thread per core. With a checkout of BagPipe, its oracle processes the same accesses in the same
-rounds (`peers/bagpipe.py`): compare rates per CPU second. Uniform ids over 10 M rows are the worst
-case.
+`presage.schemas.oracle.next_uses.distinct` and `presage.schemas.oracle.next_uses.next_use`; the
+peer is the obvious numpy solution, one sort of all accesses by (row, step). Both give the same
+result and use one thread per core. With a checkout of BagPipe, its oracle processes the same
+accesses in the same rounds (`peers/bagpipe.py`): compare rates per CPU second. Uniform ids over 10
+M rows are the worst case.
 
 `bytes`: of the oracle files of shipped jobs.
 
@@ -50,28 +50,28 @@ from benchmarks.common.logs import build_dataset, build_job, demo_dataset, each_
 from benchmarks.common.processes import in_process, measured
 from benchmarks.common.skew import NUM_ROWS, skewed_rows, uniform_rows
 from benchmarks.peers.bagpipe import bagpipe_rate, fetches_equal_rows
-from pipelines.report.sizes import dataset_bytes
-from pipelines.table.indexes import PartBuilder, add_index
-from pipelines.table.segment import sum_bytes
-from schemas.arrays import Jagged
-from schemas.config.train import CacheConfig
-from schemas.dataset.accesses import num_unique_rows
-from schemas.dataset.opened import (
+from presage.pipelines.report.sizes import dataset_bytes
+from presage.pipelines.table.indexes import PartBuilder, add_index
+from presage.pipelines.table.segment import sum_bytes
+from presage.schemas.arrays import Jagged
+from presage.schemas.config.train import CacheConfig
+from presage.schemas.dataset.accesses import num_unique_rows
+from presage.schemas.dataset.opened import (
     Index,
     OpenDataset,
     open_dataset,
 )
-from schemas.dataset.order import Order
-from schemas.dataset.run_next_uses import NextUses, indexed_steps
-from schemas.machine import num_cores
-from schemas.oracle.cache_plan import CachePlan, PlanStep, required_rows, summarize
-from schemas.oracle.next_uses import distinct, next_use
-from trainer.components import build_components, order_of, plans_of
-from trainer.compute import train_batch
-from trainer.data.decode import spec_of
-from trainer.data.reader import Reader, prefetch
-from trainer.embedding.cache import PlannedCache, TablePlan
-from trainer.step import PhaseTimer
+from presage.schemas.dataset.order import Order
+from presage.schemas.dataset.run_next_uses import NextUses, indexed_steps
+from presage.schemas.machine import num_cores
+from presage.schemas.oracle.cache_plan import CachePlan, PlanStep, required_rows, summarize
+from presage.schemas.oracle.next_uses import distinct, next_use
+from presage.trainer.components import build_components, order_of, plans_of
+from presage.trainer.compute import train_batch
+from presage.trainer.data.decode import spec_of
+from presage.trainer.data.reader import Reader, prefetch
+from presage.trainer.embedding.cache import PlannedCache, TablePlan
+from presage.trainer.step import PhaseTimer
 
 BATCHES = 2_048, 16_384
 LOOKAHEAD = 200

@@ -37,12 +37,12 @@ from benchmarks.common.logs import (
     write_yaml,
 )
 from benchmarks.common.processes import module, run
-from pipelines.table.expand import expand
-from schemas.dataset.opened import open_dataset
-from schemas.layout import TRAIN
-from schemas.storage.location import Location
-from trainer.options import TrainOptions
-from trainer.train import train
+from presage.pipelines.table.expand import expand
+from presage.schemas.dataset.opened import open_dataset
+from presage.schemas.layout import TRAIN
+from presage.schemas.storage.location import Location
+from presage.trainer.options import TrainOptions
+from presage.trainer.train import train
 
 CLUSTERED, BLOCKS, SHUFFLED, BY_TIME = "clustered", "clustered, blocks shuffled", "shuffled", "time"
 ORDERS = (CLUSTERED, BLOCKS, SHUFFLED, BY_TIME)

@@ -29,7 +29,7 @@ from benchmarks.common.logs import (
     write_job_file,
 )
 from benchmarks.common.processes import module, run
-from schemas.config.job import load_job
+from presage.schemas.config.job import load_job
 
 DUCKDB = """
 import duckdb, sys, time

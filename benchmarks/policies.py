@@ -28,15 +28,15 @@ import numpy as np
 from scipy.stats import t as student
 
 from benchmarks.common.harness import MissingError, Options, compared, report, short
-from scheduler.simulator.cluster import outcome_of
-from scheduler.simulator.command import (
+from presage.scheduler.simulator.cluster import outcome_of
+from presage.scheduler.simulator.command import (
     LOAD,
     POLICIES,
     cluster_capacity,
     lower_bound_sec,
     simulate,
 )
-from scheduler.simulator.jobs import (
+from presage.scheduler.simulator.jobs import (
     GIB,
     REPLICA_BUSY,
     STORE_BUSY,
@@ -46,8 +46,8 @@ from scheduler.simulator.jobs import (
     draw_jobs,
     interpolate_table,
 )
-from scheduler.simulator.presage import ALL, OFF, PresagePolicy
-from scheduler.simulator.views import Allocation, ClusterView, Policy
+from presage.scheduler.simulator.presage import ALL, OFF, PresagePolicy
+from presage.scheduler.simulator.views import Allocation, ClusterView, Policy
 
 PHILLY = Path("philly") / "philly.csv"
 ALIBABA = Path("alibaba_dlrm_v2025") / "disaggregated_DLRM_trace.csv"

@@ -20,12 +20,12 @@ import pyarrow as pa
 
 from benchmarks.common.harness import Options, alternate, compared, headline, medians, report
 from benchmarks.common.logs import LOGS, build_dataset, each_log, job_path
-from pipelines.transforms.apply import apply_transforms
-from schemas.config.job import SAMPLES, DataConfig
-from schemas.dataset.fitted import FittedValues, load_fitted
-from schemas.dataset.group_files import read_group
-from schemas.dataset.opened import OpenDataset, open_dataset
-from schemas.dataset.samples import read_joined_row_group, row_groups
+from presage.pipelines.transforms.apply import apply_transforms
+from presage.schemas.config.job import SAMPLES, DataConfig
+from presage.schemas.dataset.fitted import FittedValues, load_fitted
+from presage.schemas.dataset.group_files import read_group
+from presage.schemas.dataset.opened import OpenDataset, open_dataset
+from presage.schemas.dataset.samples import read_joined_row_group, row_groups
 
 ROUND_SEC = 0.5
 """Minimum time of a side in a round, since a pass over a small log takes milliseconds."""

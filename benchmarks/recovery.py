@@ -40,13 +40,13 @@ from benchmarks.common.logs import (
     write_job_file,
 )
 from benchmarks.common.processes import module, start_quietly
-from schemas.run.records import METRICS, SUMMARY, read_metrics
+from presage.schemas.run.records import METRICS, SUMMARY, read_metrics
+from presage.trainer.run.compare import compare_runs
+from presage.trainer.run.folder import verify_run
+from presage.trainer.stores.remote.connection import read_access
+from presage.trainer.stores.remote.processes import TOKEN, StoreProcesses, migrate_slots
 from tests.trainer.faults import DONE, FAULTY, Faults
 from tests.trainer.processes import forked
-from trainer.run.compare import compare_runs
-from trainer.run.folder import verify_run
-from trainer.stores.remote.connection import read_access
-from trainer.stores.remote.processes import TOKEN, StoreProcesses, migrate_slots
 
 Costs = Mapping[str, Sequence[Mapping[str, Any]]]
 """Scenario -> its costs in each round."""

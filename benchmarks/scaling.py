@@ -36,11 +36,11 @@ from benchmarks.common.harness import (
 )
 from benchmarks.common.logs import build_dataset, each_log, job_path, read_job, write_job_file
 from benchmarks.peers.torchrec_ranks import ProcessConfig, Turn, run_replica, run_torchrec
-from schemas.config.job import load_job
-from schemas.dataset.opened import open_dataset
-from schemas.run.records import METRICS, read_metrics
-from trainer.elastic.membership import Lighthouse
-from trainer.run.folder import identity_of, start_run
+from presage.schemas.config.job import load_job
+from presage.schemas.dataset.opened import open_dataset
+from presage.schemas.run.records import METRICS, read_metrics
+from presage.trainer.elastic.membership import Lighthouse
+from presage.trainer.run.folder import identity_of, start_run
 
 LOGS, DIM, BATCH, STEPS = ("mind", "demo"), 64, 4096, 6
 HEARTBEAT_SEC = 5.0

@@ -49,8 +49,8 @@ from benchmarks.common.logs import (
     write_job_file,
 )
 from benchmarks.common.shapes import SHAPES
-from pipelines.clustering.storage_layout import COMPRESSION_LEVEL as LEVEL
-from pipelines.report.sizes import (
+from presage.pipelines.clustering.storage_layout import COMPRESSION_LEVEL as LEVEL
+from presage.pipelines.report.sizes import (
     bytes_by_table,
     dataset_bytes,
     derived_bytes,
@@ -62,15 +62,15 @@ from pipelines.report.sizes import (
     write_best,
     write_flat,
 )
-from pipelines.rewrite.input import inspect_rows
-from pipelines.rewrite.rewrite import RewriteRequest, rewrite
-from pipelines.sources.raw_rows import folder_of
-from schemas.config.job import MAX_GROUPS
-from schemas.dataset.opened import OpenDataset, open_dataset
-from schemas.dataset.samples import column_names
-from schemas.errors import SchemaError
-from schemas.layout import DATA_DIRECTORIES
-from schemas.storage.location import Location
+from presage.pipelines.rewrite.input import inspect_rows
+from presage.pipelines.rewrite.rewrite import RewriteRequest, rewrite
+from presage.pipelines.sources.raw_rows import folder_of
+from presage.schemas.config.job import MAX_GROUPS
+from presage.schemas.dataset.opened import OpenDataset, open_dataset
+from presage.schemas.dataset.samples import column_names
+from presage.schemas.errors import SchemaError
+from presage.schemas.layout import DATA_DIRECTORIES
+from presage.schemas.storage.location import Location
 
 LIMIT_RATIO, LIMIT_BYTES = 1.02, 64_000
 """Limit for a dataset without its oracle, relative to the best clustered file."""

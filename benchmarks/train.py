@@ -48,17 +48,17 @@ from benchmarks.common.logs import build_dataset, each_log, job_path
 from benchmarks.common.training import reader_of
 from benchmarks.peers.fbgemm import FreeTables, FusedSequences, fused_tables, sort_by_table
 from benchmarks.peers.loading import peer_batches, plain_path
-from pipelines.table.expand import expand
-from schemas.config.train import ModelConfig, SparseOptimizerConfig, TrainConfig
-from schemas.dataset.opened import OpenDataset, open_dataset
-from trainer.components import build_components, build_model, dense_optimizer, order_of
-from trainer.compute import train_batch
-from trainer.data.collate import CollatedBatch
-from trainer.data.decode import BatchSpec, spec_of
-from trainer.data.reader import prefetch
-from trainer.models import attention
-from trainer.models.torchrec_models import dense_inputs
-from trainer.step import PhaseTimer, loss_of
+from presage.pipelines.table.expand import expand
+from presage.schemas.config.train import ModelConfig, SparseOptimizerConfig, TrainConfig
+from presage.schemas.dataset.opened import OpenDataset, open_dataset
+from presage.trainer.components import build_components, build_model, dense_optimizer, order_of
+from presage.trainer.compute import train_batch
+from presage.trainer.data.collate import CollatedBatch
+from presage.trainer.data.decode import BatchSpec, spec_of
+from presage.trainer.data.reader import prefetch
+from presage.trainer.models import attention
+from presage.trainer.models.torchrec_models import dense_inputs
+from presage.trainer.step import PhaseTimer, loss_of
 
 LOGS = ("mind", "kuairand", "demo")
 MODELS = ("dlrm", "dcn", "deepfm", "wide_deep", "attention", "reading")

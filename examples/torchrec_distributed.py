@@ -36,8 +36,8 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import presage
-from schemas.dataset.hints import read_hints
-from trainer.embedding.collections import planner_constraints
+from presage.schemas.dataset.hints import read_hints
+from presage.trainer.embedding.collections import planner_constraints
 
 
 class Clicks(nn.Module):

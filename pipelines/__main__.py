@@ -1,12 +1,10 @@
-"""Commands of the data pipelines: `python -m pipelines COMMAND ...`."""
+"""Commands of the data pipelines: `python -m presage.pipelines COMMAND ...`."""
 
 import logging
 import os
 import sys
 from importlib import import_module
 from importlib.abc import MetaPathFinder
-from importlib.util import find_spec
-from pathlib import Path
 
 
 class _NoPandas(MetaPathFinder):
@@ -24,21 +22,15 @@ def hide_pandas(command: str) -> None:
 
 
 if __name__ == "__main__":
-    _root, _spec = Path(__file__).resolve().parents[1], find_spec("schemas")
-    if _spec is None or _spec.origin != str(_root / "schemas" / "__init__.py"):
-        sys.exit(
-            f"error: package schemas of {_root} is hidden by {_spec and _spec.origin}; run "
-            "`presage`, or start in another folder"
-        )
-    from schemas.entry import run_command
+    from presage.schemas.entry import run_command
 
     hide_pandas("".join(sys.argv[1:2]))
-    run_command(lambda: import_module("pipelines.__main__").main)
+    run_command(lambda: import_module("presage.pipelines.__main__").main)
 
 # Set before Beam is imported: Beam warns of each optional package that is not installed, and logs
 # tracebacks of errors that `main` reports in one line.
 logging.basicConfig(level=os.environ.get("PRESAGE_LOG", "CRITICAL"))
 
-from pipelines.cli import build_parser, main
+from presage.pipelines.cli import build_parser, main
 
 __all__ = ["build_parser", "hide_pandas", "main"]

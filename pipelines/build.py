@@ -17,25 +17,25 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipelines import executor
-from pipelines.autogroup.choose import with_groups
-from pipelines.autogroup.costs import LEAST_DEDUP_FACTOR
-from pipelines.clustering.part import PartResult
-from pipelines.exchange import Progress, num_processes
-from pipelines.prepare import BuildOptions, BuildRequest, holds_in_memory, prepare
-from pipelines.quality.gate import GateError, keep_rejects
-from pipelines.quality.segment_statistics import segment_statistics
-from pipelines.runner_options import beam_build, local_options
-from pipelines.samples.event_join import read_counts, write_counts
-from pipelines.sources.rejects import (
+from presage.pipelines import executor
+from presage.pipelines.autogroup.choose import with_groups
+from presage.pipelines.autogroup.costs import LEAST_DEDUP_FACTOR
+from presage.pipelines.clustering.part import PartResult
+from presage.pipelines.exchange import Progress, num_processes
+from presage.pipelines.prepare import BuildOptions, BuildRequest, holds_in_memory, prepare
+from presage.pipelines.quality.gate import GateError, keep_rejects
+from presage.pipelines.quality.segment_statistics import segment_statistics
+from presage.pipelines.runner_options import beam_build, local_options
+from presage.pipelines.samples.event_join import read_counts, write_counts
+from presage.pipelines.sources.rejects import (
     RejectCounts,
     count_segment_rejects,
     merge_counts,
     rejects_summary,
     summary_lines,
 )
-from pipelines.stages import BuildContext
-from pipelines.table.commit import (
+from presage.pipelines.stages import BuildContext
+from presage.pipelines.table.commit import (
     check_admissible,
     commit_segment,
     discarded_on_error,
@@ -45,19 +45,19 @@ from pipelines.table.commit import (
     seal,
     wait_for_predecessors,
 )
-from pipelines.table.compatibility import identity_of
-from pipelines.table.root import write_copies
-from pipelines.table.segment import (
+from presage.pipelines.table.compatibility import identity_of
+from presage.pipelines.table.root import write_copies
+from presage.pipelines.table.segment import (
     finish_segment,
     publish,
     reads_day,
     segment_directory,
     segment_key,
 )
-from pipelines.table.target import JobFiles, SegmentTarget, load_job_files
-from pipelines.transforms.fit import publish_fitted, returned_files, stage_fitted
-from schemas.config.job import DataConfig, GateConfig, SplitConfig
-from schemas.dataset.manifest import (
+from presage.pipelines.table.target import JobFiles, SegmentTarget, load_job_files
+from presage.pipelines.transforms.fit import publish_fitted, returned_files, stage_fitted
+from presage.schemas.config.job import DataConfig, GateConfig, SplitConfig
+from presage.schemas.dataset.manifest import (
     InputFile,
     Reference,
     SegmentManifest,
@@ -66,10 +66,10 @@ from schemas.dataset.manifest import (
     read_root,
     read_segment,
 )
-from schemas.dataset.opened import OpenDataset, Segment, open_dataset, select_segments
-from schemas.errors import SchemaError
-from schemas.layout import BUILDS, EVALUATION, SEGMENTS, TRAIN, part_path
-from schemas.storage.location import Location
+from presage.schemas.dataset.opened import OpenDataset, Segment, open_dataset, select_segments
+from presage.schemas.errors import SchemaError
+from presage.schemas.layout import BUILDS, EVALUATION, SEGMENTS, TRAIN, part_path
+from presage.schemas.storage.location import Location
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,8 +344,8 @@ def record_build_speed(
 ) -> None:
     """Write the speed of a local build to a file beside the manifests.
 
-    `python -m scheduler plan JOB --dataset DATASET` reads the file. No manifest names it, and it
-    may be deleted.
+    `python -m presage.scheduler plan JOB --dataset DATASET` reads the file. No manifest names it,
+    and it may be deleted.
 
     `result` is what `build --json` prints.
     """

@@ -15,35 +15,35 @@ from typing import Any
 
 from rich.console import Console
 
-from pipelines.build import build, record_build_speed
-from pipelines.demo_log.example import generate_log, write_example
-from pipelines.init.first_job import init
-from pipelines.prepare import BuildInput, BuildOptions, BuildRequest
-from pipelines.preview import preview
-from pipelines.preview_text import WIDTH, show
-from pipelines.quality.gate import GateError
-from pipelines.rewrite.rewrite import RewriteRequest, rewrite
-from pipelines.table.commit import seal
-from pipelines.table.compact import CompactionRequest, compact_dataset
-from pipelines.table.delete import erase
-from pipelines.table.expand import expand
-from pipelines.table.indexes import oracle
-from pipelines.table.root import MIN_AGE
-from pipelines.table.target import SegmentTarget
-from pipelines.table.vacuum import vacuum
-from pipelines.table.verify import verify
-from schemas.config.job import load_job
-from schemas.errors import PlanError, SchemaError, pluralize, printable
-from schemas.paths import ALLOW_OUTSIDE, ALLOW_OUTSIDE_HELP, ArgumentParser, path_or_url
-from schemas.storage.location import Location
-from schemas.typed_values import parse_duration
+from presage.pipelines.build import build, record_build_speed
+from presage.pipelines.demo_log.example import generate_log, write_example
+from presage.pipelines.init.first_job import init
+from presage.pipelines.prepare import BuildInput, BuildOptions, BuildRequest
+from presage.pipelines.preview import preview
+from presage.pipelines.preview_text import WIDTH, show
+from presage.pipelines.quality.gate import GateError
+from presage.pipelines.rewrite.rewrite import RewriteRequest, rewrite
+from presage.pipelines.table.commit import seal
+from presage.pipelines.table.compact import CompactionRequest, compact_dataset
+from presage.pipelines.table.delete import erase
+from presage.pipelines.table.expand import expand
+from presage.pipelines.table.indexes import oracle
+from presage.pipelines.table.root import MIN_AGE
+from presage.pipelines.table.target import SegmentTarget
+from presage.pipelines.table.vacuum import vacuum
+from presage.pipelines.table.verify import verify
+from presage.schemas.config.job import load_job
+from presage.schemas.errors import PlanError, SchemaError, pluralize, printable
+from presage.schemas.paths import ALLOW_OUTSIDE, ALLOW_OUTSIDE_HELP, ArgumentParser, path_or_url
+from presage.schemas.storage.location import Location
+from presage.schemas.typed_values import parse_duration
 
 DESCRIPTION = "Build, check and rewrite datasets."
 DATASET = "path or URL of the dataset"
 _WITHOUT_JSON = ("generate", "expand", "report")
 
 
-def build_parser(prog: str = "python -m pipelines") -> argparse.ArgumentParser:
+def build_parser(prog: str = "python -m presage.pipelines") -> argparse.ArgumentParser:
     """Return the parser of all commands; commands in `_WITH_BEAM` pass unknown options to Beam."""
     parser = ArgumentParser(prog=prog, description=DESCRIPTION)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -243,7 +243,7 @@ REFUSED = 3
 """Exit code of a build whose segment the quality gate refused."""
 
 
-def main(argv: Sequence[str] | None = None, prog: str = "python -m pipelines") -> int:
+def main(argv: Sequence[str] | None = None, prog: str = "python -m presage.pipelines") -> int:
     """Run one command.
 
     Returns:
@@ -456,14 +456,16 @@ def _expand(arguments: argparse.Namespace, _: list[str]) -> int:
 
 
 def _report(arguments: argparse.Namespace, _: list[str]) -> int:
-    page = importlib.import_module("pipelines.report.report_page")  # imports matplotlib: 1.5 s
+    page = importlib.import_module(
+        "presage.pipelines.report.report_page"
+    )  # imports matplotlib: 1.5 s
     page.write_report(arguments.dataset, arguments.html, arguments.runs)
     print(f"wrote {arguments.html}", file=sys.stderr)
     return 0
 
 
 def _score(arguments: argparse.Namespace, beam_args: list[str]) -> int:
-    module = importlib.import_module("pipelines.beam.score")  # imports Beam
+    module = importlib.import_module("presage.pipelines.beam.score")  # imports Beam
     result = module.score(
         arguments.model,
         arguments.dataset,

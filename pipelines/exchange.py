@@ -24,13 +24,13 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
-from pipelines.shuffle import Element, from_ipc, to_ipc
-from pipelines.sources.raw_rows import SPLIT_BYTES
-from pipelines.stages import BuildContext, SampleStage, load_sides
-from pipelines.transforms.fit import FITTED
-from schemas.dataset.fitted import FittedValues, load_fitted
-from schemas.errors import SchemaError
-from schemas.machine import machine_budget, num_cores
+from presage.pipelines.shuffle import Element, from_ipc, to_ipc
+from presage.pipelines.sources.raw_rows import SPLIT_BYTES
+from presage.pipelines.stages import BuildContext, SampleStage, load_sides
+from presage.pipelines.transforms.fit import FITTED
+from presage.schemas.dataset.fitted import FittedValues, load_fitted
+from presage.schemas.errors import SchemaError
+from presage.schemas.machine import machine_budget, num_cores
 
 # Progress: counts of rows from the results of tasks, and the early stop.
 

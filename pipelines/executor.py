@@ -20,9 +20,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from pipelines.clustering.part import PartResult, build_part, sum_statistics
-from pipelines.clustering.storage_layout import SegmentLayout, choose_segment_layout
-from pipelines.exchange import (
+from presage.pipelines.clustering.part import PartResult, build_part, sum_statistics
+from presage.pipelines.clustering.storage_layout import SegmentLayout, choose_segment_layout
+from presage.pipelines.exchange import (
     Counts,
     ElementRef,
     Exchange,
@@ -33,21 +33,21 @@ from pipelines.exchange import (
     keep_freed_memory,
     num_processes,
 )
-from pipelines.oracle.numbering import NumberedTable, number_table, training_blocks
-from pipelines.prepare import holds_in_memory
-from pipelines.runner_options import LocalOptions
-from pipelines.samples.event_join import add_counts
-from pipelines.samples.tuples import (
+from presage.pipelines.oracle.numbering import NumberedTable, number_table, training_blocks
+from presage.pipelines.prepare import holds_in_memory
+from presage.pipelines.runner_options import LocalOptions
+from presage.pipelines.samples.event_join import add_counts
+from presage.pipelines.samples.tuples import (
     Tuples,
     batches_by_size,
     concat_tuples,
     partition_of_session,
     partition_tuples,
 )
-from pipelines.shuffle import SHUFFLE, Element, group_rows
-from pipelines.sources.raw_rows import InputSplit
-from pipelines.sources.rejects import range_keys, rejects_from_table, write_rejects
-from pipelines.stages import (
+from presage.pipelines.shuffle import SHUFFLE, Element, group_rows
+from presage.pipelines.sources.raw_rows import InputSplit
+from presage.pipelines.sources.rejects import range_keys, rejects_from_table, write_rejects
+from presage.pipelines.stages import (
     REJECTS,
     SAMPLES,
     BuildContext,
@@ -62,8 +62,8 @@ from pipelines.stages import (
     split_file,
     write_side,
 )
-from pipelines.transforms.apply import fit_inputs
-from pipelines.transforms.fit import (
+from presage.pipelines.transforms.apply import fit_inputs
+from presage.pipelines.transforms.fit import (
     FITTED,
     Partial,
     add_partial,
@@ -71,8 +71,8 @@ from pipelines.transforms.fit import (
     write_fitted,
     write_shard,
 )
-from schemas.dataset.fitted import FittedValues, load_fitted
-from schemas.machine import num_cores
+from presage.schemas.dataset.fitted import FittedValues, load_fitted
+from presage.schemas.machine import num_cores
 
 BUNDLE_BYTES = 128 << 20
 """Input bytes of a task that makes samples: each task writes the rows of a partition once."""

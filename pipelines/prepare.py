@@ -9,9 +9,9 @@ from pathlib import Path
 import duckdb
 import pyarrow as pa
 
-from pipelines.runner_options import LocalOptions
-from pipelines.samples.event_join import join_events
-from pipelines.samples.lookups import (
+from presage.pipelines.runner_options import LocalOptions
+from presage.pipelines.samples.event_join import join_events
+from presage.pipelines.samples.lookups import (
     broadcast_sides,
     key_type,
     key_types,
@@ -19,23 +19,23 @@ from pipelines.samples.lookups import (
     side_table,
     sort_side_rows,
 )
-from pipelines.samples.per_key import visible_rows
-from pipelines.samples.sql import Connection, name_errors, run
-from pipelines.samples.statements import PER, SqlError, job_steps, original_error
-from pipelines.samples.validate import check_columns, check_repeatable, check_sampling
-from pipelines.sources.formats import empty_rows
-from pipelines.sources.listing import list_inputs, undeclared_partitions
-from pipelines.sources.raw_rows import ORIGIN, Folder, folder_of
-from pipelines.stages import BuildContext
-from pipelines.table.target import JobFiles, SegmentTarget
-from pipelines.transforms.apply import check_transforms
-from pipelines.transforms.fit import fitted_files
-from schemas.config.job import Job
-from schemas.dataset.manifest import InputFile
-from schemas.errors import SchemaError
-from schemas.features import FeatureSet
-from schemas.machine import machine_budget
-from schemas.storage.location import Location
+from presage.pipelines.samples.per_key import visible_rows
+from presage.pipelines.samples.sql import Connection, name_errors, run
+from presage.pipelines.samples.statements import PER, SqlError, job_steps, original_error
+from presage.pipelines.samples.validate import check_columns, check_repeatable, check_sampling
+from presage.pipelines.sources.formats import empty_rows
+from presage.pipelines.sources.listing import list_inputs, undeclared_partitions
+from presage.pipelines.sources.raw_rows import ORIGIN, Folder, folder_of
+from presage.pipelines.stages import BuildContext
+from presage.pipelines.table.target import JobFiles, SegmentTarget
+from presage.pipelines.transforms.apply import check_transforms
+from presage.pipelines.transforms.fit import fitted_files
+from presage.schemas.config.job import Job
+from presage.schemas.dataset.manifest import InputFile
+from presage.schemas.errors import SchemaError
+from presage.schemas.features import FeatureSet
+from presage.schemas.machine import machine_budget
+from presage.schemas.storage.location import Location
 
 PART_INPUT_BYTES = 28 << 20
 """Input bytes of one part of a small segment, which fill row groups of 64 MiB."""

@@ -23,32 +23,37 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipelines import executor
-from pipelines.autogroup.choose import with_chosen_groups, without_groups
-from pipelines.build import check_usable, group_warnings, label_warnings
-from pipelines.clustering.part import PartResult
-from pipelines.exchange import ReadElements
-from pipelines.prepare import context_of
-from pipelines.quality.gate import reject_findings
-from pipelines.samples.lookups import broadcast_sides, key_column, key_type
-from pipelines.samples.sql import LIST_INDEX, PREVIEW_TIME
-from pipelines.samples.tuples import Tuples, in_evaluation
-from pipelines.sources.formats import Excerpt, copy_excerpt
-from pipelines.sources.listing import find_files, undeclared_partitions
-from pipelines.sources.raw_rows import ORIGIN, Folder, folder_of
-from pipelines.sources.rejects import RejectCounts, count_rejects, python_rows, sorted_rejects
-from pipelines.sources.types import type_text
-from pipelines.stages import REJECTS, SAMPLES, BuildContext, read_rows, split_file
-from pipelines.table.segment import group_counts
-from pipelines.table.target import JobFiles, load_job_files
-from pipelines.transforms.apply import apply_transforms
-from pipelines.transforms.fit import FITTED
-from schemas.arrays import is_list, one_chunk
-from schemas.config.job import GateConfig, Job
-from schemas.dataset.fitted import load_fitted
-from schemas.errors import SchemaError
-from schemas.layout import EVALUATION, REJECTS_SCHEMA, TRAIN
-from schemas.storage.location import Location
+from presage.pipelines import executor
+from presage.pipelines.autogroup.choose import with_chosen_groups, without_groups
+from presage.pipelines.build import check_usable, group_warnings, label_warnings
+from presage.pipelines.clustering.part import PartResult
+from presage.pipelines.exchange import ReadElements
+from presage.pipelines.prepare import context_of
+from presage.pipelines.quality.gate import reject_findings
+from presage.pipelines.samples.lookups import broadcast_sides, key_column, key_type
+from presage.pipelines.samples.sql import LIST_INDEX, PREVIEW_TIME
+from presage.pipelines.samples.tuples import Tuples, in_evaluation
+from presage.pipelines.sources.formats import Excerpt, copy_excerpt
+from presage.pipelines.sources.listing import find_files, undeclared_partitions
+from presage.pipelines.sources.raw_rows import ORIGIN, Folder, folder_of
+from presage.pipelines.sources.rejects import (
+    RejectCounts,
+    count_rejects,
+    python_rows,
+    sorted_rejects,
+)
+from presage.pipelines.sources.types import type_text
+from presage.pipelines.stages import REJECTS, SAMPLES, BuildContext, read_rows, split_file
+from presage.pipelines.table.segment import group_counts
+from presage.pipelines.table.target import JobFiles, load_job_files
+from presage.pipelines.transforms.apply import apply_transforms
+from presage.pipelines.transforms.fit import FITTED
+from presage.schemas.arrays import is_list, one_chunk
+from presage.schemas.config.job import GateConfig, Job
+from presage.schemas.dataset.fitted import load_fitted
+from presage.schemas.errors import SchemaError
+from presage.schemas.layout import EVALUATION, REJECTS_SCHEMA, TRAIN
+from presage.schemas.storage.location import Location
 
 NUM_SAMPLES = 10
 """Number of samples shown."""

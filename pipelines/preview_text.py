@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from schemas.errors import printable
+from presage.schemas.errors import printable
 
 # Printing.
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 
-from schemas.errors import SchemaError
+from presage.schemas.errors import SchemaError
 
 IN_PROCESS = "InProcess"
 """Value of `--runner` that holds the samples in memory, whatever the size of the input."""
@@ -73,5 +73,5 @@ def local_options(beam_args: Sequence[str]) -> LocalOptions | None:
 
 
 def beam_build() -> ModuleType:
-    """Import `pipelines.beam.jobs`, and with it Beam, which takes seconds."""
-    return importlib.import_module("pipelines.beam.jobs")
+    """Import `presage.pipelines.beam.jobs`, and with it Beam, which takes seconds."""
+    return importlib.import_module("presage.pipelines.beam.jobs")

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from pipelines.samples.tuples import Tuples, drop_unused_tuples
+from presage.pipelines.samples.tuples import Tuples, drop_unused_tuples
 
 ELEMENT_BYTES = 8 << 20
 """Maximum size of an element in a runner's shuffle, unless it is one row."""

@@ -18,8 +18,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from pipelines.samples.event_join import join_events, write_late
-from pipelines.samples.lookups import (
+from presage.pipelines.samples.event_join import join_events, write_late
+from presage.pipelines.samples.lookups import (
     HIDDEN,
     SideTable,
     check_unique,
@@ -30,11 +30,11 @@ from pipelines.samples.lookups import (
     side_table,
     sort_side_rows,
 )
-from pipelines.samples.per_key import PerKey, in_origin_order, run_keys
-from pipelines.samples.sql import Connection, MapSql, with_list_index
-from pipelines.samples.sql_rejects import BAD_ROWS_SCHEMA, SqlResult, bad_rows
-from pipelines.samples.statements import PER, Steps
-from pipelines.samples.tuples import (
+from presage.pipelines.samples.per_key import PerKey, in_origin_order, run_keys
+from presage.pipelines.samples.sql import Connection, MapSql, with_list_index
+from presage.pipelines.samples.sql_rejects import BAD_ROWS_SCHEMA, SqlResult, bad_rows
+from presage.pipelines.samples.statements import PER, Steps
+from presage.pipelines.samples.tuples import (
     Tuples,
     partition_of_key,
     sample_negatives,
@@ -43,9 +43,9 @@ from pipelines.samples.tuples import (
     value_checks,
     with_one_zero,
 )
-from pipelines.shuffle import SHUFFLE, group_rows
-from pipelines.sources.formats import input_splits, read_split
-from pipelines.sources.raw_rows import (
+from presage.pipelines.shuffle import SHUFFLE, group_rows
+from presage.pipelines.sources.formats import input_splits, read_split
+from presage.pipelines.sources.raw_rows import (
     CHUNK_ROWS,
     ORIGIN,
     Folder,
@@ -54,14 +54,14 @@ from pipelines.sources.raw_rows import (
     file_and_row,
     files_and_rows,
 )
-from pipelines.sources.rejects import BUILD_REJECTS_SCHEMA, rejects_table
-from pipelines.transforms.apply import fit_inputs
-from pipelines.transforms.fit import Partial, partial_fits
-from schemas.arrays import one_chunk
-from schemas.config.job import DataConfig
-from schemas.dataset.manifest import InputFile
-from schemas.features import FeatureSet
-from schemas.storage.location import Location
+from presage.pipelines.sources.rejects import BUILD_REJECTS_SCHEMA, rejects_table
+from presage.pipelines.transforms.apply import fit_inputs
+from presage.pipelines.transforms.fit import Partial, partial_fits
+from presage.schemas.arrays import one_chunk
+from presage.schemas.config.job import DataConfig
+from presage.schemas.dataset.manifest import InputFile
+from presage.schemas.features import FeatureSet
+from presage.schemas.storage.location import Location
 
 REJECTS = "rejects"
 SAMPLES = "samples"

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from presage.dataset import Dataset
     from presage.embedding_rows import open_rows
     from presage.loader import DataLoader
+
+ROOT = Path(__file__).resolve().parents[1]
+"""The source tree, or the folder of installed packages."""
+if not Path(__file__).with_name("schemas").is_dir():  # in a source tree
+    __path__.append(str(ROOT))  # where `presage.schemas` and so on are beside this package
 
 __all__ = ["DataLoader", "Dataset", "open_rows"]
 _MODULES = {

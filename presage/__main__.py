@@ -6,24 +6,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from importlib import import_module
-from importlib.util import find_spec
-from pathlib import Path
 from typing import TextIO
-
-_ROOT = Path(__file__).resolve().parents[1]
-_PACKAGES = ("schemas", "pipelines", "trainer", "scheduler")
-
-
-def check_imports() -> None:
-    """Exit if another package on the path has the name of one of ours."""
-    for name in _PACKAGES:
-        spec = find_spec(name)
-        origin = spec.origin if spec is not None else None
-        if origin != str(_ROOT / name / "__init__.py"):
-            sys.exit(
-                f"error: package {name} is not Presage's: {origin or 'none with a file'} instead "
-                f"of {_ROOT / name}; rename it, or take its folder off PYTHONPATH"
-            )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,7 +29,7 @@ def load_command(argv: Sequence[str] | None = None) -> Callable[[], int]:
         return partial(import_module("presage.completion").main, rest)
     if command not in commands.PACKAGES:
         return partial(_print, commands.unknown_command(command), sys.stderr, 2)
-    package = import_module(f"{commands.PACKAGES[command]}.__main__")
+    package = import_module(f"presage.{commands.PACKAGES[command]}.__main__")
     if commands.PACKAGES[command] == "pipelines":
         package.hide_pandas(command)
     is_own = argv is None and words == sys.argv[1:]  # then it may fork this process
@@ -60,8 +43,7 @@ def _print(text: str, file: TextIO | None = None, status: int = 0) -> int:
 
 def run() -> None:
     """Run the command of this process, and end it."""
-    check_imports()
-    import_module("schemas.entry").run_command(load_command)
+    import_module("presage.schemas.entry").run_command(load_command)
 
 
 if __name__ == "__main__":

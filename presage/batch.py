@@ -11,7 +11,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
 from presage.display import align
-from trainer.data.collate import CollatedBatch
+from presage.trainer.data.collate import CollatedBatch
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

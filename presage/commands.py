@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import platform
 from importlib import metadata
-from pathlib import Path
 
-from schemas.errors import suggest_name_or
+from presage import ROOT
+from presage.schemas.errors import suggest_name_or
 
 TASKS: dict[str, dict[str, tuple[str, str]]] = {
     "Prepare data": {
@@ -86,7 +86,7 @@ def help_text() -> str:
         f"  {COMPLETION:<{width}}  {summary(COMPLETION)}",
         "",
         "`presage COMMAND --help` lists the options of a command. For a run instead of a dataset",
-        "there are `python -m trainer verify` and `python -m trainer erase`.",
+        "there are `python -m presage.trainer verify` and `python -m presage.trainer erase`.",
     ]
     return "\n".join(lines)
 
@@ -96,7 +96,7 @@ def version_text() -> str:
     try:
         version = metadata.version("presage")
     except metadata.PackageNotFoundError:
-        version = f"in {Path(__file__).resolve().parents[1]}, not installed"
+        version = f"in {ROOT}, not installed"
     return f"presage {version}, Python {platform.python_version()}"
 
 

@@ -28,7 +28,9 @@ def parser_of_all() -> argparse.ArgumentParser:
     parents: dict[str, argparse.ArgumentParser] = {COMPLETION: _own_parser()}
     for package in dict.fromkeys(PACKAGES.values()):
         try:
-            parsers = subparsers_of(import_module(f"{package}.__main__").build_parser("presage"))
+            parsers = subparsers_of(
+                import_module(f"presage.{package}.__main__").build_parser("presage")
+            )
         except ModuleNotFoundError as error:
             sys.stderr.write(f"options of {package} are left out: {error}\n")
             continue

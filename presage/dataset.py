@@ -15,11 +15,16 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 from presage.display import Listing, columns_text, format_bytes
-from schemas.dataset import opened as datasets
-from schemas.dataset.samples import column_names, num_live_samples, read_columns, samples_schema
-from schemas.errors import SchemaError, pluralize
-from schemas.layout import EVALUATION, TRAIN
-from schemas.storage.location import Location
+from presage.schemas.dataset import opened as datasets
+from presage.schemas.dataset.samples import (
+    column_names,
+    num_live_samples,
+    read_columns,
+    samples_schema,
+)
+from presage.schemas.errors import SchemaError, pluralize
+from presage.schemas.layout import EVALUATION, TRAIN
+from presage.schemas.storage.location import Location
 
 if TYPE_CHECKING:
     import duckdb

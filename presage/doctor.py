@@ -26,14 +26,15 @@ from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
-from scheduler.controller.log import LOG
-from scheduler.drivers.kubernetes.pod_manifest import read_cluster
-from schemas.errors import PlanError, SchemaError
-from schemas.machine import free_bytes
-from schemas.run.records import read_lines
-from schemas.typed_values import parse_size
+from presage import ROOT
+from presage.scheduler.controller.log import LOG
+from presage.scheduler.drivers.kubernetes.pod_manifest import read_cluster
+from presage.schemas.errors import PlanError, SchemaError
+from presage.schemas.machine import free_bytes
+from presage.schemas.run.records import read_lines
+from presage.schemas.typed_values import parse_size
 
-SOURCES = Path(__file__).resolve().parents[1]
+SOURCES = ROOT
 """The source tree, or where the packages are installed."""
 LOCK = SOURCES / "requirements.lock"
 OLDEST_PYTHON, NEWEST_PYTHON = (3, 11), (3, 13)
@@ -350,7 +351,11 @@ def _probe_kubernetes(machine: Machine) -> tuple[bool, str]:
     if machine.cluster is None:
         return False, "no --cluster file"
     # The client takes a second to import, and 40 MiB.
-    from scheduler.drivers.kubernetes.api_server import ApiRefusedError, UnreachableError, connect
+    from presage.scheduler.drivers.kubernetes.api_server import (
+        ApiRefusedError,
+        UnreachableError,
+        connect,
+    )
 
     try:
         api = connect(read_cluster(machine.cluster))

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 from presage.doctor import CheckResult, nearest_folder
-from schemas.storage.location import Location, StorageError
-from schemas.storage.probes import check_conditional_put, store_time
+from presage.schemas.storage.location import Location, StorageError
+from presage.schemas.storage.probes import check_conditional_put, store_time
 
 MAX_LATENCY_MS = 200.0
 """Median duration of a small request that is tolerated; within a region it is 10 to 50 ms."""

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Literal
 
 from presage.loader import DataLoader
-from schemas.config.train import CacheConfig, StoresConfig
-from schemas.layout import TRAIN
-from trainer.own_loops import EmbeddingRows
+from presage.schemas.config.train import CacheConfig, StoresConfig
+from presage.schemas.layout import TRAIN
+from presage.trainer.own_loops import EmbeddingRows
 
 
 def open_rows(

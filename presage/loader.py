@@ -21,19 +21,19 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from presage.batch import Batch, batch_of
-from schemas.config.job import load_job
-from schemas.dataset.opened import OpenDataset, open_dataset
-from schemas.dataset.order import Order
-from schemas.errors import SchemaError, suggest_name
-from schemas.layout import EVALUATION, TRAIN
-from schemas.storage.leases import Lease
-from schemas.storage.location import Location
-from schemas.storage.versions import Versions
-from trainer.components import order_of
-from trainer.data.decode import BatchSpec, spec_of
-from trainer.data.reader import Reader, prefetch
-from trainer.evaluation.metrics import columns_of
-from trainer.growing.follow import check_continues, directories_of
+from presage.schemas.config.job import load_job
+from presage.schemas.dataset.opened import OpenDataset, open_dataset
+from presage.schemas.dataset.order import Order
+from presage.schemas.errors import SchemaError, suggest_name
+from presage.schemas.layout import EVALUATION, TRAIN
+from presage.schemas.storage.leases import Lease
+from presage.schemas.storage.location import Location
+from presage.schemas.storage.versions import Versions
+from presage.trainer.components import order_of
+from presage.trainer.data.decode import BatchSpec, spec_of
+from presage.trainer.data.reader import Reader, prefetch
+from presage.trainer.evaluation.metrics import columns_of
+from presage.trainer.growing.follow import check_continues, directories_of
 
 Split = Literal["train", "evaluation"]
 _MAX_WORKERS = 256
@@ -102,7 +102,8 @@ class DataLoader(IterableDataset[Batch]):
             features: sparse and dense features to read; None for all.
             keep: columns of `Batch.kept`; None for the keys of sessions and users, and times.
             dtype: of labels, weights and dense features.
-            lookups: prepare the look-ups of `trainer.embedding.collections` in the reading thread.
+            lookups: prepare the look-ups of `presage.trainer.embedding.collections` in the reading
+                thread.
             follow: wait for further segments until the dataset is sealed.
             read_ahead: batches that a thread reads ahead of the loop.
 

@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import sys
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 
 if __name__ == "__main__":
-    _root, _spec = Path(__file__).resolve().parents[1], find_spec("schemas")
-    if _spec is None or _spec.origin != str(_root / "schemas" / "__init__.py"):
-        sys.exit(
-            f"error: package schemas of {_root} is hidden by {_spec and _spec.origin}; run "
-            "`presage`, or start in another folder"
-        )
-    from schemas.entry import run_command
+    from presage.schemas.entry import run_command
 
-    run_command(lambda: import_module("scheduler.__main__").main)
+    run_command(lambda: import_module("presage.scheduler.__main__").main)
 
 import argparse
 import json
@@ -30,16 +23,16 @@ from functools import partial
 
 from rich.console import Console, RenderableType
 
-from scheduler.controller.replay import (
+from presage.scheduler.controller.replay import (
     describe_job,
     describe_replay,
     jobs_summary,
     replay,
     replay_summary,
 )
-from scheduler.drivers.beam_runners import segment_runner
-from scheduler.drivers.driver import DriverOptions
-from scheduler.drivers.run_jobs import (
+from presage.scheduler.drivers.beam_runners import segment_runner
+from presage.scheduler.drivers.driver import DriverOptions
+from presage.scheduler.drivers.run_jobs import (
     RunRequest,
     check_driver,
     inputs_of,
@@ -47,20 +40,20 @@ from scheduler.drivers.run_jobs import (
     raise_gc_threshold,
     run_jobs,
 )
-from scheduler.model.measurements import fit_file, fit_summary
-from scheduler.model.plan_inputs import PlanInputs, take_snapshot
-from scheduler.model.pools import counted
-from scheduler.planner.machine_sizes import cluster_schedule, fill_budget, machine_schedule
-from scheduler.planner.policy import explain_plan, plan, plan_summary, plan_to_json
-from scheduler.retrain import retrain as retraining
-from scheduler.retrain.retrain import render_table, run_rows
-from scheduler.simulator import command as simulation
-from scheduler.status.board import serving
-from scheduler.status.terminal import board_of, port_of, render, watching
-from schemas.config.schedule import ScheduleConfig
-from schemas.errors import PlanError, SchemaError, printable
-from schemas.machine import machine_budget
-from schemas.paths import (
+from presage.scheduler.model.measurements import fit_file, fit_summary
+from presage.scheduler.model.plan_inputs import PlanInputs, take_snapshot
+from presage.scheduler.model.pools import counted
+from presage.scheduler.planner.machine_sizes import cluster_schedule, fill_budget, machine_schedule
+from presage.scheduler.planner.policy import explain_plan, plan, plan_summary, plan_to_json
+from presage.scheduler.retrain import retrain as retraining
+from presage.scheduler.retrain.retrain import render_table, run_rows
+from presage.scheduler.simulator import command as simulation
+from presage.scheduler.status.board import serving
+from presage.scheduler.status.terminal import board_of, port_of, render, watching
+from presage.schemas.config.schedule import ScheduleConfig
+from presage.schemas.errors import PlanError, SchemaError, printable
+from presage.schemas.machine import machine_budget
+from presage.schemas.paths import (
     ALLOW_OUTSIDE,
     ALLOW_OUTSIDE_HELP,
     ArgumentParser,
@@ -68,7 +61,7 @@ from schemas.paths import (
     network_warning,
     path_or_url,
 )
-from schemas.storage.location import Location
+from presage.schemas.storage.location import Location
 
 FILE_WIDTH = 160
 """Columns of tables that are not printed to a terminal."""
@@ -76,7 +69,7 @@ PRINTED = 20
 """Decisions and incidents that `status` prints; the page shows more."""
 
 
-def build_parser(prog: str = "python -m scheduler") -> argparse.ArgumentParser:
+def build_parser(prog: str = "python -m presage.scheduler") -> argparse.ArgumentParser:
     """Return the parser of all commands."""
     parser = ArgumentParser(prog=prog, description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -88,7 +81,7 @@ def build_parser(prog: str = "python -m scheduler") -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None, prog: str = "python -m scheduler") -> int:
+def main(argv: Sequence[str] | None = None, prog: str = "python -m presage.scheduler") -> int:
     """Run one command; user errors are reported as one line on stderr.
 
     Returns:

@@ -27,10 +27,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from schemas.errors import SchemaError
-from schemas.hashing import splitmix64
-from schemas.kernels import arrays as kernels
-from schemas.layout import SPLIT_TIME
+from presage.schemas.errors import SchemaError
+from presage.schemas.hashing import splitmix64
+from presage.schemas.kernels import arrays as kernels
+from presage.schemas.layout import SPLIT_TIME
 
 Array = NDArray[Any]
 

@@ -20,9 +20,9 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from schemas.errors import printable
+from presage import ROOT
+from presage.schemas.errors import printable
 
-_ROOT = Path(__file__).resolve().parents[1]
 MIN_ADDRESS_BYTES = 1 << 30
 """With less address space libraries abort the process, or hang, while they are loaded: below 700 MB
 in `pipelines build` on 2 cores (`ulimit -v`, 2026-11-30)."""
@@ -82,8 +82,8 @@ def process_variables() -> dict[str, str]:
     name, and the temporary directory as its home.
     """
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    others = [path for path in paths if path and path != str(_ROOT)]
-    variables = {"PYTHONPATH": os.pathsep.join([str(_ROOT), *others]), "PYTHONSAFEPATH": "1"}
+    others = [path for path in paths if path and path != str(ROOT)]
+    variables = {"PYTHONPATH": os.pathsep.join([str(ROOT), *others]), "PYTHONSAFEPATH": "1"}
     try:
         pwd.getpwuid(os.getuid())
     except KeyError:

@@ -15,10 +15,10 @@ from typing import Literal, cast, get_args
 from google.protobuf import text_format
 from tensorflow_metadata.proto.v0 import schema_pb2
 
-from schemas.errors import SchemaError, suggest_name, suggest_name_or
-from schemas.layout import SAMPLE_WEIGHT
-from schemas.paths import is_below
-from schemas.storage.location import Location
+from presage.schemas.errors import SchemaError, suggest_name, suggest_name_or
+from presage.schemas.layout import SAMPLE_WEIGHT
+from presage.schemas.paths import is_below
+from presage.schemas.storage.location import Location
 
 Role = Literal["sparse", "dense", "label", "weight", "label_time", "kept"]
 ROLES: tuple[str, ...] = get_args(Role)

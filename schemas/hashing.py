@@ -13,7 +13,7 @@ import hashlib
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from schemas.kernels import arrays as kernels
+from presage.schemas.kernels import arrays as kernels
 
 NUM_SLOTS = 4096
 """Hash slots of a table's rows; fixed in format 1."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from mmap import PAGESIZE
 from pathlib import Path
 
-from schemas.config.schedule import UNLIMITED_MEMORY, BudgetConfig
+from presage.schemas.config.schedule import UNLIMITED_MEMORY, BudgetConfig
 
 SHARED_MEMORY = Path("/dev/shm")
 """File system whose files are memory."""

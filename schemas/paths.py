@@ -15,8 +15,8 @@ from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn, TypeVar
 
-from schemas.errors import SchemaError, StorageError
-from schemas.storage.location import Location
+from presage.schemas.errors import SchemaError, StorageError
+from presage.schemas.storage.location import Location
 
 T = TypeVar("T")
 

@@ -8,11 +8,11 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import DTypeLike, NDArray
 
-from schemas.arrays import Array, Jagged, hash_values, is_text, numpy_of
-from schemas.config.job import TableConfig
-from schemas.errors import SchemaError
-from schemas.hashing import as_bits, hash_rows, salt_of, splitmix64
-from schemas.kernels import arrays as kernels
+from presage.schemas.arrays import Array, Jagged, hash_values, is_text, numpy_of
+from presage.schemas.config.job import TableConfig
+from presage.schemas.errors import SchemaError
+from presage.schemas.hashing import as_bits, hash_rows, salt_of, splitmix64
+from presage.schemas.kernels import arrays as kernels
 
 _BITS = 24
 """Random bits per value: exact in float32, so that both precisions start with equal values."""

@@ -13,7 +13,7 @@ from functools import cache
 from itertools import repeat
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from schemas.errors import MAX_SHOWN, shown, suggest_name
+from presage.schemas.errors import MAX_SHOWN, shown, suggest_name
 
 T = TypeVar("T")
 

@@ -25,8 +25,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from presage.completion import subparsers_of
-from scheduler.controller.log import LOG
-from schemas.entry import end_threads
+from presage.scheduler.controller.log import LOG
+from presage.schemas.entry import end_threads
 from tests.conftest import REPOSITORY
 from tests.integration.small_demo import write_small_demo
 from tests.scheduler.status.recordings import record_jobs
@@ -98,7 +98,9 @@ STATUS = {"replica": 1, "apply": 1, "migrate-slots": 1, "agent": 1, "bild": 2}
 
 def parsed_commands() -> dict[str, set[str]]:
     """Return the commands of each parser."""
-    parsers = {name: import_module(f"{name}.__main__") for name in COMMANDS if name != "presage"}
+    parsers = {
+        name: import_module(f"presage.{name}.__main__") for name in COMMANDS if name != "presage"
+    }
     return {name: set(subparsers_of(main.build_parser())) for name, main in parsers.items()}
 
 
@@ -180,7 +182,7 @@ def _is_open(each: Any) -> bool:
 def main(arguments: Sequence[str]) -> int:
     """Run a command and print what it leaves alive, as the last line on stderr."""
     file_bytes, package, *words = arguments
-    command = import_module(f"{package}.__main__").main
+    command = import_module(f"presage.{package}.__main__").main
     before = left_alive(())
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(file_bytes), resource.RLIM_INFINITY))
     try:

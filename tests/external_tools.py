@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from schemas.processor import processor_level
+from presage.schemas.processor import processor_level
 from tests.cluster.binary import cache_folder
 
 WHEEL_SOURCES = (

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 
-from trainer.runtime import is_readable
+from presage.trainer.runtime import is_readable
 
 QUICK_START = {"JAVA_TOOL_OPTIONS": "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"}
 """Reduces JIT compilation, which dominates short Flink sessions."""

@@ -38,8 +38,10 @@ from weakref import WeakValueDictionary
 
 ADDRESS = "PRESAGE_TEST_FORK_SERVER"
 """Environment variable with the directory of the server's socket; unset: nothing is forked."""
-MODULES = ("pipelines", "presage", "scheduler", "trainer")
+MODULES = ("presage", "presage.pipelines", "presage.scheduler", "presage.trainer")
 """Packages with a command line; modules of `tests` are forked as well."""
+SHORT = ("pipelines", "scheduler", "trainer")
+"""The same from a checkout."""
 FORKS_STAGES = "PRESAGE_TEST_FORK_STAGES"
 """Environment variable: what the scheduler starts by its shell is forked, too. It then reads more
 memory of these processes than they need, since all modules are imported."""
@@ -52,13 +54,13 @@ PRELOADED = (
     BEAM_WORKER,
     "duckdb",
     "pandas",
-    "pipelines.build",
+    "presage.pipelines.build",
     "presage.dataset",
     *(f"{module}.__main__" for module in MODULES),
-    "trainer.elastic.launcher",
-    "trainer.elastic.worker",
-    "trainer.stores.remote.processes",
-    "trainer.train",
+    "presage.trainer.elastic.launcher",
+    "presage.trainer.elastic.worker",
+    "presage.trainer.stores.remote.processes",
+    "presage.trainer.train",
 )
 WITHOUT_THREADS = {
     "OPENBLAS_NUM_THREADS": "1",
@@ -192,7 +194,7 @@ def is_forkable(words: Sequence[str], environment: Mapping[str, str]) -> bool:
         return False
     option, program = words[1:3]
     if option == "-m":
-        return program in (*MODULES, BEAM_WORKER) or program.startswith("tests.")
+        return program in (*MODULES, *SHORT, BEAM_WORKER) or program.startswith("tests.")
     if option == "-c":
         return "import" in program and "apache_beam" in program
     return "deploy/flink" in option

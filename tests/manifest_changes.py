@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from schemas.dataset.manifest import hash_of
-from schemas.layout import MANIFEST, SEGMENTS
+from presage.schemas.dataset.manifest import hash_of
+from presage.schemas.layout import MANIFEST, SEGMENTS
 
 Key = tuple[str | int, ...]
 """Path of a value in a JSON document."""

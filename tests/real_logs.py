@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pipelines.build import build
+from presage.pipelines.build import build
 from tests.pipelines.logs import request
 from tests.shared import make_once
 

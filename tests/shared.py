@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from schemas.storage.leases import LEASES
+from presage.schemas.storage.leases import LEASES
 from tests import fork_server
 
 Main = Callable[[Sequence[str]], int]

@@ -165,8 +165,9 @@ def parse(words: list[str]) -> None:
         assert not unknown, f"make has no target {unknown}"
     elif words[0] == "presage" and words[1] in OF_PRESAGE:
         parse(["python", "-m", OF_PRESAGE[words[1]], *words[1:]])
-    elif words[:2] == ["python", "-m"] and words[2] in PACKAGES:
-        parser = importlib.import_module(f"{words[2]}.__main__").build_parser()
+    elif words[:2] == ["python", "-m"] and words[2].removeprefix("presage.") in PACKAGES:
+        words[2] = words[2].removeprefix("presage.")
+        parser = importlib.import_module(f"presage.{words[2]}.__main__").build_parser()
         if words[2] == "pipelines":  # the rest is for Beam
             parser.parse_known_args(words[3:])
         else:

@@ -21,7 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from schemas.entry import MIN_ADDRESS_BYTES
+from presage.schemas.entry import MIN_ADDRESS_BYTES
 from tests.commands import COMMANDS, STATUS, command_line, inputs, left_alive, parsed_commands
 from tests.fork_server import without_forking
 
@@ -269,7 +269,7 @@ def test_store_that_is_terminated_ends_well_while_its_parent_holds_its_input(
 
 ENTRY = """
 import atexit, os, signal, sys, threading
-from schemas.entry import run_command
+from presage.schemas.entry import run_command
 
 def load():
     {load}

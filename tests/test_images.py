@@ -165,10 +165,10 @@ def test_what_is_in_an_image_starts(
         if source.endswith(".py"):
             shutil.copy(repository / source, tmp_path)
             run([python, "-c", f"import {Path(source).stem}"], tmp_path)
-    run([python, "-c", IMPORT_ALL, *IMAGES[name]], tmp_path)
+    run([python, "-c", IMPORT_ALL, *(f"presage.{package}" for package in IMAGES[name])], tmp_path)
     for package in IMAGES[name]:
         if (repository / package / "__main__.py").exists():
-            assert "usage" in run([python, "-m", package, "--help"], tmp_path)
+            assert "usage" in run([python, "-m", f"presage.{package}", "--help"], tmp_path)
     entry = json.loads(image.all("ENTRYPOINT")[-1])
     if entry[0] == "python":
         words = [*entry[1:], *json.loads(image.all("CMD")[-1])]

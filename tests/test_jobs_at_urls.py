@@ -9,23 +9,23 @@ from pathlib import Path
 
 import pytest
 
-from pipelines import cli as pipelines
-from scheduler import __main__ as scheduler
-from schemas.config.job import load_job
-from schemas.dataset.manifest import read_root
-from schemas.dataset.opened import open_dataset
-from schemas.errors import SchemaError
-from schemas.features import load_features
-from schemas.paths import resolve_beside, schema_path
-from schemas.storage.location import Location
+from presage.pipelines import cli as pipelines
+from presage.scheduler import __main__ as scheduler
+from presage.schemas.config.job import load_job
+from presage.schemas.dataset.manifest import read_root
+from presage.schemas.dataset.opened import open_dataset
+from presage.schemas.errors import SchemaError
+from presage.schemas.features import load_features
+from presage.schemas.paths import resolve_beside, schema_path
+from presage.schemas.storage.location import Location
+from presage.trainer import __main__ as trainer
+from presage.trainer.stores.factory import token_file_of
 from tests.object_store import Store
 from tests.pipelines import logs
 from tests.scheduler import small_job
 from tests.shared import Main
 from tests.trainer.make_dataset import write_job
 from tests.trainer.runs import small_dataset
-from trainer import __main__ as trainer
-from trainer.stores.factory import token_file_of
 
 pytestmark = pytest.mark.nightly
 
@@ -216,7 +216,7 @@ def test_scheduler_reads_a_job_at_a_url(
 
 
 def test_paths_of_a_job_at_a_url_start_at_its_folder(tmp_path: Path) -> None:
-    from scheduler.retrain.retrain import _root_of
+    from presage.scheduler.retrain.retrain import _root_of
 
     small_job.write_job(tmp_path, "  retrain: {output: ../days}")
     url = at_url(tmp_path)

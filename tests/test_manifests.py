@@ -19,14 +19,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipelines.build import build
-from pipelines.cli import main
-from pipelines.table.verify import verify
-from schemas.dataset.hints import read_hints
-from schemas.errors import PlanError, SchemaError
-from schemas.layout import MANIFEST
-from schemas.run.records import CHECKPOINTS, LEDGER, METRICS, RUN_FILE, SUMMARY, read_summary
-from schemas.storage.location import Location
+from presage.pipelines.build import build
+from presage.pipelines.cli import main
+from presage.pipelines.table.verify import verify
+from presage.schemas.dataset.hints import read_hints
+from presage.schemas.errors import PlanError, SchemaError
+from presage.schemas.layout import MANIFEST
+from presage.schemas.run.records import (
+    CHECKPOINTS,
+    LEDGER,
+    METRICS,
+    RUN_FILE,
+    SUMMARY,
+    read_summary,
+)
+from presage.schemas.storage.location import Location
+from presage.trainer.evaluation.evaluate import evaluate_run
+from presage.trainer.run.folder import verify_run
 from tests.manifest_changes import (
     CHANGES,
     VALUES,
@@ -40,8 +49,6 @@ from tests.pipelines.appending import addition
 from tests.pipelines.logs import built, write_log
 from tests.shared import hard_links, make_once
 from tests.trainer.runs import run_job
-from trainer.evaluation.evaluate import evaluate_run
-from trainer.run.folder import verify_run
 
 MEMORY_BYTES = 2 << 30
 """Address space beyond that of the test process."""

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from pipelines import cli as pipelines
-from scheduler import __main__ as scheduler
-from schemas import paths
-from schemas.storage.location import Location
+from presage.pipelines import cli as pipelines
+from presage.scheduler import __main__ as scheduler
+from presage.schemas import paths
+from presage.schemas.storage.location import Location
+from presage.trainer import __main__ as trainer
 from tests.scheduler.small_job import write_job
 from tests.shared import Main
-from trainer import __main__ as trainer
 
 LOCKING: tuple[tuple[Main, str], ...] = (
     (trainer.main, "train JOB --dataset dataset --output PLACE"),

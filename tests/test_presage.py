@@ -47,7 +47,7 @@ def parsers_of(package: str) -> tuple[dict[str, str], set[str]]:
 
 
 def import_parser(package: str) -> ArgumentParser:
-    return import_module(f"{package}.__main__").build_parser()
+    return import_module(f"presage.{package}.__main__").build_parser()
 
 
 def test_help_has_each_command_with_the_line_of_its_parser() -> None:
@@ -157,7 +157,7 @@ def test_completion_names_packages_whose_imports_are_missing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def without_torch(name: str) -> ModuleType:
-        if name == "trainer.__main__":
+        if name == "presage.trainer.__main__":
             raise ModuleNotFoundError("No module named 'torch'")
         return import_module(name)
 
@@ -281,11 +281,13 @@ def test_tab_completes_in_an_interactive_shell(
         assert line_after("presage build job\t").rstrip() == "presage build job.yaml"
 
 
-@pytest.mark.parametrize("module", ["pipelines", "trainer", "scheduler", "presage"])
-def test_hidden_package_is_refused(module: str, repository: Path, tmp_path: Path) -> None:
-    (tmp_path / "schemas").mkdir()
-    hiding = tmp_path / "schemas" / "__init__.py"
-    hiding.touch()
+@pytest.mark.parametrize("module", ["presage", *(f"presage.{name}" for name in WITH_COMMANDS)])
+def test_packages_of_the_user_have_names_of_their_own(
+    module: str, repository: Path, tmp_path: Path
+) -> None:
+    for name in ("schemas", *WITH_COMMANDS):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise RuntimeError('of the user')\n")
     with without_forking():
         completed = subprocess.run(
             [sys.executable, "-m", module, "--help"],
@@ -295,7 +297,23 @@ def test_hidden_package_is_refused(module: str, repository: Path, tmp_path: Path
             text=True,
             check=False,
         )
-    assert completed.returncode == 1
-    assert completed.stderr.startswith("error: package schemas")
-    assert str(hiding) in completed.stderr
-    assert len(completed.stderr.splitlines()) == 1
+    assert (completed.returncode, completed.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("package", WITH_COMMANDS)
+def test_package_of_a_checkout_runs_by_its_folder_without_second_copies(
+    package: str, repository: Path
+) -> None:
+    code = (
+        "import os, runpy, sys; from pathlib import Path; end = os._exit\n"
+        "def check(status):\n"
+        "    names = {'pipelines', 'scheduler', 'schemas', 'trainer'}\n"
+        "    print(*sorted(n for n in sys.modules if n.split('.')[0] in names), flush=True)\n"
+        "    end(status)\n"
+        f"os._exit = check; sys.argv = ['-', '--help']; runpy._run_module_as_main({package!r})"
+    )
+    with without_forking():
+        completed = subprocess.run(
+            [sys.executable, "-c", code], cwd=repository, capture_output=True, text=True, check=True
+        )
+    assert completed.stdout.splitlines()[-1] == package, "its __init__, which is a docstring"

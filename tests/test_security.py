@@ -15,13 +15,14 @@ import apache_beam as beam
 import duckdb
 import pytest
 
-import pipelines.__main__
-import scheduler.__main__
-import trainer.__main__
-from pipelines.beam.runner import run_pipeline
-from pipelines.samples.sql import Connection
-from scheduler.drivers.job_files import copy_job_file, prepare_stores
-from schemas.storage.location import Location
+import presage.pipelines.__main__
+import presage.scheduler.__main__
+import presage.trainer.__main__
+from presage.pipelines.beam.runner import run_pipeline
+from presage.pipelines.samples.sql import Connection
+from presage.scheduler.drivers.job_files import copy_job_file, prepare_stores
+from presage.schemas.storage.location import Location
+from presage.trainer.stores.remote.wire import write_token
 from tests.cluster.sockets import sockets_of
 from tests.conftest import REPOSITORY
 from tests.documents import blocks, commands
@@ -31,7 +32,6 @@ from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import children_of, num_steps, run_until, start_training, wait_for_end
 from tests.trainer.runs import SEGMENTS
 from tests.trainer.stores import running, start_store
-from trainer.stores.remote.wire import write_token
 
 PACKAGES = ("schemas", "pipelines", "trainer", "scheduler")
 LOOPBACK = {"127.0.0.1", "::1", "00000000000000000000000001000000"}
@@ -149,7 +149,7 @@ def options_of(parser: ArgumentParser) -> Iterator[tuple[str, object]]:
 
 
 def all_options() -> list[tuple[str, object]]:
-    mains = (pipelines.__main__, scheduler.__main__, trainer.__main__)
+    mains = (presage.pipelines.__main__, presage.scheduler.__main__, presage.trainer.__main__)
     return [option for main in mains for option in options_of(main.build_parser())]
 
 

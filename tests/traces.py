@@ -80,7 +80,7 @@ ROOT = f"{REPOSITORY}/"
 
 def trace_row(job: Path, log: Path, dataset: Path) -> Trace:
     """Build the demo in this process."""
-    from pipelines.cli import main
+    from presage.pipelines.cli import main
 
     seen = set[str]()
 
@@ -98,7 +98,7 @@ def trace_row(job: Path, log: Path, dataset: Path) -> Trace:
 
 def trace_batch(job: Path, dataset: Path, output: Path) -> Trace:
     """Train the demo in this process, with the planned cache."""
-    from trainer.__main__ import main
+    from presage.trainer.__main__ import main
 
     def counts(frame: FrameType) -> bool:
         return 10 <= frame.f_locals["self"].step < 40
@@ -112,7 +112,7 @@ def trace_batch(job: Path, dataset: Path, output: Path) -> Trace:
 
 def trace_decision(folder: Path) -> Trace:
     """Schedule a small demo of four segments, which are built while the first ones are trained."""
-    from scheduler.__main__ import main
+    from presage.scheduler.__main__ import main
 
     job = folder / "small" / "job.yaml"
     job.parent.mkdir()
@@ -133,7 +133,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         job = shutil.copytree(REPOSITORY / "schemas" / "demo", folder / "job") / "job.yaml"
-        from pipelines.cli import main as pipelines
+        from presage.pipelines.cli import main as pipelines
 
         with redirect_stdout(sys.stderr):
             pipelines(["generate", str(job), "--output", str(folder / "log")])

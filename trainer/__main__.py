@@ -1,22 +1,15 @@
-"""Command line of the trainer: `python -m trainer --help`."""
+"""Command line of the trainer: `python -m presage.trainer --help`."""
 
 from __future__ import annotations
 
 import sys
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 
 if __name__ == "__main__":
-    _root, _spec = Path(__file__).resolve().parents[1], find_spec("schemas")
-    if _spec is None or _spec.origin != str(_root / "schemas" / "__init__.py"):
-        sys.exit(
-            f"error: package schemas of {_root} is hidden by {_spec and _spec.origin}; run "
-            "`presage`, or start in another folder"
-        )
-    from schemas.entry import run_command
+    from presage.schemas.entry import run_command
 
-    run_command(lambda: import_module("trainer.__main__").main)
+    run_command(lambda: import_module("presage.trainer.__main__").main)
 
 import argparse
 import json
@@ -29,26 +22,29 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import asdict
 from functools import partial
 
-from schemas.config.job import Job, load_job
-from schemas.dataset.manifest import read_dataset
-from schemas.errors import PlanError, SchemaError, pluralize, printable
-from schemas.layout import BLOCKS
-from schemas.machine import num_cores
-from schemas.paths import network_warning
-from schemas.run.records import EXIT_BEHIND, EXIT_LOST_ROWS, LEDGER, METRICS, RUN_FILE
-from schemas.run.run_manifest import local_run
-from schemas.storage.location import Location
-from trainer.cli import WRITTEN, build_parser
-from trainer.recovery import Drain, DrainInterrupt, watch_stdin
-from trainer.run.folder import check_no_run, has_run, run_lock
+from presage.schemas.config.job import Job, load_job
+from presage.schemas.dataset.manifest import read_dataset
+from presage.schemas.errors import PlanError, SchemaError, pluralize, printable
+from presage.schemas.layout import BLOCKS
+from presage.schemas.machine import num_cores
+from presage.schemas.paths import network_warning
+from presage.schemas.run.records import EXIT_BEHIND, EXIT_LOST_ROWS, LEDGER, METRICS, RUN_FILE
+from presage.schemas.run.run_manifest import local_run
+from presage.schemas.storage.location import Location
+from presage.trainer.cli import WRITTEN, build_parser
+from presage.trainer.recovery import Drain, DrainInterrupt, watch_stdin
+from presage.trainer.run.folder import check_no_run, has_run, run_lock
 
 __all__ = ["build_parser", "main"]
 
-_BY_HAND = "start replicas with: python -m trainer replica {run} --number 0{token}"
+_BY_HAND = "start replicas with: python -m presage.trainer replica {run} --number 0{token}"
 
 
 def main(
-    argv: Sequence[str] | None = None, prog: str = "python -m trainer", *, forked: bool = False
+    argv: Sequence[str] | None = None,
+    prog: str = "python -m presage.trainer",
+    *,
+    forked: bool = False,
 ) -> int:
     """Run one command; return its exit status.
 
@@ -126,7 +122,7 @@ def _train(arguments: argparse.Namespace) -> int:
     with drain.handle_signals():
         try:
             if arguments.may_fork and arguments.restarts:
-                from trainer.elastic.fork_server import run_restarted
+                from presage.trainer.elastic.fork_server import run_restarted
 
                 has_begun = partial(has_run, arguments.output)
                 return run_restarted(arguments.words, drain, arguments.restarts, has_begun)
@@ -165,15 +161,15 @@ def _train_until(drain: Drain, arguments: argparse.Namespace) -> int:
             check_no_run(arguments.output)
     start_forked = None
     if arguments.may_fork and arguments.replicas > 1:
-        from trainer.elastic.fork_server import start_fork_server
+        from presage.trainer.elastic.fork_server import start_fork_server
 
         start_forked = start_fork_server()  # its imports run beside ours
-    from schemas.run.records import to_line
-    from trainer.elastic.launcher import LaunchOptions, start_replica, train_replicas
-    from trainer.options import TrainOptions
-    from trainer.run.upload import open_output
-    from trainer.runtime import show_progress
-    from trainer.train import train
+    from presage.schemas.run.records import to_line
+    from presage.trainer.elastic.launcher import LaunchOptions, start_replica, train_replicas
+    from presage.trainer.options import TrainOptions
+    from presage.trainer.run.upload import open_output
+    from presage.trainer.runtime import show_progress
+    from presage.trainer.train import train
 
     _set_threads(job)
     options = TrainOptions(
@@ -235,12 +231,12 @@ def _replica_until(drain: Drain, arguments: argparse.Namespace) -> int:
 
     import torch
 
-    from trainer.elastic.attempt import read_rendezvous
-    from trainer.elastic.membership import ReplicaOptions
-    from trainer.elastic.worker import run_replica
-    from trainer.run.upload import SupersededError
-    from trainer.stores.remote.connection import read_access
-    from trainer.stores.store import BehindError, RowsLostError
+    from presage.trainer.elastic.attempt import read_rendezvous
+    from presage.trainer.elastic.membership import ReplicaOptions
+    from presage.trainer.elastic.worker import run_replica
+    from presage.trainer.run.upload import SupersededError
+    from presage.trainer.stores.remote.connection import read_access
+    from presage.trainer.stores.store import BehindError, RowsLostError
 
     if arguments.end_with_stdin:
         watch_stdin(drain)
@@ -274,7 +270,7 @@ def _replica_until(drain: Drain, arguments: argparse.Namespace) -> int:
 
 
 def _token_file(arguments: argparse.Namespace) -> Path:
-    from trainer.elastic.attempt import TOKEN
+    from presage.trainer.elastic.attempt import TOKEN
 
     if arguments.token_file is not None:
         return arguments.token_file
@@ -289,7 +285,7 @@ def _token_file(arguments: argparse.Namespace) -> Path:
 
 def _evaluate(arguments: argparse.Namespace) -> int:
     job = _check_inputs(arguments)
-    from trainer.evaluation.evaluate import evaluate_run
+    from presage.trainer.evaluation.evaluate import evaluate_run
 
     _set_threads(job)
     with local_run(arguments.run, (RUN_FILE,), (None,)) as run:
@@ -300,7 +296,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    from trainer.run.folder import verify_run
+    from presage.trainer.run.folder import verify_run
 
     with local_run(arguments.run, (BLOCKS, LEDGER, METRICS)) as run:
         report = verify_run(run)
@@ -319,7 +315,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _diff(arguments: argparse.Namespace) -> int:
-    from trainer.run.compare import compare_runs
+    from presage.trainer.run.compare import compare_runs
 
     with (
         local_run(arguments.run, (METRICS,), (None,)) as run,
@@ -341,7 +337,7 @@ def _diff(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    from trainer.serve.publish import COMMANDS
+    from presage.trainer.serve.publish import COMMANDS
 
     summary = COMMANDS[arguments.command](arguments)
     _show(arguments, json.dumps(asdict(summary), sort_keys=True))
@@ -349,7 +345,7 @@ def _export(arguments: argparse.Namespace) -> int:
 
 
 def _erase(arguments: argparse.Namespace) -> int:
-    from trainer.run.erase import erase_ids
+    from presage.trainer.run.erase import erase_ids
 
     summary = erase_ids(arguments.run, arguments.ids, arguments.table, _work(arguments))
     _show(arguments, json.dumps(summary))
@@ -363,8 +359,8 @@ def _certificate(arguments: argparse.Namespace) -> tuple[Path, Path] | None:
 
 
 def _store(arguments: argparse.Namespace) -> int:
-    from trainer.stores.remote.server import StoreOptions, run_store
-    from trainer.stores.remote.wire import read_token
+    from presage.trainer.stores.remote.server import StoreOptions, run_store
+    from presage.trainer.stores.remote.wire import read_token
 
     options = StoreOptions(
         directory=arguments.directory,
@@ -386,9 +382,9 @@ def _store(arguments: argparse.Namespace) -> int:
 
 
 def _migrate_slots(arguments: argparse.Namespace) -> int:
-    from trainer.stores.remote.connection import read_access
-    from trainer.stores.remote.ownership import parse_ranges
-    from trainer.stores.remote.processes import migrate_slots
+    from presage.trainer.stores.remote.connection import read_access
+    from presage.trainer.stores.remote.ownership import parse_ranges
+    from presage.trainer.stores.remote.processes import migrate_slots
 
     access = read_access(arguments.token_file, arguments.trusted, arguments.tls_name)
     moved = migrate_slots(
@@ -399,7 +395,7 @@ def _migrate_slots(arguments: argparse.Namespace) -> int:
 
 
 def _agent(arguments: argparse.Namespace) -> int:
-    from trainer.checkpoint.agent import run_agent, send_answer
+    from presage.trainer.checkpoint.agent import run_agent, send_answer
 
     run_agent(
         arguments.run,

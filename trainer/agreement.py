@@ -8,11 +8,11 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from schemas.errors import SchemaError
-from schemas.run.records import LedgerEntry, StepMetric
-from schemas.typed_values import from_json
-from trainer.checkpoint.format import Buffer
-from trainer.steps import DatasetExtent, common_extent
+from presage.schemas.errors import SchemaError
+from presage.schemas.run.records import LedgerEntry, StepMetric
+from presage.schemas.typed_values import from_json
+from presage.trainer.checkpoint.format import Buffer
+from presage.trainer.steps import DatasetExtent, common_extent
 
 _LENGTH = 8
 

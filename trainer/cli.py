@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from schemas.paths import ArgumentParser, parse_store_address, path_or_url
-from schemas.storage.location import Location
+from presage.schemas.paths import ArgumentParser, parse_store_address, path_or_url
+from presage.schemas.storage.location import Location
 
 TLS_NAME = "name in the others' certificates; default: the host of their address"
 
@@ -100,7 +100,7 @@ WRITTEN = {"train": "output", "erase": "run", "store": "directory"}
 """Command to the argument of the folder that it writes and that other processes may write."""
 
 
-def build_parser(prog: str = "python -m trainer") -> argparse.ArgumentParser:
+def build_parser(prog: str = "python -m presage.trainer") -> argparse.ArgumentParser:
     """Return the parser of all commands."""
     parser = ArgumentParser(prog=prog, description="Train a model on a dataset.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

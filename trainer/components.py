@@ -11,25 +11,25 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from schemas.config.job import Job
-from schemas.config.train import CacheConfig, DenseOptimizerConfig, TrainConfig
-from schemas.dataset.accesses import TableAccesses
-from schemas.dataset.checked_files import DecodedListCache
-from schemas.dataset.opened import OpenDataset
-from schemas.dataset.order import Order
-from schemas.dataset.run_next_uses import SharedNextUses
-from schemas.errors import SchemaError
-from schemas.oracle.cache_plan import CachePlan, Keyframe, check_cache_size, reuse_distance
-from trainer.data.collate import features_of_tables
-from trainer.data.decode import BatchSpec
-from trainer.data.transfer import device_of
-from trainer.embedding.cache import DirectSource, TablePlan
-from trainer.embedding.device_embedding import DeviceEmbedding
-from trainer.embedding.kernels.interface import state_width
-from trainer.embedding.module import Embedding, TableSpec
-from trainer.models import attention, torchrec_models
-from trainer.stores.local import memory_store
-from trainer.stores.store import Store, TableLayout
+from presage.schemas.config.job import Job
+from presage.schemas.config.train import CacheConfig, DenseOptimizerConfig, TrainConfig
+from presage.schemas.dataset.accesses import TableAccesses
+from presage.schemas.dataset.checked_files import DecodedListCache
+from presage.schemas.dataset.opened import OpenDataset
+from presage.schemas.dataset.order import Order
+from presage.schemas.dataset.run_next_uses import SharedNextUses
+from presage.schemas.errors import SchemaError
+from presage.schemas.oracle.cache_plan import CachePlan, Keyframe, check_cache_size, reuse_distance
+from presage.trainer.data.collate import features_of_tables
+from presage.trainer.data.decode import BatchSpec
+from presage.trainer.data.transfer import device_of
+from presage.trainer.embedding.cache import DirectSource, TablePlan
+from presage.trainer.embedding.device_embedding import DeviceEmbedding
+from presage.trainer.embedding.kernels.interface import state_width
+from presage.trainer.embedding.module import Embedding, TableSpec
+from presage.trainer.models import attention, torchrec_models
+from presage.trainer.stores.local import memory_store
+from presage.trainer.stores.store import Store, TableLayout
 
 
 @dataclass(frozen=True, slots=True)

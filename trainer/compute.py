@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 import torch.nn.functional as F
 
-from trainer.components import Components
-from trainer.data.collate import CollatedBatch
-from trainer.data.microbatches import Microbatches, single_microbatch
-from trainer.step import (
+from presage.trainer.components import Components
+from presage.trainer.data.collate import CollatedBatch
+from presage.trainer.data.microbatches import Microbatches, single_microbatch
+from presage.trainer.step import (
     Node,
     PartialSums,
     PhaseTimer,

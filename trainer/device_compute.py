@@ -11,17 +11,17 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from schemas.config.train import TrainConfig
-from trainer.components import Components, build_model, table_specs
-from trainer.compute import MicrobatchCompute
-from trainer.data.collate import CollatedBatch, move_batch
-from trainer.data.decode import BatchSpec
-from trainer.data.microbatches import Microbatches, single_microbatch
-from trainer.data.transfer import to_device
-from trainer.embedding.cache import DirectSource
-from trainer.embedding.device_embedding import DeviceEmbedding, DeviceLookups, upload_rows
-from trainer.embedding.kernels.interface import RowSums
-from trainer.step import (
+from presage.schemas.config.train import TrainConfig
+from presage.trainer.components import Components, build_model, table_specs
+from presage.trainer.compute import MicrobatchCompute
+from presage.trainer.data.collate import CollatedBatch, move_batch
+from presage.trainer.data.decode import BatchSpec
+from presage.trainer.data.microbatches import Microbatches, single_microbatch
+from presage.trainer.data.transfer import to_device
+from presage.trainer.embedding.cache import DirectSource
+from presage.trainer.embedding.device_embedding import DeviceEmbedding, DeviceLookups, upload_rows
+from presage.trainer.embedding.kernels.interface import RowSums
+from presage.trainer.step import (
     Node,
     PartialSums,
     PhaseTimer,

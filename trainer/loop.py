@@ -22,10 +22,10 @@ from typing import Any, Literal
 
 import torch
 
-from schemas.arrays import Array
-from schemas.config.train import SAVE, START, WAIT
-from schemas.run.records import StepMetric
-from trainer.agreement import (
+from presage.schemas.arrays import Array
+from presage.schemas.config.train import SAVE, START, WAIT
+from presage.schemas.run.records import StepMetric
+from presage.trainer.agreement import (
     Agreement,
     CommittedStep,
     LeaveOutcome,
@@ -33,17 +33,17 @@ from trainer.agreement import (
     ReplicaStatus,
     leave_outcome,
 )
-from trainer.compute import MicrobatchCompute, WholeBatchCompute
-from trainer.data.microbatches import Microbatches
-from trainer.growing.frontier import DatasetRefusedError, Frontier
-from trainer.recovery import Drain, Watchdog
-from trainer.run.checkpoints import RunCheckpoints
-from trainer.run.folder import identity_of, write_dataset
-from trainer.run.ledger import LogWriter
-from trainer.run.output import RunOutput
-from trainer.run.run_context import RunContext
-from trainer.step import Tree, check_loss, metric_of
-from trainer.steps import NO_MICROBATCHES, Span, next_action
+from presage.trainer.compute import MicrobatchCompute, WholeBatchCompute
+from presage.trainer.data.microbatches import Microbatches
+from presage.trainer.growing.frontier import DatasetRefusedError, Frontier
+from presage.trainer.recovery import Drain, Watchdog
+from presage.trainer.run.checkpoints import RunCheckpoints
+from presage.trainer.run.folder import identity_of, write_dataset
+from presage.trainer.run.ledger import LogWriter
+from presage.trainer.run.output import RunOutput
+from presage.trainer.run.run_context import RunContext
+from presage.trainer.step import Tree, check_loss, metric_of
+from presage.trainer.steps import NO_MICROBATCHES, Span, next_action
 
 READ_AHEAD = 2
 """Steps that are read ahead of time."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from schemas.storage.location import Location
+from presage.schemas.storage.location import Location
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,13 +18,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from schemas.config.train import CacheConfig, StoresConfig, TrainConfig
-from schemas.dataset.opened import OpenDataset
-from schemas.dataset.order import Order
-from schemas.errors import SchemaError, first_difference
-from schemas.storage.locks import directory_lock
-from trainer.checkpoint.files import STATE_FILE, NewCheckpoint
-from trainer.checkpoint.load import (
+from presage.schemas.config.train import CacheConfig, StoresConfig, TrainConfig
+from presage.schemas.dataset.opened import OpenDataset
+from presage.schemas.dataset.order import Order
+from presage.schemas.errors import SchemaError, first_difference
+from presage.schemas.storage.locks import directory_lock
+from presage.trainer.checkpoint.files import STATE_FILE, NewCheckpoint
+from presage.trainer.checkpoint.load import (
     CheckpointRows,
     CheckpointTable,
     NextUseOf,
@@ -34,14 +34,21 @@ from trainer.checkpoint.load import (
     step_of,
     verify_checkpoint,
 )
-from trainer.checkpoint.save import write_checkpoint
-from trainer.components import plans_of
-from trainer.embedding.cache import PlannedCache, RowsOfTables
-from trainer.embedding.ranks import world_size
-from trainer.stores.factory import open_store
-from trainer.stores.future_log import FutureLog, NextUseLookup
-from trainer.stores.local import LocalStore
-from trainer.stores.store import GatheredRows, Records, Store, TableLayout, WriteBack, empty_records
+from presage.trainer.checkpoint.save import write_checkpoint
+from presage.trainer.components import plans_of
+from presage.trainer.embedding.cache import PlannedCache, RowsOfTables
+from presage.trainer.embedding.ranks import world_size
+from presage.trainer.stores.factory import open_store
+from presage.trainer.stores.future_log import FutureLog, NextUseLookup
+from presage.trainer.stores.local import LocalStore
+from presage.trainer.stores.store import (
+    GatheredRows,
+    Records,
+    Store,
+    TableLayout,
+    WriteBack,
+    empty_records,
+)
 
 
 class StepBatch(Protocol):

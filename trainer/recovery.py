@@ -17,8 +17,8 @@ from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import TextIO, TypeVar, cast
 
-from schemas.config.train import DRAIN
-from schemas.run.records import EXIT_HUNG
+from presage.schemas.config.train import DRAIN
+from presage.schemas.run.records import EXIT_HUNG
 
 # Graceful shutdown. The first SIGTERM or SIGINT sets a flag that the loop checks between two
 # steps; where no work can be lost (start-up, waiting, evaluation) it interrupts at once. A second

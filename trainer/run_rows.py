@@ -8,12 +8,12 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.config.train import TrainConfig
-from trainer.embedding.cache import CachedRows, PlannedCache, RowSource
-from trainer.embedding.changes import Changes
-from trainer.steps import Span, plans_of_span
-from trainer.stores.future_log import FutureLog, NextUseLookup
-from trainer.stores.store import Store
+from presage.schemas.config.train import TrainConfig
+from presage.trainer.embedding.cache import CachedRows, PlannedCache, RowSource
+from presage.trainer.embedding.changes import Changes
+from presage.trainer.steps import Span, plans_of_span
+from presage.trainer.stores.future_log import FutureLog, NextUseLookup
+from presage.trainer.stores.store import Store
 
 
 class RunRows:

@@ -13,8 +13,8 @@ from typing import IO, Any, Protocol
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from schemas.entry import process_variables
-from schemas.run.records import StepMetric
+from presage.schemas.entry import process_variables
+from presage.schemas.run.records import StepMetric
 
 
 class ChildProcess(Protocol):
@@ -44,7 +44,7 @@ class ChildProcess(Protocol):
 def start_child(
     arguments: Sequence[str], *, answers: bool, files: Sequence[int] = ()
 ) -> subprocess.Popen[bytes]:
-    """Start `python -m trainer` with a pipe to its standard input.
+    """Start `python -m presage.trainer` with a pipe to its standard input.
 
     It has its own session, so that ^C and signals to this process's group do not reach it.
 
@@ -54,7 +54,7 @@ def start_child(
         files: descriptors of open files that it inherits.
     """
     return subprocess.Popen(
-        [sys.executable, "-m", "trainer", *arguments],
+        [sys.executable, "-m", "presage.trainer", *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE if answers else None,
         env={**os.environ, **process_variables()},

@@ -12,13 +12,13 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 import torch.nn.functional as F
 
-from schemas.config.train import WAIT
-from schemas.errors import SchemaError
-from schemas.run.records import PHASES, StepMetric
-from trainer.data.collate import CollatedBatch
-from trainer.data.microbatches import Microbatches
-from trainer.embedding.kernels.compiled import merge
-from trainer.embedding.kernels.interface import RowSums
+from presage.schemas.config.train import WAIT
+from presage.schemas.errors import SchemaError
+from presage.schemas.run.records import PHASES, StepMetric
+from presage.trainer.data.collate import CollatedBatch
+from presage.trainer.data.microbatches import Microbatches
+from presage.trainer.embedding.kernels.compiled import merge
+from presage.trainer.embedding.kernels.interface import RowSums
 
 T = TypeVar("T")
 B = TypeVar("B", CollatedBatch, Microbatches, contravariant=True)

@@ -11,23 +11,23 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from schemas.config.train import TrainConfig
-from schemas.dataset.accesses import TableAccesses
-from schemas.dataset.checked_files import DecodedListCache
-from schemas.dataset.opened import OpenDataset
-from schemas.dataset.order import Order
-from schemas.dataset.run_next_uses import SharedNextUses
-from schemas.errors import PlanError
-from schemas.oracle.cache_plan import Keyframe
-from schemas.run.records import LedgerEntry
-from trainer.components import plans_of, uses_shared_features
-from trainer.data.collate import move_batch
-from trainer.data.decode import spec_of
-from trainer.data.microbatches import Microbatches, single_microbatch
-from trainer.data.reader import Reader
-from trainer.data.transfer import device_of
-from trainer.embedding.cache import TablePlan
-from trainer.options import TrainOptions
+from presage.schemas.config.train import TrainConfig
+from presage.schemas.dataset.accesses import TableAccesses
+from presage.schemas.dataset.checked_files import DecodedListCache
+from presage.schemas.dataset.opened import OpenDataset
+from presage.schemas.dataset.order import Order
+from presage.schemas.dataset.run_next_uses import SharedNextUses
+from presage.schemas.errors import PlanError
+from presage.schemas.oracle.cache_plan import Keyframe
+from presage.schemas.run.records import LedgerEntry
+from presage.trainer.components import plans_of, uses_shared_features
+from presage.trainer.data.collate import move_batch
+from presage.trainer.data.decode import spec_of
+from presage.trainer.data.microbatches import Microbatches, single_microbatch
+from presage.trainer.data.reader import Reader
+from presage.trainer.data.transfer import device_of
+from presage.trainer.embedding.cache import TablePlan
+from presage.trainer.options import TrainOptions
 
 NO_MICROBATCHES = range(0)
 _ACCESS_LIST_BYTES = 128 << 20
@@ -89,7 +89,7 @@ def horizon_of(order: Order, extent: DatasetExtent, stop: int | None = None) -> 
         PlanError: the order is of other segments.
 
     Example:
-        >>> from schemas.config.job import OrderConfig
+        >>> from presage.schemas.config.job import OrderConfig
         >>> order = Order((4, 3), 2, epochs=2, config=OrderConfig())
         >>> horizon_of(order, DatasetExtent(num_segments=1, sealed=False))
         Horizon(end_step=2, known_end=2, is_final=False)

@@ -12,48 +12,55 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from schemas.config.job import Job, load_job
-from schemas.config.train import SAVE, START, TrainConfig
-from schemas.run.records import METRICS, SUMMARY, RunSummary, StepMetric, read_metrics, read_summary
-from schemas.storage.location import Location
-from trainer.checkpoint.files import PLAN_FILE
-from trainer.checkpoint.fingerprint import fingerprint_of, has_plan_of
-from trainer.checkpoint.load import (
+from presage.schemas.config.job import Job, load_job
+from presage.schemas.config.train import SAVE, START, TrainConfig
+from presage.schemas.run.records import (
+    METRICS,
+    SUMMARY,
+    RunSummary,
+    StepMetric,
+    read_metrics,
+    read_summary,
+)
+from presage.schemas.storage.location import Location
+from presage.trainer.checkpoint.files import PLAN_FILE
+from presage.trainer.checkpoint.fingerprint import fingerprint_of, has_plan_of
+from presage.trainer.checkpoint.load import (
     load_checkpoint,
     newest_checkpoint,
     open_rows,
     read_cached,
     verify_checkpoint,
 )
-from trainer.checkpoint.manager import claim_leftovers
-from trainer.components import Components, build_components, layouts_of
-from trainer.compute import MicrobatchCompute, WholeBatchCompute
-from trainer.data.decode import BatchSpec, spec_of
-from trainer.data.transfer import device_of
-from trainer.device_compute import DeviceMicrobatchCompute
-from trainer.embedding.cache import CachedRows, PlannedCache, RowSource
-from trainer.embedding.device_cache import DeviceCache
-from trainer.embedding.unplanned import open_baseline
-from trainer.evaluation.evaluate import evaluate_components
-from trainer.evaluation.metrics import Evaluation
-from trainer.growing.follow import FollowedDataset
-from trainer.growing.frontier import Frontier
-from trainer.loop import Peers, TrainingLoop
-from trainer.options import TrainOptions
-from trainer.recovery import Drain, Watchdog, resume_hint
-from trainer.run.checkpoints import RunCheckpoints, copy_bytes_of
-from trainer.run.folder import RunIdentity, read_identity, run_lock, write_summary
-from trainer.run.ledger import truncate_logs
-from trainer.run.output import RunOutput
-from trainer.run.run_context import RunContext
-from trainer.run.setup import Rollbacks, first_checkpoint, open_run, with_rollbacks
-from trainer.run.warm_start import steps_before, summary_of_origin
-from trainer.run_rows import RunRows
-from trainer.step import Clock, PhaseTimer
-from trainer.steps import Span, StepReader, plans_of_span
-from trainer.stores.factory import open_store
-from trainer.stores.future_log import FutureLog, NextUseLookup
-from trainer.stores.store import RowReader
+from presage.trainer.checkpoint.manager import claim_leftovers
+from presage.trainer.components import Components, build_components, layouts_of
+from presage.trainer.compute import MicrobatchCompute, WholeBatchCompute
+from presage.trainer.data.decode import BatchSpec, spec_of
+from presage.trainer.data.transfer import device_of
+from presage.trainer.device_compute import DeviceMicrobatchCompute
+from presage.trainer.embedding.cache import CachedRows, PlannedCache, RowSource
+from presage.trainer.embedding.device_cache import DeviceCache
+from presage.trainer.embedding.unplanned import open_baseline
+from presage.trainer.evaluation.evaluate import evaluate_components
+from presage.trainer.evaluation.metrics import Evaluation
+from presage.trainer.growing.follow import FollowedDataset
+from presage.trainer.growing.frontier import Frontier
+from presage.trainer.loop import Peers, TrainingLoop
+from presage.trainer.options import TrainOptions
+from presage.trainer.recovery import Drain, Watchdog, resume_hint
+from presage.trainer.run.checkpoints import RunCheckpoints, copy_bytes_of
+from presage.trainer.run.folder import RunIdentity, read_identity, run_lock, write_summary
+from presage.trainer.run.ledger import truncate_logs
+from presage.trainer.run.output import RunOutput
+from presage.trainer.run.run_context import RunContext
+from presage.trainer.run.setup import Rollbacks, first_checkpoint, open_run, with_rollbacks
+from presage.trainer.run.warm_start import steps_before, summary_of_origin
+from presage.trainer.run_rows import RunRows
+from presage.trainer.step import Clock, PhaseTimer
+from presage.trainer.steps import Span, StepReader, plans_of_span
+from presage.trainer.stores.factory import open_store
+from presage.trainer.stores.future_log import FutureLog, NextUseLookup
+from presage.trainer.stores.store import RowReader
 
 _PAUSE_SEC = 0.05
 """Interval of asking whether the writer has finished the run."""

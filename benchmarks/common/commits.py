@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from benchmarks.common.logs import num_lines
-from schemas.run.records import METRICS
+from presage.schemas.run.records import METRICS
 
 _TIMEOUT_SEC = 1200.0
 _POLL_SEC = 0.001

@@ -14,12 +14,12 @@ from typing import Any
 import yaml
 
 from benchmarks.common.clickouts import CLICKOUTS, write_clickouts
-from pipelines.build import build
-from pipelines.demo_log.example import generate_log
-from pipelines.prepare import BuildInput, BuildOptions, BuildRequest
-from pipelines.table.target import SegmentTarget
-from schemas.config.job import load_job
-from schemas.storage.location import Location
+from presage.pipelines.build import build
+from presage.pipelines.demo_log.example import generate_log
+from presage.pipelines.prepare import BuildInput, BuildOptions, BuildRequest
+from presage.pipelines.table.target import SegmentTarget
+from presage.schemas.config.job import load_job
+from presage.schemas.storage.location import Location
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SHARED_DATA = REPOSITORY.parent / "shared" / "data"

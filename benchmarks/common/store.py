@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.common.logs import MissingError
-from schemas.storage.location import Location
+from presage.schemas.storage.location import Location
 from tests.fault_proxy import Faults, fault_proxy
 from tests.object_store import new_url, s3_environment, s3_server
 

@@ -8,15 +8,15 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from schemas.config.train import TrainConfig
-from schemas.dataset.opened import OpenDataset
-from schemas.run.records import METRICS, StepMetric, read_metrics
-from schemas.storage.location import Location
-from trainer.components import order_of
-from trainer.data.decode import spec_of
-from trainer.data.reader import Reader
-from trainer.options import TrainOptions
-from trainer.train import train
+from presage.schemas.config.train import TrainConfig
+from presage.schemas.dataset.opened import OpenDataset
+from presage.schemas.run.records import METRICS, StepMetric, read_metrics
+from presage.schemas.storage.location import Location
+from presage.trainer.components import order_of
+from presage.trainer.data.decode import spec_of
+from presage.trainer.data.reader import Reader
+from presage.trainer.options import TrainOptions
+from presage.trainer.train import train
 
 
 def train_steps(job: Path, dataset: Path, run: Path, options: TrainOptions) -> list[StepMetric]:

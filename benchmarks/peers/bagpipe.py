@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.config.train import CacheConfig
-from schemas.oracle.cache_plan import CachePlan
-from schemas.oracle.next_uses import next_use
+from presage.schemas.config.train import CacheConfig
+from presage.schemas.oracle.cache_plan import CachePlan
+from presage.schemas.oracle.next_uses import next_use
 
 ORACLE = Path("BagPipe/oraclecacher.py")
 _PACKAGE = "bagpipe_checkout"

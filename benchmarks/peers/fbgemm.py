@@ -23,11 +23,11 @@ from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from schemas.config.train import TrainConfig
-from schemas.rows import initial_rows
-from trainer.data.collate import features_of_tables
-from trainer.data.decode import BatchSpec
-from trainer.embedding.module import TableSpec
+from presage.schemas.config.train import TrainConfig
+from presage.schemas.rows import initial_rows
+from presage.trainer.data.collate import features_of_tables
+from presage.trainer.data.decode import BatchSpec
+from presage.trainer.embedding.module import TableSpec
 
 ROWS_PER_CHUNK = 1 << 18
 """Rows that are initialised at once."""

@@ -20,11 +20,11 @@ import pyarrow.parquet as pq
 import torch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from schemas.arrays import offsets_of
-from schemas.dataset.opened import open_dataset
-from schemas.run.model_inputs import scalar_values, to_bags
-from trainer.data.decode import BatchSpec, spec_of
-from trainer.data.reader import prefetch
+from presage.schemas.arrays import offsets_of
+from presage.schemas.dataset.opened import open_dataset
+from presage.schemas.run.model_inputs import scalar_values, to_bags
+from presage.trainer.data.decode import BatchSpec, spec_of
+from presage.trainer.data.reader import prefetch
 
 BATCH, READ_AHEAD = 4096, 2
 PEERS = ("iter_batches", "scanner")

@@ -33,31 +33,31 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.common.training import reader_of
 from benchmarks.peers.fbgemm import ROWS_PER_CHUNK
-from schemas.config.job import load_job
-from schemas.config.train import TrainConfig
-from schemas.dataset.opened import open_dataset
-from schemas.rows import initial_rows
-from schemas.storage.location import Location
-from trainer.components import Components, build_components, dense_optimizer
-from trainer.compute import MicrobatchCompute
-from trainer.data.collate import CollatedBatch, features_of_tables
-from trainer.data.decode import BatchSpec, spec_of
-from trainer.data.microbatches import Microbatches
-from trainer.elastic.membership import ReplicaOptions
-from trainer.elastic.peer_state import MemoryRows
-from trainer.elastic.replica import ReplicaPeers
-from trainer.growing.follow import FollowedDataset
-from trainer.growing.frontier import Frontier
-from trainer.loop import TrainingLoop
-from trainer.models.torchrec_models import build_dlrm, dense_inputs
-from trainer.options import TrainOptions
-from trainer.recovery import Drain, Watchdog
-from trainer.run.checkpoints import RunCheckpoints
-from trainer.run.output import RunOutput
-from trainer.run.run_context import RunContext
-from trainer.step import PartialSums, PhaseTimer, Tree
-from trainer.steps import StepReader
-from trainer.stores.remote.connection import Access
+from presage.schemas.config.job import load_job
+from presage.schemas.config.train import TrainConfig
+from presage.schemas.dataset.opened import open_dataset
+from presage.schemas.rows import initial_rows
+from presage.schemas.storage.location import Location
+from presage.trainer.components import Components, build_components, dense_optimizer
+from presage.trainer.compute import MicrobatchCompute
+from presage.trainer.data.collate import CollatedBatch, features_of_tables
+from presage.trainer.data.decode import BatchSpec, spec_of
+from presage.trainer.data.microbatches import Microbatches
+from presage.trainer.elastic.membership import ReplicaOptions
+from presage.trainer.elastic.peer_state import MemoryRows
+from presage.trainer.elastic.replica import ReplicaPeers
+from presage.trainer.growing.follow import FollowedDataset
+from presage.trainer.growing.frontier import Frontier
+from presage.trainer.loop import TrainingLoop
+from presage.trainer.models.torchrec_models import build_dlrm, dense_inputs
+from presage.trainer.options import TrainOptions
+from presage.trainer.recovery import Drain, Watchdog
+from presage.trainer.run.checkpoints import RunCheckpoints
+from presage.trainer.run.output import RunOutput
+from presage.trainer.run.run_context import RunContext
+from presage.trainer.step import PartialSums, PhaseTimer, Tree
+from presage.trainer.steps import StepReader
+from presage.trainer.stores.remote.connection import Access
 
 _TABLE = "table_"
 """Prefix of TorchRec's table names, which must differ from names of dictionary methods."""

@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_state_di
 from torch.distributed.checkpoint.state_dict_saver import save as save_state_dict
 
 from benchmarks.peers.torchrec_ranks import ProcessConfig, ShardedTrainer
-from schemas.dataset.files import replace_bytes
-from schemas.run.records import METRICS
+from presage.schemas.dataset.files import replace_bytes
+from presage.schemas.run.records import METRICS
 from tests.trainer.faults import FaultInjector, Faults
 
 NEWEST = "newest"

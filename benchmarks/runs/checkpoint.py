@@ -43,34 +43,34 @@ from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from benchmarks.common.harness import Options, alternate, compared, median, timed
 from benchmarks.common.logs import DEMO_JOB, demo_dataset, read_job, write_job_file
 from benchmarks.common.processes import drop_pages
-from schemas.arrays import Array
-from schemas.config.job import load_job
-from schemas.config.train import CheckpointConfig, TrainConfig
-from schemas.dataset.opened import open_dataset
-from schemas.dataset.run_next_uses import SharedNextUses
-from schemas.run.records import CHECKPOINTS
-from trainer.checkpoint.files import (
+from presage.schemas.arrays import Array
+from presage.schemas.config.job import load_job
+from presage.schemas.config.train import CheckpointConfig, TrainConfig
+from presage.schemas.dataset.opened import open_dataset
+from presage.schemas.dataset.run_next_uses import SharedNextUses
+from presage.schemas.run.records import CHECKPOINTS
+from presage.trainer.checkpoint.files import (
     read_checkpoint_manifest,
     step_of_newest,
 )
-from trainer.checkpoint.load import load_rows, newest_checkpoint, verify_checkpoint
-from trainer.checkpoint.manager import CHECKPOINT_LOG, BackgroundSaver
-from trainer.checkpoint.save import save_checkpoint
-from trainer.components import Components, build_components, layouts_of, order_of, plans_of
-from trainer.compute import MicrobatchCompute
-from trainer.data.decode import spec_of
-from trainer.embedding.cache import DirectSource, PlannedCache, RowSource
-from trainer.embedding.changes import Changes
-from trainer.embedding.module import Embedding
-from trainer.options import TrainOptions
-from trainer.run.checkpoints import RunCheckpoints, copy_bytes_of
-from trainer.run.run_context import RunContext
-from trainer.run_rows import RunRows
-from trainer.step import PhaseTimer
-from trainer.steps import Horizon, Span, StepReader
-from trainer.stores.factory import open_store
-from trainer.stores.local import LocalStore, memory_store
-from trainer.stores.store import TableLayout
+from presage.trainer.checkpoint.load import load_rows, newest_checkpoint, verify_checkpoint
+from presage.trainer.checkpoint.manager import CHECKPOINT_LOG, BackgroundSaver
+from presage.trainer.checkpoint.save import save_checkpoint
+from presage.trainer.components import Components, build_components, layouts_of, order_of, plans_of
+from presage.trainer.compute import MicrobatchCompute
+from presage.trainer.data.decode import spec_of
+from presage.trainer.embedding.cache import DirectSource, PlannedCache, RowSource
+from presage.trainer.embedding.changes import Changes
+from presage.trainer.embedding.module import Embedding
+from presage.trainer.options import TrainOptions
+from presage.trainer.run.checkpoints import RunCheckpoints, copy_bytes_of
+from presage.trainer.run.run_context import RunContext
+from presage.trainer.run_rows import RunRows
+from presage.trainer.step import PhaseTimer
+from presage.trainer.steps import Horizon, Span, StepReader
+from presage.trainer.stores.factory import open_store
+from presage.trainer.stores.local import LocalStore, memory_store
+from presage.trainer.stores.store import TableLayout
 
 # Pause of training.
 

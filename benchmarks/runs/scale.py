@@ -35,14 +35,14 @@ from benchmarks.common.id_logs import write_id_job, write_id_log
 from benchmarks.common.logs import DEMO_JOB, REPOSITORY, num_lines, write_demo
 from benchmarks.common.processes import memory_bytes, module, process_tree
 from benchmarks.common.store import at_store
-from pipelines.build import build
-from pipelines.demo_log.generate import GeneratorConfig, write_log
-from pipelines.prepare import BuildInput, BuildOptions, BuildRequest
-from pipelines.table.target import SegmentTarget
-from schemas.config.job import load_job
-from schemas.run.records import METRICS
-from schemas.storage.leases import LEASES
-from schemas.storage.location import Location
+from presage.pipelines.build import build
+from presage.pipelines.demo_log.generate import GeneratorConfig, write_log
+from presage.pipelines.prepare import BuildInput, BuildOptions, BuildRequest
+from presage.pipelines.table.target import SegmentTarget
+from presage.schemas.config.job import load_job
+from presage.schemas.run.records import METRICS
+from presage.schemas.storage.leases import LEASES
+from presage.schemas.storage.location import Location
 from tests.fault_proxy import Faults
 
 LOADER = """

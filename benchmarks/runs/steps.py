@@ -43,10 +43,10 @@ from benchmarks.common.logs import (
 from benchmarks.common.processes import module, run
 from benchmarks.common.store import at_store
 from benchmarks.common.training import step_figures, train_steps
-from schemas.config.job import load_job
-from schemas.run.records import METRICS, StepMetric, read_metrics
+from presage.schemas.config.job import load_job
+from presage.schemas.run.records import METRICS, StepMetric, read_metrics
+from presage.trainer.options import TrainOptions
 from tests.fault_proxy import Faults
-from trainer.options import TrainOptions
 
 WARM_UP = 2
 """Steps at the start of a run that are not measured."""

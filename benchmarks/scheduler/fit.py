@@ -23,14 +23,19 @@ from scipy.optimize import nnls
 
 from benchmarks.common.harness import Options, compared, report, short
 from benchmarks.common.logs import job_path
-from pipelines.prepare import PART_INPUT_BYTES
-from scheduler.model import predict
-from scheduler.model.plan_inputs import DataFacts, facts_of_job
-from scheduler.model.pools import dense_multiplications, encoder_multiplications
-from scheduler.model.throughput import WORKERS_EXPONENT, Fit, SegmentSetting, TrainingSetting
-from schemas.config.job import Job, load_job
-from schemas.config.train import ModelConfig
-from schemas.features import load_features
+from presage.pipelines.prepare import PART_INPUT_BYTES
+from presage.scheduler.model import predict
+from presage.scheduler.model.plan_inputs import DataFacts, facts_of_job
+from presage.scheduler.model.pools import dense_multiplications, encoder_multiplications
+from presage.scheduler.model.throughput import (
+    WORKERS_EXPONENT,
+    Fit,
+    SegmentSetting,
+    TrainingSetting,
+)
+from presage.schemas.config.job import Job, load_job
+from presage.schemas.config.train import ModelConfig
+from presage.schemas.features import load_features
 
 GRID_FILE = Path(__file__).with_name("pools.json")
 """The measured cells, with the date and the machine."""

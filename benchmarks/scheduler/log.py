@@ -25,10 +25,18 @@ import numpy as np
 
 from benchmarks.common.harness import Options, alternate, compared, timed
 from benchmarks.common.logs import DEMO_JOB
-from scheduler.controller.events import BudgetSet, Ended, Event, Read, Started, Stepped, Submitted
-from scheduler.controller.events import Tick as TickEvent
-from scheduler.controller.handle import handle
-from scheduler.controller.log import (
+from presage.scheduler.controller.events import (
+    BudgetSet,
+    Ended,
+    Event,
+    Read,
+    Started,
+    Stepped,
+    Submitted,
+)
+from presage.scheduler.controller.events import Tick as TickEvent
+from presage.scheduler.controller.handle import handle
+from presage.scheduler.controller.log import (
     ARCHIVE,
     LOG,
     Log,
@@ -37,11 +45,11 @@ from scheduler.controller.log import (
     logs_of,
     recover,
 )
-from scheduler.controller.state import State
-from scheduler.drivers.driver import MAX_MEASURED
-from scheduler.drivers.run_jobs import raise_gc_threshold
-from scheduler.model.past_runs import History
-from scheduler.model.plan_inputs import DataFacts
+from presage.scheduler.controller.state import State
+from presage.scheduler.drivers.driver import MAX_MEASURED
+from presage.scheduler.drivers.run_jobs import raise_gc_threshold
+from presage.scheduler.model.past_runs import History
+from presage.scheduler.model.plan_inputs import DataFacts
 
 GIB = 1 << 30
 NUM_REPLICAS = 9

@@ -37,7 +37,7 @@ from benchmarks.common.logs import (
     write_job_file,
 )
 from benchmarks.scheduler.fit import GRID_FILE, predicted_build, predicted_step
-from scheduler.drivers.job_files import (
+from presage.scheduler.drivers.job_files import (
     JobPaths,
     coordinator_command,
     environment,
@@ -46,9 +46,9 @@ from scheduler.drivers.job_files import (
     segment_command,
     store_command,
 )
-from schemas.machine import num_cores
-from schemas.run.records import METRICS, RENDEZVOUS, StepMetric, read_metrics
-from schemas.storage.location import Location
+from presage.schemas.machine import num_cores
+from presage.schemas.run.records import METRICS, RENDEZVOUS, StepMetric, read_metrics
+from presage.schemas.storage.location import Location
 
 GIB = 1 << 30
 

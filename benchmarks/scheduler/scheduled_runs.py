@@ -25,20 +25,20 @@ from benchmarks.common.control_groups import Group, busy_seconds, require_groups
 from benchmarks.common.harness import Options, compared, report, short
 from benchmarks.common.logs import job_path, read_job, write_job_file
 from benchmarks.scheduler.pools import log_folder
-from scheduler.controller.events import Submitted
-from scheduler.controller.handle import handle
-from scheduler.controller.log import LOG, Log
-from scheduler.controller.state import State
-from scheduler.drivers.base import NO_RESOURCES, ResourceRequest
-from scheduler.drivers.children import Children, ThisMachine
-from scheduler.drivers.driver import Driver, DriverOptions
-from scheduler.drivers.job_files import JobPaths, environment
-from scheduler.drivers.submit import submit
-from scheduler.model.pools import PoolSizes
-from scheduler.model.predict import fit_models
-from scheduler.planner.candidates import predict_candidates
-from schemas.config.schedule import BudgetConfig
-from schemas.storage.location import Location
+from presage.scheduler.controller.events import Submitted
+from presage.scheduler.controller.handle import handle
+from presage.scheduler.controller.log import LOG, Log
+from presage.scheduler.controller.state import State
+from presage.scheduler.drivers.base import NO_RESOURCES, ResourceRequest
+from presage.scheduler.drivers.children import Children, ThisMachine
+from presage.scheduler.drivers.driver import Driver, DriverOptions
+from presage.scheduler.drivers.job_files import JobPaths, environment
+from presage.scheduler.drivers.submit import submit
+from presage.scheduler.model.pools import PoolSizes
+from presage.scheduler.model.predict import fit_models
+from presage.scheduler.planner.candidates import predict_candidates
+from presage.schemas.config.schedule import BudgetConfig
+from presage.schemas.storage.location import Location
 
 GIB = 1 << 30
 

@@ -23,10 +23,17 @@ import numpy as np
 
 from benchmarks.common.harness import Options, compared, report
 from benchmarks.policies import DL2, OURS, TRACES, speeds, window
-from scheduler.simulator.cluster import Result
-from scheduler.simulator.command import POLICIES, cluster_capacity, simulate
-from scheduler.simulator.jobs import JobSpec, Knobs, Table, TraceJob, draw_jobs, synthetic_tables
-from scheduler.simulator.views import Capacity
+from presage.scheduler.simulator.cluster import Result
+from presage.scheduler.simulator.command import POLICIES, cluster_capacity, simulate
+from presage.scheduler.simulator.jobs import (
+    JobSpec,
+    Knobs,
+    Table,
+    TraceJob,
+    draw_jobs,
+    synthetic_tables,
+)
+from presage.scheduler.simulator.views import Capacity
 
 MIN_JOBS, MAX_JOBS = 20, 1000
 MEDIAN_SEC = (120.0, 8410.0)

@@ -27,7 +27,8 @@ with DAG(
     BashOperator(
         task_id="retrain",
         bash_command=(
-            'cd "$PRESAGE_HOME" && exec .venv/bin/python -m scheduler retrain "$PRESAGE_JOB" '
+            'cd "$PRESAGE_HOME" && exec .venv/bin/python -m presage.scheduler retrain '
+            '"$PRESAGE_JOB" '
             "--date {{ data_interval_start | ds }} --json"
         ),
         append_env=True,

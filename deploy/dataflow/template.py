@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 import apache_beam as beam
 
-from pipelines.beam.io import BuildDataset
-from pipelines.beam.runner import parsed_options
-from schemas.errors import SchemaError
+from presage.pipelines.beam.io import BuildDataset
+from presage.pipelines.beam.runner import parsed_options
+from presage.schemas.errors import SchemaError
 
 YES = ("true", "false")
 

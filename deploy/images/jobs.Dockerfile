@@ -11,4 +11,4 @@ ENV PYTHONDONTWRITEBYTECODE=1 DO_NOT_TRACK=1 XDG_CACHE_HOME=/tmp/cache
 USER 10001:10001
 WORKDIR /tmp
 ENTRYPOINT ["python", "-m"]
-CMD ["trainer", "--help"]
+CMD ["presage.trainer", "--help"]

@@ -10,5 +10,5 @@ RUN python -m pip install --no-cache-dir --no-deps --no-index --find-links /opt/
 ENV PYTHONDONTWRITEBYTECODE=1
 USER 10001:10001
 WORKDIR /tmp
-ENTRYPOINT ["python", "-m", "scheduler"]
+ENTRYPOINT ["python", "-m", "presage.scheduler"]
 CMD ["--help"]

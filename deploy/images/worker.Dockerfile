@@ -1,4 +1,4 @@
-# Builds datasets: Beam's workers on Flink and Dataflow, and `python -m pipelines` with another entry point. No Torch.
+# Builds datasets: Beam's workers on Flink and Dataflow, and `python -m presage.pipelines` with another entry point. No Torch.
 ARG PYTHON=python:3.11.13-slim-bookworm
 ARG BEAM=apache/beam_python3.11_sdk:2.77.0
 

@@ -29,29 +29,29 @@ import pyarrow.compute as pc
 import yaml
 from numpy.typing import NDArray
 
-from pipelines import executor, stages
-from pipelines.autogroup.costs import BYTES_PER_GROUP, Costs, feature_of
-from pipelines.autogroup.search import ChosenGroup, GroupChoice, choose_groups
-from pipelines.clustering.star import cluster
-from pipelines.exchange import Counts, ReadElements, TaskResult, Worker
-from pipelines.prepare import BuildRequest, count_parts, holds_in_memory, prepare
-from pipelines.runner_options import LocalOptions
-from pipelines.samples.lookups import key_column, key_hashes, key_type
-from pipelines.samples.tuples import hash_session_keys, separate_tuples
-from pipelines.sources.formats import format_of, read_split
-from pipelines.sources.raw_rows import ORIGIN, InputSplit, microseconds
-from pipelines.stages import BuildContext
-from pipelines.table.target import JobFiles
-from pipelines.transforms.apply import inputs_of
-from schemas.arrays import is_list, one_chunk
-from schemas.config.job import SAMPLES, DataConfig, Job, parse_job
-from schemas.config.transforms import TransformConfig
-from schemas.dataset.manifest import find_root
-from schemas.dataset.opened import read_version
-from schemas.errors import SchemaError
-from schemas.features import FeatureSet
-from schemas.layout import JOB
-from schemas.storage.location import Location
+from presage.pipelines import executor, stages
+from presage.pipelines.autogroup.costs import BYTES_PER_GROUP, Costs, feature_of
+from presage.pipelines.autogroup.search import ChosenGroup, GroupChoice, choose_groups
+from presage.pipelines.clustering.star import cluster
+from presage.pipelines.exchange import Counts, ReadElements, TaskResult, Worker
+from presage.pipelines.prepare import BuildRequest, count_parts, holds_in_memory, prepare
+from presage.pipelines.runner_options import LocalOptions
+from presage.pipelines.samples.lookups import key_column, key_hashes, key_type
+from presage.pipelines.samples.tuples import hash_session_keys, separate_tuples
+from presage.pipelines.sources.formats import format_of, read_split
+from presage.pipelines.sources.raw_rows import ORIGIN, InputSplit, microseconds
+from presage.pipelines.stages import BuildContext
+from presage.pipelines.table.target import JobFiles
+from presage.pipelines.transforms.apply import inputs_of
+from presage.schemas.arrays import is_list, one_chunk
+from presage.schemas.config.job import SAMPLES, DataConfig, Job, parse_job
+from presage.schemas.config.transforms import TransformConfig
+from presage.schemas.dataset.manifest import find_root
+from presage.schemas.dataset.opened import read_version
+from presage.schemas.errors import SchemaError
+from presage.schemas.features import FeatureSet
+from presage.schemas.layout import JOB
+from presage.schemas.storage.location import Location
 
 INPUT_BYTES = 256 << 20
 """Maximum bytes of input files to read, except for key columns and if one key has more."""

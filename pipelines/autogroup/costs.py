@@ -16,8 +16,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from pipelines.clustering.storage_layout import WINDOWS_RATIO
-from schemas.arrays import (
+from presage.pipelines.clustering.storage_layout import WINDOWS_RATIO
+from presage.schemas.arrays import (
     Array,
     Jagged,
     comparable,
@@ -28,10 +28,10 @@ from schemas.arrays import (
     one_chunk,
     unique_tuples,
 )
-from schemas.dataset.group_files import to_windows
-from schemas.errors import SchemaError
-from schemas.features import Role
-from schemas.hashing import splitmix64
+from presage.schemas.dataset.group_files import to_windows
+from presage.schemas.errors import SchemaError
+from presage.schemas.features import Role
+from presage.schemas.hashing import splitmix64
 
 BYTES_PER_VALUE: Mapping[Role, float] = {"sparse": 0.05, "dense": 0.01}
 """Cost of decoding and looking up one value, in stored bytes; `kept` features are not read. It

@@ -19,9 +19,9 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.autogroup.costs import Costs
-from schemas.config.job import MAX_GROUPS, SAMPLES
-from schemas.layout import inverse_column
+from presage.pipelines.autogroup.costs import Costs
+from presage.schemas.config.job import MAX_GROUPS, SAMPLES
+from presage.schemas.layout import inverse_column
 
 Set = frozenset[int]
 MIN_SAVING = 0.002

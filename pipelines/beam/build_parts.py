@@ -12,15 +12,15 @@ import apache_beam as beam
 from apache_beam import pvalue
 from apache_beam.transforms.window import GlobalWindows
 
-from pipelines.beam.grouping import SendSamples
-from pipelines.beam.stage_transforms import Counted
-from pipelines.clustering.part import PARTS_PER_SUM, PartResult, build_part, sum_statistics
-from pipelines.clustering.storage_layout import SegmentLayout, choose_segment_layout
-from pipelines.shuffle import ReceivedSamples, to_ipc
-from pipelines.stages import SAMPLES, BuildContext
-from pipelines.transforms.fit import FITTED
-from schemas.dataset.fitted import FittedValues, load_fitted
-from schemas.layout import BLOCK
+from presage.pipelines.beam.grouping import SendSamples
+from presage.pipelines.beam.stage_transforms import Counted
+from presage.pipelines.clustering.part import PARTS_PER_SUM, PartResult, build_part, sum_statistics
+from presage.pipelines.clustering.storage_layout import SegmentLayout, choose_segment_layout
+from presage.pipelines.shuffle import ReceivedSamples, to_ipc
+from presage.pipelines.stages import SAMPLES, BuildContext
+from presage.pipelines.transforms.fit import FITTED
+from presage.schemas.dataset.fitted import FittedValues, load_fitted
+from presage.schemas.layout import BLOCK
 
 BLOCKS = "blocks"
 

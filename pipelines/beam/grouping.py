@@ -21,15 +21,15 @@ from apache_beam.coders.typecoders import registry
 from apache_beam.metrics import Metrics
 from apache_beam.transforms.window import GlobalWindows
 
-from pipelines.samples.tuples import (
+from presage.pipelines.samples.tuples import (
     Tuples,
     concat_batches,
     concat_tuples,
     partition_of_session,
     partition_tuples,
 )
-from pipelines.shuffle import ReceivedSamples, elements_of, from_ipc, to_ipc
-from pipelines.stages import BuildContext
+from presage.pipelines.shuffle import ReceivedSamples, elements_of, from_ipc, to_ipc
+from presage.pipelines.stages import BuildContext
 
 MAX_DESTINATIONS = 1000
 """Destinations to which a mapper sends samples."""

@@ -28,35 +28,40 @@ import pyarrow as pa
 from apache_beam import pvalue
 from apache_beam.transforms.window import GlobalWindows
 
-from pipelines.autogroup.choose import with_groups
-from pipelines.beam.build_parts import deserialize_results
-from pipelines.beam.jobs import segment_of_rows, segment_pipeline
-from pipelines.beam.stage_transforms import REJECTED, EachReject, ReadRows, SamplesOfJob
-from pipelines.build import finish_segment_files, segment_hashes
-from pipelines.clustering.part import LOOKUPS
-from pipelines.prepare import BuildInput, BuildOptions, BuildRequest, context_of, prepare
-from pipelines.samples.statements import job_steps
-from pipelines.samples.tuples import Tuples
-from pipelines.shuffle import SHUFFLE, SourceRows
-from pipelines.sources.formats import empty_rows
-from pipelines.sources.listing import list_inputs
-from pipelines.sources.raw_rows import ORIGIN, Folder, InputSplit, folder_of, typed_chunks
-from pipelines.sources.rejects import BUILD_REJECTS_SCHEMA, Reject
-from pipelines.stages import REJECTS, SAMPLES, BuildContext
-from pipelines.table.commit import check_admissible, commit_segment, discarded_on_error
-from pipelines.table.expand import ContentHash, content_hash, row_hashes
-from pipelines.table.root import write_copies
-from pipelines.table.target import JobFiles, SegmentTarget, load_job_files
-from pipelines.transforms.fit import fitted_files, stage_fitted
-from schemas.config.job import Job
-from schemas.dataset.defaults import missing_column_defaults
-from schemas.dataset.manifest import InputFile, hash_of, read_root
-from schemas.dataset.opened import open_dataset
-from schemas.dataset.samples import column_names, read_live_row_group, row_groups, samples_schema
-from schemas.errors import SchemaError, suggest_name, suggest_name_or
-from schemas.layout import SEGMENTS
-from schemas.paths import path_or_url
-from schemas.storage.location import Location
+from presage.pipelines.autogroup.choose import with_groups
+from presage.pipelines.beam.build_parts import deserialize_results
+from presage.pipelines.beam.jobs import segment_of_rows, segment_pipeline
+from presage.pipelines.beam.stage_transforms import REJECTED, EachReject, ReadRows, SamplesOfJob
+from presage.pipelines.build import finish_segment_files, segment_hashes
+from presage.pipelines.clustering.part import LOOKUPS
+from presage.pipelines.prepare import BuildInput, BuildOptions, BuildRequest, context_of, prepare
+from presage.pipelines.samples.statements import job_steps
+from presage.pipelines.samples.tuples import Tuples
+from presage.pipelines.shuffle import SHUFFLE, SourceRows
+from presage.pipelines.sources.formats import empty_rows
+from presage.pipelines.sources.listing import list_inputs
+from presage.pipelines.sources.raw_rows import ORIGIN, Folder, InputSplit, folder_of, typed_chunks
+from presage.pipelines.sources.rejects import BUILD_REJECTS_SCHEMA, Reject
+from presage.pipelines.stages import REJECTS, SAMPLES, BuildContext
+from presage.pipelines.table.commit import check_admissible, commit_segment, discarded_on_error
+from presage.pipelines.table.expand import ContentHash, content_hash, row_hashes
+from presage.pipelines.table.root import write_copies
+from presage.pipelines.table.target import JobFiles, SegmentTarget, load_job_files
+from presage.pipelines.transforms.fit import fitted_files, stage_fitted
+from presage.schemas.config.job import Job
+from presage.schemas.dataset.defaults import missing_column_defaults
+from presage.schemas.dataset.manifest import InputFile, hash_of, read_root
+from presage.schemas.dataset.opened import open_dataset
+from presage.schemas.dataset.samples import (
+    column_names,
+    read_live_row_group,
+    row_groups,
+    samples_schema,
+)
+from presage.schemas.errors import SchemaError, suggest_name, suggest_name_or
+from presage.schemas.layout import SEGMENTS
+from presage.schemas.paths import path_or_url
+from presage.schemas.storage.location import Location
 
 SEGMENT = "segment"
 ROWS = "rows"
@@ -65,7 +70,7 @@ BEAM_ARGS = ["--direct_num_workers=1"]
 
 
 class BuildDataset(beam.PTransform):
-    """Begin a pipeline with a build, to the same bytes as `python -m pipelines build`.
+    """Begin a pipeline with a build, to the same bytes as `python -m presage.pipelines build`.
 
     The input is listed when the pipeline is constructed; an existing segment is not built again.
 
@@ -341,7 +346,7 @@ def _unread_file(job: Job, path: Path | Location, name: str) -> InputFile:
     if len(data.inputs) != 1 or not source.columns:
         raise SchemaError(
             "job must have one source that declares its columns, got "
-            f"{sorted(data.inputs)}; join before, or use python -m pipelines build",
+            f"{sorted(data.inputs)}; join before, or use python -m presage.pipelines build",
             file=str(path),
         )
     if data.has_auto_groups:

@@ -12,16 +12,16 @@ import apache_beam as beam
 import numpy as np
 import pyarrow as pa
 
-from pipelines.beam.build_parts import (
+from presage.pipelines.beam.build_parts import (
     BLOCKS,
     BuildParts,
     deserialize_results,
     encode_blocks,
     serialize_result,
 )
-from pipelines.beam.grouping import SendSamples
-from pipelines.beam.runner import run_pipeline
-from pipelines.beam.stage_transforms import (
+from presage.pipelines.beam.grouping import SendSamples
+from presage.pipelines.beam.runner import run_pipeline
+from presage.pipelines.beam.stage_transforms import (
     EVENTS,
     REJECTED,
     FitTransforms,
@@ -29,25 +29,25 @@ from pipelines.beam.stage_transforms import (
     SamplesOfJob,
     WriteRejects,
 )
-from pipelines.clustering.part import build_part, sum_statistics
-from pipelines.clustering.storage_layout import SegmentLayout
-from pipelines.exchange import keep_freed_memory
-from pipelines.oracle.index import TableTotals, index_table
-from pipelines.oracle.numbering import NumberedTable, number_table, training_blocks
-from pipelines.rewrite.flat import FlatPart, FlatStage
-from pipelines.samples.event_join import add_counts
-from pipelines.samples.tuples import Tuples
-from pipelines.shuffle import ReceivedSamples, from_ipc
-from pipelines.stages import REJECTS, SAMPLES, BuildContext
-from pipelines.table.compact_segment import StoredPart
-from pipelines.transforms.apply import fit_inputs
-from pipelines.transforms.fit import FITTED
-from schemas.config.job import TableConfig
-from schemas.dataset.manifest import Reference
-from schemas.dataset.opened import Segment, committed_segment
-from schemas.dataset.order import Order
-from schemas.features import FeatureSet
-from schemas.storage.location import Location
+from presage.pipelines.clustering.part import build_part, sum_statistics
+from presage.pipelines.clustering.storage_layout import SegmentLayout
+from presage.pipelines.exchange import keep_freed_memory
+from presage.pipelines.oracle.index import TableTotals, index_table
+from presage.pipelines.oracle.numbering import NumberedTable, number_table, training_blocks
+from presage.pipelines.rewrite.flat import FlatPart, FlatStage
+from presage.pipelines.samples.event_join import add_counts
+from presage.pipelines.samples.tuples import Tuples
+from presage.pipelines.shuffle import ReceivedSamples, from_ipc
+from presage.pipelines.stages import REJECTS, SAMPLES, BuildContext
+from presage.pipelines.table.compact_segment import StoredPart
+from presage.pipelines.transforms.apply import fit_inputs
+from presage.pipelines.transforms.fit import FITTED
+from presage.schemas.config.job import TableConfig
+from presage.schemas.dataset.manifest import Reference
+from presage.schemas.dataset.opened import Segment, committed_segment
+from presage.schemas.dataset.order import Order
+from presage.schemas.features import FeatureSet
+from presage.schemas.storage.location import Location
 
 
 def segment_pipeline(

@@ -26,10 +26,10 @@ from apache_beam.runners.portability.fn_api_runner.fn_runner import ExtendedProv
 from google.protobuf.json_format import ParseDict
 from google.protobuf.struct_pb2 import Struct
 
-from pipelines.runner_options import IN_PROCESS
-from schemas.errors import SchemaError
-from schemas.machine import machine_budget
-from schemas.storage.location import Location
+from presage.pipelines.runner_options import IN_PROCESS
+from presage.schemas.errors import SchemaError
+from presage.schemas.machine import machine_budget
+from presage.schemas.storage.location import Location
 
 _SIGNATURE_BYTES = 32
 RESULTS = "results"

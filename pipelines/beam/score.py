@@ -18,23 +18,23 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from apache_beam.utils.shared import Shared
 
-from pipelines.beam.runner import run_pipeline
-from schemas.dataset.defaults import missing_column_defaults
-from schemas.dataset.files import sha256_of
-from schemas.dataset.manifest import canonical_json
-from schemas.dataset.opened import (
+from presage.pipelines.beam.runner import run_pipeline
+from presage.schemas.dataset.defaults import missing_column_defaults
+from presage.schemas.dataset.files import sha256_of
+from presage.schemas.dataset.manifest import canonical_json
+from presage.schemas.dataset.opened import (
     OpenDataset,
     Segment,
     open_dataset,
     select_segments,
     select_segments_by_hash,
 )
-from schemas.dataset.samples import blocks_of_row_group, read_joined_row_group
-from schemas.errors import SchemaError
-from schemas.layout import EVALUATION, MANIFEST, SAMPLE_WEIGHT, TRAIN
-from schemas.run.model_file import ModelFile, open_model
-from schemas.run.scoring import load_model
-from schemas.storage.location import Location
+from presage.schemas.dataset.samples import blocks_of_row_group, read_joined_row_group
+from presage.schemas.errors import SchemaError
+from presage.schemas.layout import EVALUATION, MANIFEST, SAMPLE_WEIGHT, TRAIN
+from presage.schemas.run.model_file import ModelFile, open_model
+from presage.schemas.run.scoring import load_model
+from presage.schemas.storage.location import Location
 
 SCORE, SCORES = "score", "scores"
 SPLITS = {"all": (TRAIN, EVALUATION), "train": (TRAIN,), "evaluation": (EVALUATION,)}
@@ -163,7 +163,8 @@ class ScoreRowGroups(beam.DoFn):
         """Open the dataset with the launcher's segments, and load the model once per process.
 
         Raises:
-            SchemaError: one of the segments was replaced, or as `schemas.run.scoring.load_model`.
+            SchemaError: one of the segments was replaced, or as
+                `presage.schemas.run.scoring.load_model`.
         """
         dataset = open_dataset(self.dataset_path)
         try:

@@ -17,18 +17,18 @@ from apache_beam import pvalue
 from apache_beam.metrics import Metrics
 from apache_beam.utils.shared import Shared
 
-from pipelines.exchange import keep_freed_memory
-from pipelines.samples.tuples import Tuples
-from pipelines.shuffle import SourceRows, elements_of, encode_by_target, from_ipc, to_ipc
-from pipelines.sources.raw_rows import InputSplit
-from pipelines.sources.rejects import (
+from presage.pipelines.exchange import keep_freed_memory
+from presage.pipelines.samples.tuples import Tuples
+from presage.pipelines.shuffle import SourceRows, elements_of, encode_by_target, from_ipc, to_ipc
+from presage.pipelines.sources.raw_rows import InputSplit
+from presage.pipelines.sources.rejects import (
     Reject,
     RejectCounts,
     range_keys,
     rejects_from_table,
     write_rejects,
 )
-from pipelines.stages import (
+from presage.pipelines.stages import (
     REJECTS,
     SAMPLES,
     BuildContext,
@@ -45,7 +45,7 @@ from pipelines.stages import (
     split_file,
     write_side,
 )
-from pipelines.transforms.fit import (
+from presage.pipelines.transforms.fit import (
     FITTED,
     Partial,
     add_partial,
@@ -53,9 +53,9 @@ from pipelines.transforms.fit import (
     write_fitted,
     write_shard,
 )
-from schemas.config.job import DataConfig
-from schemas.errors import SchemaError
-from schemas.storage.location import Location
+from presage.schemas.config.job import DataConfig
+from presage.schemas.errors import SchemaError
+from presage.schemas.storage.location import Location
 
 Value = TypeVar("Value")
 

@@ -12,11 +12,11 @@ import pyarrow as pa
 from apache_beam.typehints.row_type import RowTypeConstraint
 from apache_beam.utils.timestamp import Timestamp
 
-from pipelines.beam.io import SEGMENT, BuildDataset, ReadDataset, ReadSource, WriteDataset
-from pipelines.sources.rejects import Reject, isolate_bad
-from pipelines.sources.types import arrow_type
-from pipelines.stages import REJECTS
-from schemas.config.job import load_job
+from presage.pipelines.beam.io import SEGMENT, BuildDataset, ReadDataset, ReadSource, WriteDataset
+from presage.pipelines.sources.rejects import Reject, isolate_bad
+from presage.pipelines.sources.types import arrow_type
+from presage.pipelines.stages import REJECTS
+from presage.schemas.config.job import load_job
 
 _SEGMENT_ROW = RowTypeConstraint.from_fields([("segment", str)])
 _REJECT_FIELDS: list[Any] = [
@@ -27,7 +27,7 @@ _BATCH_ROWS = 1 << 14
 
 
 class PresageBuild(beam.PTransform):
-    """Build a dataset from a job's input, as `python -m pipelines build` does.
+    """Build a dataset from a job's input, as `python -m presage.pipelines build` does.
 
     Outputs: `segment`, one row with the segment's name; `rejects`, the rejected rows.
     """

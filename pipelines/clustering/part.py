@@ -21,19 +21,19 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from pipelines.clustering.star import Clustered, Star, cluster_chunks, to_star
-from pipelines.clustering.storage_layout import (
+from presage.pipelines.clustering.star import Clustered, Star, cluster_chunks, to_star
+from presage.pipelines.clustering.storage_layout import (
     SegmentLayout,
     as_stored,
     directory_of,
     open_writer,
     stored_tables,
 )
-from pipelines.quality.column_statistics import count_buckets, table_statistics
-from pipelines.quality.segment_statistics import SliceStatistics, sum_by_split
-from pipelines.samples.sql import LIST_INDEX
-from pipelines.samples.tuples import Tuples
-from schemas.arrays import (
+from presage.pipelines.quality.column_statistics import count_buckets, table_statistics
+from presage.pipelines.quality.segment_statistics import SliceStatistics, sum_by_split
+from presage.pipelines.samples.sql import LIST_INDEX
+from presage.pipelines.samples.tuples import Tuples
+from presage.schemas.arrays import (
     Jagged,
     column_bytes,
     flat_list,
@@ -43,11 +43,11 @@ from schemas.arrays import (
     one_chunk,
     values_of,
 )
-from schemas.config.job import SAMPLES, DataConfig
-from schemas.dataset.files import FileEntry, describe_file
-from schemas.dataset.fitted import FittedValues
-from schemas.features import FeatureSet
-from schemas.layout import (
+from presage.schemas.config.job import SAMPLES, DataConfig
+from presage.schemas.dataset.files import FileEntry, describe_file
+from presage.schemas.dataset.fitted import FittedValues
+from presage.schemas.features import FeatureSet
+from presage.schemas.layout import (
     BLOCK,
     EVALUATION,
     FILE_SHIFT,
@@ -58,8 +58,8 @@ from schemas.layout import (
     num_unique_column,
     part_path,
 )
-from schemas.rows import distinct_rows, ids_of
-from schemas.storage.location import Location
+from presage.schemas.rows import distinct_rows, ids_of
+from presage.schemas.storage.location import Location
 
 LOOKUPS = "lookups"
 """Directory of the oracle's input below a segment being built; removed before the commit."""

@@ -20,8 +20,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from pipelines.samples.sql import LIST_INDEX
-from pipelines.samples.tuples import (
+from presage.pipelines.samples.sql import LIST_INDEX
+from presage.pipelines.samples.tuples import (
     Tuples,
     concat_batches,
     concat_tuples,
@@ -29,10 +29,10 @@ from pipelines.samples.tuples import (
     partition_tuples,
     unique_in_ranges,
 )
-from pipelines.shuffle import from_ipc, to_ipc
-from pipelines.sources.raw_rows import ORIGIN, microseconds
-from pipelines.transforms.apply import apply_transforms
-from schemas.arrays import (
+from presage.pipelines.shuffle import from_ipc, to_ipc
+from presage.pipelines.sources.raw_rows import ORIGIN, microseconds
+from presage.pipelines.transforms.apply import apply_transforms
+from presage.schemas.arrays import (
     bytes_per_row,
     comparable,
     offsets_of,
@@ -43,10 +43,10 @@ from schemas.arrays import (
     take_values,
     unique_tuples,
 )
-from schemas.config.job import SAMPLES, DataConfig
-from schemas.dataset.fitted import FittedValues
-from schemas.errors import SchemaError
-from schemas.layout import BLOCK, FILE_SHIFT, UNIQUE_INDEX, inverse_column
+from presage.schemas.config.job import SAMPLES, DataConfig
+from presage.schemas.dataset.fitted import FittedValues
+from presage.schemas.errors import SchemaError
+from presage.schemas.layout import BLOCK, FILE_SHIFT, UNIQUE_INDEX, inverse_column
 
 CHUNK_BYTES = 256 << 20
 """Bytes of a chunk's expanded samples, and of a part's samples that are kept in memory; a worker

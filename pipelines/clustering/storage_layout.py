@@ -20,15 +20,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from pipelines.clustering.star import SortKeys, Star, cluster, sort_keys, to_star
-from pipelines.samples.tuples import (
+from presage.pipelines.clustering.star import SortKeys, Star, cluster, sort_keys, to_star
+from presage.pipelines.samples.tuples import (
     Tuples,
     concat_tuples,
     drop_unused_tuples,
     hash_session_keys,
     unique_in_ranges,
 )
-from schemas.arrays import (
+from presage.schemas.arrays import (
     Jagged,
     bits,
     flat_list,
@@ -40,10 +40,10 @@ from schemas.arrays import (
     take_rows,
     take_values,
 )
-from schemas.config.job import DataConfig
-from schemas.dataset.fitted import FittedValues
-from schemas.dataset.group_files import Windows, to_windows
-from schemas.layout import (
+from presage.schemas.config.job import DataConfig
+from presage.schemas.dataset.fitted import FittedValues
+from presage.schemas.dataset.group_files import Windows, to_windows
+from presage.schemas.layout import (
     BLOCK,
     BUFFER_INDEX,
     NUMBER_SHIFT,

@@ -10,7 +10,7 @@ from functools import cache
 
 import numpy as np
 
-from schemas.hashing import splitmix64
+from presage.schemas.hashing import splitmix64
 
 CARDINALITIES = {
     "user_id": 1_000_000,

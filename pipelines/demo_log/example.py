@@ -6,15 +6,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import schemas
-from pipelines.build import build
-from pipelines.demo_log.generate import GeneratorConfig, write_log
-from pipelines.prepare import BuildInput, BuildOptions, BuildRequest
-from pipelines.table.target import SegmentTarget
-from schemas.config.job import GenerateConfig, load_job
-from schemas.dataset.manifest import find_root
-from schemas.errors import SchemaError
-from schemas.storage.location import Location
+from presage import schemas
+from presage.pipelines.build import build
+from presage.pipelines.demo_log.generate import GeneratorConfig, write_log
+from presage.pipelines.prepare import BuildInput, BuildOptions, BuildRequest
+from presage.pipelines.table.target import SegmentTarget
+from presage.schemas.config.job import GenerateConfig, load_job
+from presage.schemas.dataset.manifest import find_root
+from presage.schemas.errors import SchemaError
+from presage.schemas.storage.location import Location
 
 SOURCE = Path(schemas.__file__).parent / "demo"
 """Folder of the job and its schema, which every installation has."""

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipelines.demo_log.entities import (
+from presage.pipelines.demo_log.entities import (
     CARDINALITIES,
     item_brand,
     item_dense,
@@ -24,7 +24,7 @@ from pipelines.demo_log.entities import (
     user_dense,
     user_ids,
 )
-from pipelines.demo_log.sessions import (
+from presage.pipelines.demo_log.sessions import (
     DAY_US,
     SESSIONS_PER_CHUNK,
     VERSIONED,
@@ -35,7 +35,7 @@ from pipelines.demo_log.sessions import (
     generate_chunk,
     start_time_us,
 )
-from schemas.storage.location import Location
+from presage.schemas.storage.location import Location
 
 HISTORIES = ("clicked_items", "clicked_brands", "viewed_items")
 DENSE = (

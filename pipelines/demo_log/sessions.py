@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pipelines.demo_log.entities import (
+from presage.pipelines.demo_log.entities import (
     CARDINALITIES,
     NUM_GENRES,
     item_discount,

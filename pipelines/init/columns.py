@@ -13,9 +13,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipelines.init.sample_sources import MANY
-from pipelines.samples.statements import quoted_name
-from schemas.arrays import offsets_of, one_chunk
+from presage.pipelines.init.sample_sources import MANY
+from presage.pipelines.samples.statements import quoted_name
+from presage.schemas.arrays import offsets_of, one_chunk
 
 Shape = Literal["int", "float", "bool", "text", "time", "list"]
 Role = Literal["sparse", "dense", "label", "kept"]

@@ -19,23 +19,31 @@ import duckdb
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipelines.autogroup.choose import yaml_word
-from pipelines.init.columns import plain_name, quoted
-from pipelines.init.plan import JobPlan, PlannedFeature, Side, num_rows_of, plan_of, type_of, typed
-from pipelines.init.sample_sources import LogSource, find_sources
-from pipelines.preview import preview
-from pipelines.samples.statements import quoted_name
-from pipelines.sources.formats import empty_rows, format_of, input_splits, read_split
-from pipelines.sources.raw_rows import Folder, InputSplit, folder_of
-from pipelines.sources.rejects import Reject
-from pipelines.sources.text_records import decompressed
-from pipelines.sources.types import arrow_type, sql_type
-from schemas.arrays import is_text, one_chunk
-from schemas.config.sources import SourceConfig
-from schemas.dataset.files import replace_bytes
-from schemas.dataset.manifest import find_root
-from schemas.errors import SchemaError, pluralize
-from schemas.storage.location import Location
+from presage.pipelines.autogroup.choose import yaml_word
+from presage.pipelines.init.columns import plain_name, quoted
+from presage.pipelines.init.plan import (
+    JobPlan,
+    PlannedFeature,
+    Side,
+    num_rows_of,
+    plan_of,
+    type_of,
+    typed,
+)
+from presage.pipelines.init.sample_sources import LogSource, find_sources
+from presage.pipelines.preview import preview
+from presage.pipelines.samples.statements import quoted_name
+from presage.pipelines.sources.formats import empty_rows, format_of, input_splits, read_split
+from presage.pipelines.sources.raw_rows import Folder, InputSplit, folder_of
+from presage.pipelines.sources.rejects import Reject
+from presage.pipelines.sources.text_records import decompressed
+from presage.pipelines.sources.types import arrow_type, sql_type
+from presage.schemas.arrays import is_text, one_chunk
+from presage.schemas.config.sources import SourceConfig
+from presage.schemas.dataset.files import replace_bytes
+from presage.schemas.dataset.manifest import find_root
+from presage.schemas.errors import SchemaError, pluralize
+from presage.schemas.storage.location import Location
 
 WARN_REJECT_FRACTION = 0.02
 """Share of rejects among the first rows above which `init` warns."""

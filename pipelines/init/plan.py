@@ -11,7 +11,7 @@ import duckdb
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipelines.init.columns import (
+from presage.pipelines.init.columns import (
     BECOME_NULL,
     TEXTS,
     Role,
@@ -21,9 +21,9 @@ from pipelines.init.columns import (
     quoted,
     words_of,
 )
-from pipelines.init.sample_sources import LogSource
-from schemas.arrays import is_text, one_chunk
-from schemas.errors import SchemaError
+from presage.pipelines.init.sample_sources import LogSource
+from presage.schemas.arrays import is_text, one_chunk
+from presage.schemas.errors import SchemaError
 
 _LABELS = (
     "label", "target", "clicked", "click", "is_click", "purchased", "purchase", "converted",

@@ -14,7 +14,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from pipelines.sources.formats import (
+from presage.pipelines.sources.formats import (
     FORMATS,
     copy_excerpt,
     detect_format,
@@ -22,12 +22,12 @@ from pipelines.sources.formats import (
     format_of,
     read_file,
 )
-from pipelines.sources.listing import glob_regex, infer_partitions
-from pipelines.sources.raw_rows import ORIGIN, Folder, InputSplit, folder_of
-from pipelines.sources.text_records import decompressed
-from schemas.config.sources import SourceConfig
-from schemas.dataset.manifest import InputFile
-from schemas.errors import SchemaError
+from presage.pipelines.sources.listing import glob_regex, infer_partitions
+from presage.pipelines.sources.raw_rows import ORIGIN, Folder, InputSplit, folder_of
+from presage.pipelines.sources.text_records import decompressed
+from presage.schemas.config.sources import SourceConfig
+from presage.schemas.dataset.manifest import InputFile
+from presage.schemas.errors import SchemaError
 
 ROWS = 20_000
 """Number of first rows of each source to examine."""

@@ -2,9 +2,9 @@
 
 The memory grows with the number of steps, not with that of entries: access lists are copied to a
 temporary file, where steps find their blocks in any order, and linked from the last step to the
-first. Only uses in the same epoch are linked; `schemas.dataset.run_next_uses.NextUses` links
-segments and epochs when an index is read. Distances of a range of numbers follow those of the range
-below in each step.
+first. Only uses in the same epoch are linked; `presage.schemas.dataset.run_next_uses.NextUses`
+links segments and epochs when an index is read. Distances of a range of numbers follow those of the
+range below in each step.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.oracle.table_files import (
+from presage.pipelines.oracle.table_files import (
     ENTRIES_PER_FILE,
     ArrayFile,
     IndexedLists,
@@ -25,14 +25,14 @@ from pipelines.oracle.table_files import (
     write_reuse_files,
     write_uses_files,
 )
-from schemas.arrays import jagged_of
-from schemas.dataset.checked_files import in_turn, rows_before
-from schemas.dataset.files import FileEntry
-from schemas.dataset.opened import Segment
-from schemas.dataset.order import Order
-from schemas.oracle.next_uses import EpochUses
-from schemas.oracle.reuse import ReuseCounts
-from schemas.storage.location import Location
+from presage.schemas.arrays import jagged_of
+from presage.schemas.dataset.checked_files import in_turn, rows_before
+from presage.schemas.dataset.files import FileEntry
+from presage.schemas.dataset.opened import Segment
+from presage.schemas.dataset.order import Order
+from presage.schemas.oracle.next_uses import EpochUses
+from presage.schemas.oracle.reuse import ReuseCounts
+from presage.schemas.storage.location import Location
 
 RANGE_NUMBERS = 8 * ENTRIES_PER_FILE
 """Numbers that are linked at once: 130 MiB of first and last uses."""

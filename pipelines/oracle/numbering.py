@@ -25,8 +25,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from pipelines.clustering.part import LOOKUPS, merge_blocks
-from pipelines.oracle.table_files import (
+from presage.pipelines.clustering.part import LOOKUPS, merge_blocks
+from presage.pipelines.oracle.table_files import (
     ENTRIES_PER_FILE,
     ArrayFile,
     IndexedLists,
@@ -37,15 +37,15 @@ from pipelines.oracle.table_files import (
     write_access_file,
     write_edges_file,
 )
-from schemas.arrays import Jagged, jagged_of, offsets_of
-from schemas.arrays import ranges as consecutive
-from schemas.dataset.files import FileEntry, parquet_file
-from schemas.errors import SchemaError
-from schemas.hashing import NUM_SLOTS, slot_of_row
-from schemas.kernels.oracle import FirstUseNumbering
-from schemas.layout import BLOCK, FILE_SHIFT, TRAIN, part_path
-from schemas.oracle.next_uses import sorted_gaps
-from schemas.storage.location import Location
+from presage.schemas.arrays import Jagged, jagged_of, offsets_of
+from presage.schemas.arrays import ranges as consecutive
+from presage.schemas.dataset.files import FileEntry, parquet_file
+from presage.schemas.errors import SchemaError
+from presage.schemas.hashing import NUM_SLOTS, slot_of_row
+from presage.schemas.kernels.oracle import FirstUseNumbering
+from presage.schemas.layout import BLOCK, FILE_SHIFT, TRAIN, part_path
+from presage.schemas.oracle.next_uses import sorted_gaps
+from presage.schemas.storage.location import Location
 
 ARRAY_ROWS = 1 << 24
 """Maximum width of a range of rows whose numbers are in an array: 64 MiB."""

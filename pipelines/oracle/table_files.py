@@ -14,10 +14,10 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from pipelines.clustering.storage_layout import open_writer
-from schemas.arrays import Jagged, large_list, offsets_of, ranges
-from schemas.dataset.files import FileEntry, describe_file
-from schemas.layout import (
+from presage.pipelines.clustering.storage_layout import open_writer
+from presage.schemas.arrays import Jagged, large_list, offsets_of, ranges
+from presage.schemas.dataset.files import FileEntry, describe_file
+from presage.schemas.layout import (
     BLOCK,
     EDGES_SCHEMA,
     USES_SCHEMA,
@@ -26,8 +26,8 @@ from schemas.layout import (
     part_path,
     reuse_schema,
 )
-from schemas.oracle.reuse import ReuseCounts, reuse_bounds
-from schemas.storage.location import Location
+from presage.schemas.oracle.reuse import ReuseCounts, reuse_bounds
+from presage.schemas.storage.location import Location
 
 ACCESSES_PER_ROW_GROUP = 1 << 16
 """Entries after which a row group of access lists ends. A batch has blocks of up to eight places of

@@ -17,8 +17,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from schemas.arrays import comparable, hash_keys, is_list, numpy_of, one_chunk
-from schemas.kernels import statistics as kernels
+from presage.schemas.arrays import comparable, hash_keys, is_list, numpy_of, one_chunk
+from presage.schemas.kernels import statistics as kernels
 
 # Exact sums.
 #

@@ -15,14 +15,14 @@ from typing import TypeVar
 from google.protobuf import text_format
 from tensorflow_metadata.proto.v0 import anomalies_pb2, schema_pb2, statistics_pb2
 
-from pipelines.quality.segment_statistics import (
+from presage.pipelines.quality.segment_statistics import (
     DEDUP_FACTOR,
     LABEL_DELAY_SEC,
     SAMPLES_PER_SESSION,
     read_statistics,
     segment_statistics,
 )
-from pipelines.sources.rejects import (
+from presage.pipelines.sources.rejects import (
     SHOWN_CHARACTERS,
     SHOWN_ROWS,
     Reject,
@@ -31,12 +31,12 @@ from pipelines.sources.rejects import (
     reject_files,
     sort_key,
 )
-from schemas.config.job import GateConfig
-from schemas.dataset.manifest import read_segment
-from schemas.dataset.opened import Segment
-from schemas.errors import SchemaError
-from schemas.layout import ANOMALIES, EVALUATION, STATISTICS, TRAIN
-from schemas.storage.location import Location
+from presage.schemas.config.job import GateConfig
+from presage.schemas.dataset.manifest import read_segment
+from presage.schemas.dataset.opened import Segment
+from presage.schemas.errors import SchemaError
+from presage.schemas.layout import ANOMALIES, EVALUATION, STATISTICS, TRAIN
+from presage.schemas.storage.location import Location
 
 Key = TypeVar("Key")
 Feature = statistics_pb2.FeatureNameStatistics

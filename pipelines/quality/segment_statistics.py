@@ -15,7 +15,7 @@ import pyarrow as pa
 from google.protobuf import text_format
 from tensorflow_metadata.proto.v0 import statistics_pb2
 
-from pipelines.quality.column_statistics import (
+from presage.pipelines.quality.column_statistics import (
     FREQUENT,
     ColumnStatistics,
     Sketch,
@@ -24,11 +24,11 @@ from pipelines.quality.column_statistics import (
     sum_buckets,
     sum_tables,
 )
-from schemas.dataset.files import read_verified
-from schemas.dataset.opened import Segment
-from schemas.errors import SchemaError
-from schemas.layout import EVALUATION, STATISTICS, TRAIN
-from schemas.storage.location import Location
+from presage.schemas.dataset.files import read_verified
+from presage.schemas.dataset.opened import Segment
+from presage.schemas.errors import SchemaError
+from presage.schemas.layout import EVALUATION, STATISTICS, TRAIN
+from presage.schemas.storage.location import Location
 
 SHOWN_VALUES = 20
 """Frequent values in `top_values`."""

@@ -14,7 +14,7 @@ import numpy as np
 from google.protobuf import text_format
 from tensorflow_metadata.proto.v0 import anomalies_pb2
 
-from pipelines.report.sizes import (
+from presage.pipelines.report.sizes import (
     FlatRows,
     bytes_by_table,
     dataset_bytes,
@@ -25,25 +25,25 @@ from pipelines.report.sizes import (
     folder_bytes,
     oracle_bytes,
 )
-from pipelines.table.commit import anomalies_text_of
-from pipelines.table.indexes import (
+from presage.pipelines.table.commit import anomalies_text_of
+from presage.pipelines.table.indexes import (
     PolicyReport,
     TableReport,
     default_order,
     policy_reports,
     table_report,
 )
-from schemas.dataset.accesses import TableAccesses
-from schemas.dataset.manifest import GroupCounts
-from schemas.dataset.opened import OpenDataset, Segment
-from schemas.dataset.run_next_uses import open_table
-from schemas.dataset.samples import row_groups
-from schemas.errors import SchemaError
-from schemas.layout import part_path
-from schemas.oracle.miss_ratio import EXACT_OPTIMAL, HitRateCurve, lru_curve, optimal_curve
-from schemas.run.records import SUMMARY, RunSummary, read_summary
-from schemas.run.run_manifest import local_runs
-from schemas.storage.location import Location
+from presage.schemas.dataset.accesses import TableAccesses
+from presage.schemas.dataset.manifest import GroupCounts
+from presage.schemas.dataset.opened import OpenDataset, Segment
+from presage.schemas.dataset.run_next_uses import open_table
+from presage.schemas.dataset.samples import row_groups
+from presage.schemas.errors import SchemaError
+from presage.schemas.layout import part_path
+from presage.schemas.oracle.miss_ratio import EXACT_OPTIMAL, HitRateCurve, lru_curve, optimal_curve
+from presage.schemas.run.records import SUMMARY, RunSummary, read_summary
+from presage.schemas.run.run_manifest import local_runs
+from presage.schemas.storage.location import Location
 
 PLAN, BUILD = "plan.json", "build.json"
 PLAN_NUMBERS = (

@@ -9,11 +9,20 @@ from typing import Any
 import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
-from pipelines.report.charts import ACCENT, OTHER, OURS, Bar, Line, Scale, bar_chart, curve_chart
-from pipelines.report.facts import OracleFacts, Run, StorageFacts, find_speed_up, read_facts
-from schemas.dataset.opened import open_dataset
-from schemas.errors import pluralize
-from schemas.storage.location import Location
+from presage.pipelines.report.charts import (
+    ACCENT,
+    OTHER,
+    OURS,
+    Bar,
+    Line,
+    Scale,
+    bar_chart,
+    curve_chart,
+)
+from presage.pipelines.report.facts import OracleFacts, Run, StorageFacts, find_speed_up, read_facts
+from presage.schemas.dataset.opened import open_dataset
+from presage.schemas.errors import pluralize
+from presage.schemas.storage.location import Location
 
 MAX_LRU_POINTS = 400
 """Points of the drawn LRU curve."""
@@ -36,7 +45,7 @@ def write_report(
 def render(facts: Mapping[str, Any]) -> str:
     """Return the page of what `read_facts` returns."""
     environment = Environment(
-        loader=PackageLoader("pipelines.report"),
+        loader=PackageLoader("presage.pipelines.report"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,

@@ -12,17 +12,17 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from pipelines.clustering.storage_layout import (
+from presage.pipelines.clustering.storage_layout import (
     COMPRESSION,
     COMPRESSION_LEVEL,
     choose_encodings,
     open_writer,
 )
-from pipelines.table.commit import anomalies_name
-from schemas.dataset.defaults import missing_column_defaults
-from schemas.dataset.opened import OpenDataset, Segment, version_name
-from schemas.dataset.samples import column_names, live_rows, read_live_row_group, row_groups
-from schemas.layout import (
+from presage.pipelines.table.commit import anomalies_name
+from presage.schemas.dataset.defaults import missing_column_defaults
+from presage.schemas.dataset.opened import OpenDataset, Segment, version_name
+from presage.schemas.dataset.samples import column_names, live_rows, read_live_row_group, row_groups
+from presage.schemas.layout import (
     BLOCKS,
     DATA_DIRECTORIES,
     FILES,

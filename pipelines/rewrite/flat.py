@@ -11,27 +11,27 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipelines.clustering.part import ROW_GROUP_BYTES
-from pipelines.clustering.star import cluster_chunks
-from pipelines.clustering.storage_layout import (
+from presage.pipelines.clustering.part import ROW_GROUP_BYTES
+from presage.pipelines.clustering.star import cluster_chunks
+from presage.pipelines.clustering.storage_layout import (
     choose_encodings,
     num_bytes,
     open_writer,
     try_encodings,
 )
-from pipelines.exchange import ElementRef, ReadElements, TaskResult, Worker
-from pipelines.executor import Bundle, TaskOutputs, open_exchange, split_inputs
-from pipelines.prepare import holds_in_memory
-from pipelines.rewrite.input import BATCH_ROWS, decoded, encoded, ordering
-from pipelines.runner_options import LocalOptions
-from pipelines.samples.sql import LIST_INDEX
-from pipelines.samples.tuples import Tuples
-from pipelines.sources.raw_rows import ORIGIN
-from pipelines.stages import REJECTS, SAMPLES, BuildContext
-from pipelines.table.expand import ContentHash, content_hash
-from schemas.arrays import take_rows
-from schemas.dataset.files import sync_file
-from schemas.layout import part_path
+from presage.pipelines.exchange import ElementRef, ReadElements, TaskResult, Worker
+from presage.pipelines.executor import Bundle, TaskOutputs, open_exchange, split_inputs
+from presage.pipelines.prepare import holds_in_memory
+from presage.pipelines.rewrite.input import BATCH_ROWS, decoded, encoded, ordering
+from presage.pipelines.runner_options import LocalOptions
+from presage.pipelines.samples.sql import LIST_INDEX
+from presage.pipelines.samples.tuples import Tuples
+from presage.pipelines.sources.raw_rows import ORIGIN
+from presage.pipelines.stages import REJECTS, SAMPLES, BuildContext
+from presage.pipelines.table.expand import ContentHash, content_hash
+from presage.schemas.arrays import take_rows
+from presage.schemas.dataset.files import sync_file
+from presage.schemas.layout import part_path
 
 KEY, TIME = "_key", "_time"
 """Temporary columns that order the rows."""

@@ -9,21 +9,21 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from pipelines.sources.formats import input_splits, with_all_columns
-from pipelines.sources.listing import glob_regex, infer_partitions, list_inputs
-from pipelines.sources.parquet import open_parquet, open_row_groups
-from pipelines.sources.raw_rows import (
+from presage.pipelines.sources.formats import input_splits, with_all_columns
+from presage.pipelines.sources.listing import glob_regex, infer_partitions, list_inputs
+from presage.pipelines.sources.parquet import open_parquet, open_row_groups
+from presage.pipelines.sources.raw_rows import (
     Folder,
     InputSplit,
     partition_fields,
     partition_values,
     typed_partitions,
 )
-from pipelines.sources.types import type_name
-from schemas.arrays import is_list, one_chunk
-from schemas.config.sources import SourceConfig
-from schemas.dataset.manifest import InputFile
-from schemas.errors import SchemaError, suggest_name
+from presage.pipelines.sources.types import type_name
+from presage.schemas.arrays import is_list, one_chunk
+from presage.schemas.config.sources import SourceConfig
+from presage.schemas.dataset.manifest import InputFile
+from presage.schemas.errors import SchemaError, suggest_name
 
 SOURCE = "rows"
 FILES = "**/*.parquet*"

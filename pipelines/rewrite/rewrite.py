@@ -20,10 +20,10 @@ import numpy as np
 import pyarrow as pa
 import yaml
 
-from pipelines.build import build
-from pipelines.prepare import BuildInput, BuildOptions, BuildRequest, count_parts
-from pipelines.rewrite.flat import KEY, TIME, FlatPart, FlatStage, run_flat
-from pipelines.rewrite.input import (
+from presage.pipelines.build import build
+from presage.pipelines.prepare import BuildInput, BuildOptions, BuildRequest, count_parts
+from presage.pipelines.rewrite.flat import KEY, TIME, FlatPart, FlatStage, run_flat
+from presage.pipelines.rewrite.input import (
     FILES,
     SOURCE,
     Rows,
@@ -33,31 +33,37 @@ from pipelines.rewrite.input import (
     is_rewritable,
     star_type,
 )
-from pipelines.runner_options import LocalOptions, beam_build, local_options
-from pipelines.samples.sql import LIST_INDEX
-from pipelines.samples.statements import Steps
-from pipelines.shuffle import SHUFFLE
-from pipelines.sources.raw_rows import ORIGIN, Folder, InputSplit, folder_of
-from pipelines.sources.rejects import rejects_from_table, sorted_rejects
-from pipelines.sources.types import arrow_type
-from pipelines.stages import BuildContext
-from pipelines.table.expand import VIEW, ContentHash, content_hash, hash_of_values, value_hashes
-from pipelines.table.indexes import INDEX_PREFIX
-from pipelines.table.segment import directory_reference, publish_files, remove_partial
-from pipelines.table.target import SegmentTarget
-from schemas.config.job import DataConfig, Job, SamplesConfig, SessionConfig
-from schemas.dataset.files import sha256_of
-from schemas.dataset.group_files import read_group
-from schemas.dataset.manifest import find_root, read_segment
-from schemas.dataset.opened import Segment, open_dataset
-from schemas.dataset.samples import blocks_of_row_group, row_groups, tuples_of_samples
-from schemas.errors import SchemaError, suggest_name
-from schemas.features import FeatureSet
-from schemas.layout import BUILDS, JOB, SCHEMA, SEGMENTS, part_path
-from schemas.machine import num_cores
-from schemas.storage.leases import LEASES
-from schemas.storage.location import MANIFESTS, Location
-from schemas.storage.locks import directory_lock
+from presage.pipelines.runner_options import LocalOptions, beam_build, local_options
+from presage.pipelines.samples.sql import LIST_INDEX
+from presage.pipelines.samples.statements import Steps
+from presage.pipelines.shuffle import SHUFFLE
+from presage.pipelines.sources.raw_rows import ORIGIN, Folder, InputSplit, folder_of
+from presage.pipelines.sources.rejects import rejects_from_table, sorted_rejects
+from presage.pipelines.sources.types import arrow_type
+from presage.pipelines.stages import BuildContext
+from presage.pipelines.table.expand import (
+    VIEW,
+    ContentHash,
+    content_hash,
+    hash_of_values,
+    value_hashes,
+)
+from presage.pipelines.table.indexes import INDEX_PREFIX
+from presage.pipelines.table.segment import directory_reference, publish_files, remove_partial
+from presage.pipelines.table.target import SegmentTarget
+from presage.schemas.config.job import DataConfig, Job, SamplesConfig, SessionConfig
+from presage.schemas.dataset.files import sha256_of
+from presage.schemas.dataset.group_files import read_group
+from presage.schemas.dataset.manifest import find_root, read_segment
+from presage.schemas.dataset.opened import Segment, open_dataset
+from presage.schemas.dataset.samples import blocks_of_row_group, row_groups, tuples_of_samples
+from presage.schemas.errors import SchemaError, suggest_name
+from presage.schemas.features import FeatureSet
+from presage.schemas.layout import BUILDS, JOB, SCHEMA, SEGMENTS, part_path
+from presage.schemas.machine import num_cores
+from presage.schemas.storage.leases import LEASES
+from presage.schemas.storage.location import MANIFESTS, Location
+from presage.schemas.storage.locks import directory_lock
 
 HIDDEN = (ORIGIN, LIST_INDEX, KEY, TIME)
 """Names that no column of the input may have."""

@@ -14,23 +14,23 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from pipelines.samples.lookups import (
+from presage.pipelines.samples.lookups import (
     ceil_to_microseconds,
     check_column,
     check_timestamp,
     common_type,
     key_column,
 )
-from pipelines.sources.raw_rows import ORIGIN, file_and_row, microseconds
-from pipelines.sources.rejects import Reject, python_rows, rejects_table, sorted_rejects
-from schemas.arrays import comparable, one_chunk, ranges, unique_tuples
-from schemas.config.job import DataConfig
-from schemas.config.sources import EventsConfig
-from schemas.dataset.manifest import InputFile
-from schemas.dataset.opened import Segment
-from schemas.errors import SchemaError
-from schemas.layout import EVENTS, REJECTS_SCHEMA, part_path
-from schemas.storage.location import Location
+from presage.pipelines.sources.raw_rows import ORIGIN, file_and_row, microseconds
+from presage.pipelines.sources.rejects import Reject, python_rows, rejects_table, sorted_rejects
+from presage.schemas.arrays import comparable, one_chunk, ranges, unique_tuples
+from presage.schemas.config.job import DataConfig
+from presage.schemas.config.sources import EventsConfig
+from presage.schemas.dataset.manifest import InputFile
+from presage.schemas.dataset.opened import Segment
+from presage.schemas.errors import SchemaError
+from presage.schemas.layout import EVENTS, REJECTS_SCHEMA, part_path
+from presage.schemas.storage.location import Location
 
 COUNTS = ("features", "without_event", "events", "late", "unmatched", "duplicates")
 """Rows of features, those of them without an event; events, those of them that were too late, that

@@ -15,15 +15,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from pipelines.samples.sql import to_stored_types
-from pipelines.samples.statements import tables_in_sql
-from pipelines.samples.tuples import hash_session_keys, with_one_zero
-from pipelines.sources.raw_rows import ORIGIN, file_and_row
-from schemas.arrays import is_text, one_chunk
-from schemas.config.job import DataConfig
-from schemas.config.sources import JoinConfig, SideConfig
-from schemas.dataset.manifest import InputFile
-from schemas.errors import SchemaError, suggest_name
+from presage.pipelines.samples.sql import to_stored_types
+from presage.pipelines.samples.statements import tables_in_sql
+from presage.pipelines.samples.tuples import hash_session_keys, with_one_zero
+from presage.pipelines.sources.raw_rows import ORIGIN, file_and_row
+from presage.schemas.arrays import is_text, one_chunk
+from presage.schemas.config.job import DataConfig
+from presage.schemas.config.sources import JoinConfig, SideConfig
+from presage.schemas.dataset.manifest import InputFile
+from presage.schemas.errors import SchemaError, suggest_name
 
 # Columns and keys.
 

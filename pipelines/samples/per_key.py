@@ -18,9 +18,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from pipelines.samples.lookups import key_column, key_type
-from pipelines.samples.sql import Connection, name_errors, run
-from pipelines.samples.sql_rejects import (
+from presage.pipelines.samples.lookups import key_column, key_type
+from presage.pipelines.samples.sql import Connection, name_errors, run
+from presage.pipelines.samples.sql_rejects import (
     MAX_ATTEMPTS,
     ROW_ERRORS,
     SqlResult,
@@ -30,9 +30,9 @@ from pipelines.samples.sql_rejects import (
     reject_reason,
     remove_marked,
 )
-from pipelines.samples.statements import quoted_name
-from pipelines.sources.raw_rows import CHUNK_ROWS, ORIGIN
-from pipelines.sources.rejects import TooManyRunsError, isolate_bad
+from presage.pipelines.samples.statements import quoted_name
+from presage.pipelines.sources.raw_rows import CHUNK_ROWS, ORIGIN
+from presage.pipelines.sources.rejects import TooManyRunsError, isolate_bad
 
 _ALL = "_all_"
 

@@ -16,18 +16,18 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipelines.samples.sql_rejects import (
+from presage.pipelines.samples.sql_rejects import (
     ROW_ERRORS,
     BadRowsError,
     SqlResult,
     bisect_rows,
     remove_marked,
 )
-from pipelines.samples.statements import quoted_name
-from pipelines.sources.raw_rows import CHUNK_ROWS, ORIGIN, POSITION_MASK
-from schemas.arrays import comparable_tuple, hash_keys, one_chunk
-from schemas.config.sources import SqlLimitsConfig
-from schemas.errors import SchemaError
+from presage.pipelines.samples.statements import quoted_name
+from presage.pipelines.sources.raw_rows import CHUNK_ROWS, ORIGIN, POSITION_MASK
+from presage.schemas.arrays import comparable_tuple, hash_keys, one_chunk
+from presage.schemas.config.sources import SqlLimitsConfig
+from presage.schemas.errors import SchemaError
 
 PREVIEW_TIME = timedelta(seconds=10)
 """Time limit of a statement in `preview`, unless that of the job is shorter."""

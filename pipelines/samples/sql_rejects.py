@@ -20,9 +20,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipelines.samples.statements import function_names, nodes, parse, unparse
-from pipelines.sources.raw_rows import ORIGIN, first_line
-from pipelines.sources.rejects import TooManyRunsError, isolate_bad, reason_kinds, row_texts
+from presage.pipelines.samples.statements import function_names, nodes, parse, unparse
+from presage.pipelines.sources.raw_rows import ORIGIN, first_line
+from presage.pipelines.sources.rejects import TooManyRunsError, isolate_bad, reason_kinds, row_texts
 
 BAD_ROWS_SCHEMA = pa.schema(
     [

@@ -15,11 +15,11 @@ from typing import Any
 import duckdb
 import pyarrow as pa
 
-from pipelines.sources.raw_rows import ORIGIN
-from schemas.config.job import DataConfig
-from schemas.config.parse import position_in_value
-from schemas.errors import SchemaError
-from schemas.storage.location import Location
+from presage.pipelines.sources.raw_rows import ORIGIN
+from presage.schemas.config.job import DataConfig
+from presage.schemas.config.parse import position_in_value
+from presage.schemas.errors import SchemaError
+from presage.schemas.storage.location import Location
 
 PER = "per"
 """Table that `samples.map` reads if the job also has `samples.per`."""

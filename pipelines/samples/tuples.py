@@ -17,10 +17,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from pipelines.samples.sql import LIST_INDEX
-from pipelines.samples.sql_rejects import BAD_ROWS_SCHEMA, bad_rows
-from pipelines.sources.raw_rows import ORIGIN, microseconds
-from schemas.arrays import (
+from presage.pipelines.samples.sql import LIST_INDEX
+from presage.pipelines.samples.sql_rejects import BAD_ROWS_SCHEMA, bad_rows
+from presage.pipelines.sources.raw_rows import ORIGIN, microseconds
+from presage.schemas.arrays import (
     combine_hashes,
     comparable,
     comparable_tuple,
@@ -33,11 +33,11 @@ from schemas.arrays import (
     take_values,
     unique_tuples,
 )
-from schemas.config.job import DataConfig
-from schemas.features import Feature, FeatureSet
-from schemas.hashing import salt_of, splitmix64
-from schemas.kernels import arrays as kernels
-from schemas.layout import SAMPLE_WEIGHT, weights_column
+from presage.schemas.config.job import DataConfig
+from presage.schemas.features import Feature, FeatureSet
+from presage.schemas.hashing import salt_of, splitmix64
+from presage.schemas.kernels import arrays as kernels
+from presage.schemas.layout import SAMPLE_WEIGHT, weights_column
 
 Item = TypeVar("Item")
 NUMBERS = ("dense", "label", "weight")

@@ -7,15 +7,15 @@ from typing import Any
 
 import pyarrow as pa
 
-from pipelines.samples.sql import LIST_INDEX
-from pipelines.samples.statements import PER, function_names, nodes, parse
-from pipelines.samples.tuples import NUMBERS, sql_weights
-from pipelines.sources.raw_rows import ORIGIN
-from schemas.arrays import is_list
-from schemas.config.job import DataConfig
-from schemas.errors import SchemaError, suggest_name, suggest_name_or
-from schemas.features import ROLES, Feature, FeatureSet
-from schemas.layout import (
+from presage.pipelines.samples.sql import LIST_INDEX
+from presage.pipelines.samples.statements import PER, function_names, nodes, parse
+from presage.pipelines.samples.tuples import NUMBERS, sql_weights
+from presage.pipelines.sources.raw_rows import ORIGIN
+from presage.schemas.arrays import is_list
+from presage.schemas.config.job import DataConfig
+from presage.schemas.errors import SchemaError, suggest_name, suggest_name_or
+from presage.schemas.features import ROLES, Feature, FeatureSet
+from presage.schemas.layout import (
     BLOCK,
     SAMPLE_WEIGHT,
     TUPLE_INDEX,

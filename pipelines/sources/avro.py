@@ -20,9 +20,9 @@ import fastavro
 import numpy as np
 import pyarrow as pa
 
-from pipelines.sources import limits
-from pipelines.sources.avro_blocks import Block, blocks_between, decompress, read_header
-from pipelines.sources.raw_rows import (
+from presage.pipelines.sources import limits
+from presage.pipelines.sources.avro_blocks import Block, blocks_between, decompress, read_header
+from presage.pipelines.sources.raw_rows import (
     Folder,
     InputSplit,
     RawRows,
@@ -32,9 +32,9 @@ from pipelines.sources.raw_rows import (
     typed_chunks,
     with_origins,
 )
-from pipelines.sources.rejects import Reject, file_reject, isolate_bad
-from pipelines.sources.types import type_name
-from schemas.config.sources import SourceConfig
+from presage.pipelines.sources.rejects import Reject, file_reject, isolate_bad
+from presage.pipelines.sources.types import type_name
+from presage.schemas.config.sources import SourceConfig
 
 Converter = Callable[[Any], Any]
 

@@ -15,8 +15,8 @@ from typing import Any, BinaryIO
 import fastavro
 import pyarrow as pa
 
-from pipelines.sources import limits
-from pipelines.sources.raw_rows import first_line
+from presage.pipelines.sources import limits
+from presage.pipelines.sources.raw_rows import first_line
 
 
 def decompress(codec: str, data: bytes) -> bytes:

@@ -20,10 +20,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv as pc_csv
 
-from pipelines.sources import limits
-from pipelines.sources.raw_rows import Folder, InputSplit, RawRows, with_origins
-from pipelines.sources.rejects import Reject, file_reject, rest_of_file_reject, sort_key
-from pipelines.sources.text_records import (
+from presage.pipelines.sources import limits
+from presage.pipelines.sources.raw_rows import Folder, InputSplit, RawRows, with_origins
+from presage.pipelines.sources.rejects import Reject, file_reject, rest_of_file_reject, sort_key
+from presage.pipelines.sources.text_records import (
     SHOWN_BYTES,
     Dialect,
     Fault,
@@ -39,9 +39,9 @@ from pipelines.sources.text_records import (
     scan_well_formed,
     utf16_reason,
 )
-from pipelines.sources.types import arrow_type, sql_type
-from schemas.config.sources import SourceConfig
-from schemas.dataset.files import owned_buffer
+from presage.pipelines.sources.types import arrow_type, sql_type
+from presage.schemas.config.sources import SourceConfig
+from presage.schemas.dataset.files import owned_buffer
 
 # Reading.
 

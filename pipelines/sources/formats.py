@@ -13,23 +13,23 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from pipelines.sources.avro import (
+from presage.pipelines.sources.avro import (
     avro_schema,
     copy_avro_rows,
     declared_avro_columns,
     read_avro,
     split_avro,
 )
-from pipelines.sources.csv_files import read_csv
-from pipelines.sources.jsonl import read_jsonl, split_jsonl
-from pipelines.sources.parquet import (
+from presage.pipelines.sources.csv_files import read_csv
+from presage.pipelines.sources.jsonl import read_jsonl, split_jsonl
+from presage.pipelines.sources.parquet import (
     copy_parquet_rows,
     num_parquet_rows,
     parquet_schema,
     read_parquet,
     split_parquet,
 )
-from pipelines.sources.raw_rows import (
+from presage.pipelines.sources.raw_rows import (
     MAX_COPIED_BYTES,
     ORIGIN,
     SPLIT_BYTES,
@@ -44,12 +44,12 @@ from pipelines.sources.raw_rows import (
     typed_partitions,
     with_positions,
 )
-from pipelines.sources.rejects import Reject, file_reject
-from pipelines.sources.text_records import copy_first_lines
-from pipelines.sources.types import arrow_type, check_names, plain_schema
-from schemas.config.sources import FormatName, SourceConfig
-from schemas.dataset.manifest import InputFile
-from schemas.errors import SchemaError, pluralize, suggest_name
+from presage.pipelines.sources.rejects import Reject, file_reject
+from presage.pipelines.sources.text_records import copy_first_lines
+from presage.pipelines.sources.types import arrow_type, check_names, plain_schema
+from presage.schemas.config.sources import FormatName, SourceConfig
+from presage.schemas.dataset.manifest import InputFile
+from presage.schemas.errors import SchemaError, pluralize, suggest_name
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

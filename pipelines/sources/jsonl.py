@@ -20,8 +20,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.json as pa_json
 
-from pipelines.sources import limits
-from pipelines.sources.raw_rows import (
+from presage.pipelines.sources import limits
+from presage.pipelines.sources.raw_rows import (
     Folder,
     InputSplit,
     RawRows,
@@ -30,14 +30,14 @@ from pipelines.sources.raw_rows import (
     in_chunks,
     with_origins,
 )
-from pipelines.sources.rejects import (
+from presage.pipelines.sources.rejects import (
     Reject,
     file_reject,
     isolate_bad,
     rest_of_file_reject,
     sort_key,
 )
-from pipelines.sources.text_records import (
+from presage.pipelines.sources.text_records import (
     LINE_END,
     SHOWN_BYTES,
     TextStream,
@@ -47,10 +47,10 @@ from pipelines.sources.text_records import (
     num_line_ends,
     utf16_reason,
 )
-from pipelines.sources.types import type_text
-from schemas.arrays import is_list, is_text
-from schemas.config.sources import SourceConfig
-from schemas.dataset.files import owned_buffer
+from presage.pipelines.sources.types import type_text
+from presage.schemas.arrays import is_list, is_text
+from presage.schemas.config.sources import SourceConfig
+from presage.schemas.dataset.files import owned_buffer
 
 # Reading.
 

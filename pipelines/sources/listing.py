@@ -10,10 +10,10 @@ from datetime import date
 from functools import partial
 from pathlib import PurePosixPath
 
-from pipelines.sources.raw_rows import Folder, partition_values, typed_partitions, visible
-from schemas.config.sources import SourceConfig
-from schemas.dataset.manifest import InputFile
-from schemas.errors import SchemaError, suggest_name
+from presage.pipelines.sources.raw_rows import Folder, partition_values, typed_partitions, visible
+from presage.schemas.config.sources import SourceConfig
+from presage.schemas.dataset.manifest import InputFile
+from presage.schemas.errors import SchemaError, suggest_name
 
 _READERS = 8
 """Files that are hashed at once."""

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipelines.sources.raw_rows import (
+from presage.pipelines.sources.raw_rows import (
     CHUNK_ROWS,
     Folder,
     InputSplit,
@@ -23,10 +23,10 @@ from pipelines.sources.raw_rows import (
     typed_chunks,
     with_origins,
 )
-from pipelines.sources.rejects import Reject, file_reject
-from schemas.config.sources import SourceConfig
-from schemas.dataset.checked_files import column_ranges
-from schemas.dataset.files import parquet_file
+from presage.pipelines.sources.rejects import Reject, file_reject
+from presage.schemas.config.sources import SourceConfig
+from presage.schemas.dataset.checked_files import column_ranges
+from presage.schemas.dataset.files import parquet_file
 
 _COPIED_BATCH_ROWS = 1000
 _MAGIC = b"PAR1"

@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipelines.sources.rejects import (
+from presage.pipelines.sources.rejects import (
     BUILD_REJECTS_SCHEMA,
     Reject,
     file_reject,
@@ -30,14 +30,14 @@ from pipelines.sources.rejects import (
     rejects_table,
     row_texts,
 )
-from pipelines.sources.types import arrow_type, type_text, with_plain_column
-from schemas.arrays import is_list, one_chunk
-from schemas.config.sources import SourceConfig
-from schemas.dataset.files import sha256_of
-from schemas.dataset.manifest import InputFile
-from schemas.errors import SchemaError, suggest_name
-from schemas.paths import is_below, local_path
-from schemas.storage.location import Location
+from presage.pipelines.sources.types import arrow_type, type_text, with_plain_column
+from presage.schemas.arrays import is_list, one_chunk
+from presage.schemas.config.sources import SourceConfig
+from presage.schemas.dataset.files import sha256_of
+from presage.schemas.dataset.manifest import InputFile
+from presage.schemas.errors import SchemaError, suggest_name
+from presage.schemas.paths import is_below, local_path
+from presage.schemas.storage.location import Location
 
 # Folders of raw files, local or remote.
 

@@ -21,10 +21,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from schemas.dataset.files import decode_parquet
-from schemas.dataset.manifest import InputFile
-from schemas.layout import REJECTS_SCHEMA
-from schemas.storage.location import Entry, Location
+from presage.schemas.dataset.files import decode_parquet
+from presage.schemas.dataset.manifest import InputFile
+from presage.schemas.layout import REJECTS_SCHEMA
+from presage.schemas.storage.location import Entry, Location
 
 T = TypeVar("T")
 

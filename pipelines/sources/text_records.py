@@ -34,9 +34,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from pipelines.sources import limits
-from pipelines.sources.raw_rows import MAX_COPIED_BYTES, Folder, first_line, is_transient
-from schemas.config.sources import SourceConfig
+from presage.pipelines.sources import limits
+from presage.pipelines.sources.raw_rows import MAX_COPIED_BYTES, Folder, first_line, is_transient
+from presage.schemas.config.sources import SourceConfig
 
 # Lines.
 

@@ -12,9 +12,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipelines.sources.limits import check_num_columns
-from schemas.arrays import is_list, one_chunk
-from schemas.errors import SchemaError, suggest_name
+from presage.pipelines.sources.limits import check_num_columns
+from presage.schemas.arrays import is_list, one_chunk
+from presage.schemas.errors import SchemaError, suggest_name
 
 _TYPES: Mapping[str, tuple[pa.DataType, str]] = {
     "int8": (pa.int8(), "TINYINT"), "int16": (pa.int16(), "SMALLINT"),

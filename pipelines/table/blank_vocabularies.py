@@ -9,16 +9,16 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipelines.transforms.fit import free_path
-from schemas.arrays import is_list, one_chunk
-from schemas.dataset.fitted import (
+from presage.pipelines.transforms.fit import free_path
+from presage.schemas.arrays import is_list, one_chunk
+from presage.schemas.dataset.fitted import (
     VOCABULARIES,
     encode_table,
     load_vocabulary_versions,
     version_path,
 )
-from schemas.dataset.opened import OpenDataset, Segment
-from schemas.dataset.samples import read_sample_column, row_groups
+from presage.schemas.dataset.opened import OpenDataset, Segment
+from presage.schemas.dataset.samples import read_sample_column, row_groups
 
 BlankedVocabularies = Mapping[str, tuple[str, bytes]]
 """Path of a replaced file of a vocabulary to the path and the content of the new one."""

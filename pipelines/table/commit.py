@@ -22,16 +22,21 @@ from pathlib import Path
 
 import pyarrow.compute as pc
 
-from pipelines.quality.gate import check_limits, parse_schema, pass_gate
-from pipelines.table.compatibility import check_compatible, check_types
-from pipelines.table.indexes import INDEX_PREFIX, PartBuilder, segment_of_part
-from pipelines.table.root import commit_manifest, until_committed, update_root, write_version
-from pipelines.table.segment import directory_reference
-from pipelines.table.target import JobFiles, SegmentTarget
-from pipelines.transforms.fit import check_fitted_files
-from schemas.config.job import parse_job
-from schemas.dataset.files import read_verified
-from schemas.dataset.manifest import (
+from presage.pipelines.quality.gate import check_limits, parse_schema, pass_gate
+from presage.pipelines.table.compatibility import check_compatible, check_types
+from presage.pipelines.table.indexes import INDEX_PREFIX, PartBuilder, segment_of_part
+from presage.pipelines.table.root import (
+    commit_manifest,
+    until_committed,
+    update_root,
+    write_version,
+)
+from presage.pipelines.table.segment import directory_reference
+from presage.pipelines.table.target import JobFiles, SegmentTarget
+from presage.pipelines.transforms.fit import check_fitted_files
+from presage.schemas.config.job import parse_job
+from presage.schemas.dataset.files import read_verified
+from presage.schemas.dataset.manifest import (
     ERASED_PREFIX,
     DatasetManifest,
     InputFile,
@@ -43,11 +48,11 @@ from schemas.dataset.manifest import (
     previous_names,
     read_segment,
 )
-from schemas.dataset.opened import OpenDataset, Segment, open_root
-from schemas.dataset.tombstones import read_tombstones
-from schemas.errors import SchemaError, pluralize
-from schemas.layout import JOB, MANIFEST, SCHEMA, SEGMENTS
-from schemas.storage.location import Location, StorageError
+from presage.schemas.dataset.opened import OpenDataset, Segment, open_root
+from presage.schemas.dataset.tombstones import read_tombstones
+from presage.schemas.errors import SchemaError, pluralize
+from presage.schemas.layout import JOB, MANIFEST, SCHEMA, SEGMENTS
+from presage.schemas.storage.location import Location, StorageError
 
 MAX_POSITION = 99_999
 """Segment ids begin with the position in five digits."""
@@ -370,7 +375,7 @@ def refuse_sealed(root: DatasetManifest, dataset: Location) -> None:
     if root.sealed:
         raise SchemaError(
             f"dataset is sealed after {pluralize(len(root.segments), 'segment')}; run "
-            f"python -m pipelines unseal {dataset}, or build a new dataset",
+            f"python -m presage.pipelines unseal {dataset}, or build a new dataset",
             file=str(dataset),
         )
 
@@ -534,7 +539,8 @@ def check_replaceable(
     tombstones = read_tombstones(dataset, root.tombstones_sha256)
     if pc.any(pc.equal(tombstones["segment"], segment.id)).as_py():
         raise SchemaError(
-            f"segment with tombstones cannot be replaced: {segment.id}; run python -m pipelines "
+            f"segment with tombstones cannot be replaced: {segment.id}; run python -m "
+            f"presage.pipelines "
             f"erase {dataset} --rewrite, and remove the ids from the new files",
             file=str(dataset),
         )

@@ -17,15 +17,20 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from pipelines.quality.gate import parse_schema, pass_gate
-from pipelines.table.blank_vocabularies import (
+from presage.pipelines.quality.gate import parse_schema, pass_gate
+from presage.pipelines.table.blank_vocabularies import (
     BlankedVocabularies,
     blank_vocabularies,
     with_blanked_files,
 )
-from pipelines.table.commit import anomalies_text_of, discard, discarded_on_error, write_anomalies
-from pipelines.table.compact_segment import compact_segment, copy_segment, remaining_lines
-from pipelines.table.delete import (
+from presage.pipelines.table.commit import (
+    anomalies_text_of,
+    discard,
+    discarded_on_error,
+    write_anomalies,
+)
+from presage.pipelines.table.compact_segment import compact_segment, copy_segment, remaining_lines
+from presage.pipelines.table.delete import (
     REJECT_PREFIXES,
     expired_segments,
     id_column,
@@ -33,13 +38,13 @@ from pipelines.table.delete import (
     read_ids,
     write_tombstones,
 )
-from pipelines.table.indexes import PartBuilder
-from pipelines.table.root import commit_manifest, until_committed, write_copies
-from pipelines.table.segment import rewritten_key
-from pipelines.table.vacuum import check_unused, remove_replaced
-from schemas.arrays import is_list
-from schemas.dataset.files import sha256_of
-from schemas.dataset.manifest import (
+from presage.pipelines.table.indexes import PartBuilder
+from presage.pipelines.table.root import commit_manifest, until_committed, write_copies
+from presage.pipelines.table.segment import rewritten_key
+from presage.pipelines.table.vacuum import check_unused, remove_replaced
+from presage.schemas.arrays import is_list
+from presage.schemas.dataset.files import sha256_of
+from presage.schemas.dataset.manifest import (
     ERASED_PREFIX,
     DatasetManifest,
     Reference,
@@ -48,12 +53,18 @@ from schemas.dataset.manifest import (
     read_segment,
     shuffle_key_of,
 )
-from schemas.dataset.opened import OpenDataset, Segment, open_dataset, open_root, read_version
-from schemas.dataset.samples import read_sample_column, row_groups
-from schemas.dataset.tombstones import merge_tombstones, read_tombstones
-from schemas.errors import SchemaError
-from schemas.layout import MANIFEST, SCHEMA, SEGMENTS
-from schemas.storage.location import Location
+from presage.schemas.dataset.opened import (
+    OpenDataset,
+    Segment,
+    open_dataset,
+    open_root,
+    read_version,
+)
+from presage.schemas.dataset.samples import read_sample_column, row_groups
+from presage.schemas.dataset.tombstones import merge_tombstones, read_tombstones
+from presage.schemas.errors import SchemaError
+from presage.schemas.layout import MANIFEST, SCHEMA, SEGMENTS
+from presage.schemas.storage.location import Location
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

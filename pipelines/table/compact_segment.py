@@ -13,15 +13,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from pipelines.clustering.part import build_part, sum_statistics
-from pipelines.clustering.storage_layout import SegmentLayout, choose_segment_layout
-from pipelines.oracle.numbering import number_table, training_blocks
-from pipelines.runner_options import beam_build, local_options
-from pipelines.samples.event_join import write_late
-from pipelines.samples.sql import LIST_INDEX
-from pipelines.samples.tuples import Tuples, distinct_rows, drop_unused_tuples
-from pipelines.sources.raw_rows import ORIGIN
-from pipelines.sources.rejects import (
+from presage.pipelines.clustering.part import build_part, sum_statistics
+from presage.pipelines.clustering.storage_layout import SegmentLayout, choose_segment_layout
+from presage.pipelines.oracle.numbering import number_table, training_blocks
+from presage.pipelines.runner_options import beam_build, local_options
+from presage.pipelines.samples.event_join import write_late
+from presage.pipelines.samples.sql import LIST_INDEX
+from presage.pipelines.samples.tuples import Tuples, distinct_rows, drop_unused_tuples
+from presage.pipelines.sources.raw_rows import ORIGIN
+from presage.pipelines.sources.rejects import (
     Reject,
     RejectCounts,
     merge_counts,
@@ -29,18 +29,18 @@ from pipelines.sources.rejects import (
     rejects_table,
     write_rejects,
 )
-from pipelines.table.delete import REJECT_PREFIXES
-from pipelines.table.segment import directories_of, finish_segment, segment_directory
-from schemas.config.job import DataConfig, Job
-from schemas.dataset.files import write_files
-from schemas.dataset.group_files import group_schema, read_group
-from schemas.dataset.manifest import write_manifest
-from schemas.dataset.opened import OpenDataset, Segment
-from schemas.dataset.samples import blocks_of_row_group, row_groups, tuples_of_samples
-from schemas.features import FeatureSet
-from schemas.layout import BLOCK, BLOCKS, EVENTS, FILES, inverse_column, part_path
-from schemas.machine import num_cores
-from schemas.storage.location import Location
+from presage.pipelines.table.delete import REJECT_PREFIXES
+from presage.pipelines.table.segment import directories_of, finish_segment, segment_directory
+from presage.schemas.config.job import DataConfig, Job
+from presage.schemas.dataset.files import write_files
+from presage.schemas.dataset.group_files import group_schema, read_group
+from presage.schemas.dataset.manifest import write_manifest
+from presage.schemas.dataset.opened import OpenDataset, Segment
+from presage.schemas.dataset.samples import blocks_of_row_group, row_groups, tuples_of_samples
+from presage.schemas.features import FeatureSet
+from presage.schemas.layout import BLOCK, BLOCKS, EVENTS, FILES, inverse_column, part_path
+from presage.schemas.machine import num_cores
+from presage.schemas.storage.location import Location
 
 # One segment
 

@@ -13,12 +13,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from pipelines.table.target import JobFiles
-from schemas.config.job import DataConfig, Job
-from schemas.dataset.opened import OpenDataset
-from schemas.errors import SchemaError, suggest_name_or
-from schemas.features import Feature, FeatureSet
-from schemas.storage.location import Location
+from presage.pipelines.table.target import JobFiles
+from presage.schemas.config.job import DataConfig, Job
+from presage.schemas.dataset.opened import OpenDataset
+from presage.schemas.errors import SchemaError, suggest_name_or
+from presage.schemas.features import Feature, FeatureSet
+from presage.schemas.storage.location import Location
 
 PER_SEGMENT_KEYS = frozenset(
     {"sources", "sides", "samples", "split", "on_error", "generate", "schema", "gate"}

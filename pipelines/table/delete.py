@@ -16,19 +16,19 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from pipelines.table.root import commit_manifest, until_committed, write_copies
-from schemas.arrays import flat_list, is_list, offsets_of, one_chunk
-from schemas.config.job import DataConfig
-from schemas.dataset.defaults import type_from_name
-from schemas.dataset.files import parquet_file
-from schemas.dataset.manifest import DatasetManifest, Root, read_root
-from schemas.dataset.opened import OpenDataset, Segment, open_root
-from schemas.dataset.samples import blocks_of_row_group, read_sample_column, row_groups
-from schemas.dataset.tombstones import encode_tombstones, merge_tombstones, read_tombstones
-from schemas.errors import SchemaError, suggest_name
-from schemas.layout import TOMBSTONES_SCHEMA, tombstones_path
-from schemas.storage.location import Location
-from schemas.storage.versions import writer_id
+from presage.pipelines.table.root import commit_manifest, until_committed, write_copies
+from presage.schemas.arrays import flat_list, is_list, offsets_of, one_chunk
+from presage.schemas.config.job import DataConfig
+from presage.schemas.dataset.defaults import type_from_name
+from presage.schemas.dataset.files import parquet_file
+from presage.schemas.dataset.manifest import DatasetManifest, Root, read_root
+from presage.schemas.dataset.opened import OpenDataset, Segment, open_root
+from presage.schemas.dataset.samples import blocks_of_row_group, read_sample_column, row_groups
+from presage.schemas.dataset.tombstones import encode_tombstones, merge_tombstones, read_tombstones
+from presage.schemas.errors import SchemaError, suggest_name
+from presage.schemas.layout import TOMBSTONES_SCHEMA, tombstones_path
+from presage.schemas.storage.location import Location
+from presage.schemas.storage.versions import writer_id
 
 ROLES = ("kept", "sparse")
 """Roles of columns that may hold ids; the session key may have any role."""

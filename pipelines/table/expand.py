@@ -15,15 +15,15 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from pipelines.samples.statements import quoted_name
-from pipelines.sources.types import sql_type
-from schemas.arrays import Jagged, comparable, hash_keys, is_list, offsets_of, one_chunk
-from schemas.dataset.defaults import missing_column_defaults
-from schemas.dataset.opened import OpenDataset, Segment, open_dataset
-from schemas.dataset.samples import column_names, read_samples
-from schemas.errors import SchemaError
-from schemas.hashing import splitmix64
-from schemas.layout import (
+from presage.pipelines.samples.statements import quoted_name
+from presage.pipelines.sources.types import sql_type
+from presage.schemas.arrays import Jagged, comparable, hash_keys, is_list, offsets_of, one_chunk
+from presage.schemas.dataset.defaults import missing_column_defaults
+from presage.schemas.dataset.opened import OpenDataset, Segment, open_dataset
+from presage.schemas.dataset.samples import column_names, read_samples
+from presage.schemas.errors import SchemaError
+from presage.schemas.hashing import splitmix64
+from presage.schemas.layout import (
     BLOCK,
     BUFFER_INDEX,
     MICROSECONDS,
@@ -35,7 +35,7 @@ from schemas.layout import (
     tombstones_path,
     window_columns,
 )
-from schemas.storage.location import Location
+from presage.schemas.storage.location import Location
 
 
 def expand(

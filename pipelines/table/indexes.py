@@ -16,17 +16,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pipelines.oracle.index import TableTotals, index_table
-from pipelines.quality.segment_statistics import segment_statistics
-from pipelines.runner_options import beam_build, local_options
-from pipelines.table.root import until_committed, update_root
-from pipelines.table.segment import describe_files, publish, remove_partial
-from schemas.config.job import DataConfig, OrderConfig
-from schemas.config.train import CacheConfig
-from schemas.dataset.accesses import TableAccesses, count_distances, slot_accesses
-from schemas.dataset.files import write_files
-from schemas.dataset.hints import TableHints, write_hints
-from schemas.dataset.manifest import (
+from presage.pipelines.oracle.index import TableTotals, index_table
+from presage.pipelines.quality.segment_statistics import segment_statistics
+from presage.pipelines.runner_options import beam_build, local_options
+from presage.pipelines.table.root import until_committed, update_root
+from presage.pipelines.table.segment import describe_files, publish, remove_partial
+from presage.schemas.config.job import DataConfig, OrderConfig
+from presage.schemas.config.train import CacheConfig
+from presage.schemas.dataset.accesses import TableAccesses, count_distances, slot_accesses
+from presage.schemas.dataset.files import write_files
+from presage.schemas.dataset.hints import TableHints, write_hints
+from presage.schemas.dataset.manifest import (
     DatasetManifest,
     IndexEntry,
     IndexManifest,
@@ -38,14 +38,20 @@ from schemas.dataset.manifest import (
     shuffle_key_of,
     write_manifest,
 )
-from schemas.dataset.opened import Index, OpenDataset, Segment, open_dataset, select_segments
-from schemas.dataset.order import Order
-from schemas.dataset.run_next_uses import NextUses, open_table
-from schemas.layout import FILES, TRAIN
-from schemas.machine import num_cores
-from schemas.oracle.cache_plan import CachePlan, cache_too_small, required_rows, summarize
-from schemas.oracle.miss_ratio import lru_curve
-from schemas.storage.location import Location
+from presage.schemas.dataset.opened import (
+    Index,
+    OpenDataset,
+    Segment,
+    open_dataset,
+    select_segments,
+)
+from presage.schemas.dataset.order import Order
+from presage.schemas.dataset.run_next_uses import NextUses, open_table
+from presage.schemas.layout import FILES, TRAIN
+from presage.schemas.machine import num_cores
+from presage.schemas.oracle.cache_plan import CachePlan, cache_too_small, required_rows, summarize
+from presage.schemas.oracle.miss_ratio import lru_curve
+from presage.schemas.storage.location import Location
 
 INDEX_PREFIX = "index-"
 """Names of the directories of indexes begin with it."""

@@ -12,15 +12,15 @@ from datetime import datetime, timedelta
 from hashlib import sha256
 from typing import TypeVar
 
-from pipelines.table.expand import VIEW, view_sql
-from schemas.dataset.files import parse_files
-from schemas.dataset.manifest import DatasetManifest, Root, commit_root, read_root
-from schemas.dataset.opened import committed_segment, open_root, version_name
-from schemas.errors import SchemaError
-from schemas.layout import BLOCKS, FILES, JOB, MANIFEST, SCHEMA, SEGMENTS, tombstones_path
-from schemas.storage.location import Location
-from schemas.storage.probes import store_time
-from schemas.storage.versions import Versions, backoff
+from presage.pipelines.table.expand import VIEW, view_sql
+from presage.schemas.dataset.files import parse_files
+from presage.schemas.dataset.manifest import DatasetManifest, Root, commit_root, read_root
+from presage.schemas.dataset.opened import committed_segment, open_root, version_name
+from presage.schemas.errors import SchemaError
+from presage.schemas.layout import BLOCKS, FILES, JOB, MANIFEST, SCHEMA, SEGMENTS, tombstones_path
+from presage.schemas.storage.location import Location
+from presage.schemas.storage.probes import store_time
+from presage.schemas.storage.versions import Versions, backoff
 
 MIN_AGE = timedelta(days=7)
 """Age that files which no manifest has named reach before `vacuum` removes them."""

@@ -18,19 +18,23 @@ from tempfile import TemporaryDirectory
 
 import pyarrow as pa
 
-from pipelines.clustering.part import LOOKUPS, PartResult, merge_blocks
-from pipelines.clustering.storage_layout import DICTIONARY, open_writer
-from pipelines.oracle.numbering import NumberedTable
-from pipelines.quality.segment_statistics import segment_slices, statistics_text, write_statistics
-from pipelines.shuffle import SHUFFLE
-from pipelines.sources.rejects import RejectCounts
-from schemas.arrays import join_times
-from schemas.config.job import DataConfig
-from schemas.dataset.checked_files import CheckedFile
-from schemas.dataset.defaults import type_name
-from schemas.dataset.files import FileEntry, describe_file, sha256_of, write_files
-from schemas.dataset.group_files import group_schema
-from schemas.dataset.manifest import (
+from presage.pipelines.clustering.part import LOOKUPS, PartResult, merge_blocks
+from presage.pipelines.clustering.storage_layout import DICTIONARY, open_writer
+from presage.pipelines.oracle.numbering import NumberedTable
+from presage.pipelines.quality.segment_statistics import (
+    segment_slices,
+    statistics_text,
+    write_statistics,
+)
+from presage.pipelines.shuffle import SHUFFLE
+from presage.pipelines.sources.rejects import RejectCounts
+from presage.schemas.arrays import join_times
+from presage.schemas.config.job import DataConfig
+from presage.schemas.dataset.checked_files import CheckedFile
+from presage.schemas.dataset.defaults import type_name
+from presage.schemas.dataset.files import FileEntry, describe_file, sha256_of, write_files
+from presage.schemas.dataset.group_files import group_schema
+from presage.schemas.dataset.manifest import (
     GroupCounts,
     InputFile,
     Reference,
@@ -39,10 +43,10 @@ from schemas.dataset.manifest import (
     hash_of,
     write_manifest,
 )
-from schemas.dataset.opened import split_ranges
-from schemas.errors import SchemaError
-from schemas.features import FeatureSet
-from schemas.layout import (
+from presage.schemas.dataset.opened import split_ranges
+from presage.schemas.errors import SchemaError
+from presage.schemas.features import FeatureSet
+from presage.schemas.layout import (
     BLOCK,
     BLOCKS,
     DATA_DIRECTORIES,
@@ -52,8 +56,8 @@ from schemas.layout import (
     inverse_column,
     part_path,
 )
-from schemas.storage.local_files import PARTIAL
-from schemas.storage.location import Location
+from presage.schemas.storage.local_files import PARTIAL
+from presage.schemas.storage.location import Location
 
 
 def group_counts(results: Sequence[PartResult]) -> dict[str, GroupCounts]:

@@ -6,11 +6,11 @@ from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 
-from schemas.config.job import Job, parse_job
-from schemas.config.parse import read_job_text
-from schemas.features import FeatureSet, parse_features, read_schema_text
-from schemas.paths import path_or_url, schema_path
-from schemas.storage.location import Location
+from presage.schemas.config.job import Job, parse_job
+from presage.schemas.config.parse import read_job_text
+from presage.schemas.features import FeatureSet, parse_features, read_schema_text
+from presage.schemas.paths import path_or_url, schema_path
+from presage.schemas.storage.location import Location
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,17 +19,23 @@ from contextlib import nullcontext, suppress
 from datetime import datetime, timedelta
 from typing import Any
 
-from pipelines.table.indexes import INDEX_PREFIX, segment_of_part
-from pipelines.table.root import MIN_AGE, directories_in, files_in, until_committed
-from schemas.dataset.fitted import FITTED_DIRECTORY, VOCABULARIES
-from schemas.dataset.manifest import DatasetManifest, Root, commit_root, parse_root, read_root
-from schemas.errors import SchemaError
-from schemas.layout import SEGMENTS, TOMBSTONES
-from schemas.storage.leases import LEASES, live_leases, remove_expired
-from schemas.storage.local_files import remove_incomplete
-from schemas.storage.location import MANIFESTS, Entry, Location
-from schemas.storage.probes import store_time
-from schemas.storage.versions import Versions
+from presage.pipelines.table.indexes import INDEX_PREFIX, segment_of_part
+from presage.pipelines.table.root import MIN_AGE, directories_in, files_in, until_committed
+from presage.schemas.dataset.fitted import FITTED_DIRECTORY, VOCABULARIES
+from presage.schemas.dataset.manifest import (
+    DatasetManifest,
+    Root,
+    commit_root,
+    parse_root,
+    read_root,
+)
+from presage.schemas.errors import SchemaError
+from presage.schemas.layout import SEGMENTS, TOMBSTONES
+from presage.schemas.storage.leases import LEASES, live_leases, remove_expired
+from presage.schemas.storage.local_files import remove_incomplete
+from presage.schemas.storage.location import MANIFESTS, Entry, Location
+from presage.schemas.storage.probes import store_time
+from presage.schemas.storage.versions import Versions
 
 REFUSED_PREFIX = ".refused-"
 """Names of the directories with the rejects of refused segments begin with it."""

@@ -14,10 +14,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from pipelines.sources.raw_rows import microseconds
-from pipelines.table.commit import anomalies_text_of, position_of_day
-from pipelines.table.segment import reads_day, rewritten_key, segment_key, sum_bytes
-from schemas.arrays import (
+from presage.pipelines.sources.raw_rows import microseconds
+from presage.pipelines.table.commit import anomalies_text_of, position_of_day
+from presage.pipelines.table.segment import reads_day, rewritten_key, segment_key, sum_bytes
+from presage.schemas.arrays import (
     Jagged,
     check_inverse,
     comparable_tuple,
@@ -28,24 +28,30 @@ from schemas.arrays import (
     unique_tuples,
     values_of,
 )
-from schemas.config.job import DataConfig
-from schemas.dataset.accesses import TableAccesses
-from schemas.dataset.checked_files import ListFiles
-from schemas.dataset.defaults import constant_column, missing_column_defaults, type_name
-from schemas.dataset.files import find_damaged_files
-from schemas.dataset.fitted import load_fitted
-from schemas.dataset.group_files import read_group
-from schemas.dataset.manifest import GroupCounts, IndexEntry, TableCounts, previous_names
-from schemas.dataset.opened import IndexPart, OpenDataset, Segment, access_lists, open_dataset
-from schemas.dataset.order import Order
-from schemas.dataset.samples import (
+from presage.schemas.config.job import DataConfig
+from presage.schemas.dataset.accesses import TableAccesses
+from presage.schemas.dataset.checked_files import ListFiles
+from presage.schemas.dataset.defaults import constant_column, missing_column_defaults, type_name
+from presage.schemas.dataset.files import find_damaged_files
+from presage.schemas.dataset.fitted import load_fitted
+from presage.schemas.dataset.group_files import read_group
+from presage.schemas.dataset.manifest import GroupCounts, IndexEntry, TableCounts, previous_names
+from presage.schemas.dataset.opened import (
+    IndexPart,
+    OpenDataset,
+    Segment,
+    access_lists,
+    open_dataset,
+)
+from presage.schemas.dataset.order import Order
+from presage.schemas.dataset.samples import (
     blocks_of_row_group,
     read_sample_column,
     row_groups,
     tuples_of_samples,
 )
-from schemas.errors import SchemaError
-from schemas.layout import (
+from presage.schemas.errors import SchemaError
+from presage.schemas.layout import (
     BLOCK,
     DATA_DIRECTORIES,
     TRAIN,
@@ -55,10 +61,10 @@ from schemas.layout import (
     part_path,
     reuse_schema,
 )
-from schemas.oracle.next_uses import NextUseTracker, unique_per_block
-from schemas.oracle.reuse import ReuseCounts
-from schemas.rows import ids_of, rows_of_ids
-from schemas.storage.location import Location
+from presage.schemas.oracle.next_uses import NextUseTracker, unique_per_block
+from presage.schemas.oracle.reuse import ReuseCounts
+from presage.schemas.rows import ids_of, rows_of_ids
+from presage.schemas.storage.location import Location
 
 SETTINGS = ("batch_samples", "epochs", "shuffle", "seed")
 """Settings of an index that each of its parts repeats."""

@@ -20,16 +20,29 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from pipelines.samples.sql import Connection, name_errors, run
-from pipelines.samples.statements import parse
-from pipelines.samples.validate import check_type
-from schemas.arrays import combine_hashes, hash_values, is_list, offsets_of, one_chunk, ranges
-from schemas.config.job import SAMPLES, DataConfig
-from schemas.config.transforms import TransformConfig, num_ids_of_transform
-from schemas.dataset.fitted import FittedStats, FittedValues, Vocabulary, stats_key, value_type
-from schemas.errors import SchemaError, suggest_name
-from schemas.features import FeatureSet
-from schemas.hashing import hash_rows
+from presage.pipelines.samples.sql import Connection, name_errors, run
+from presage.pipelines.samples.statements import parse
+from presage.pipelines.samples.validate import check_type
+from presage.schemas.arrays import (
+    combine_hashes,
+    hash_values,
+    is_list,
+    offsets_of,
+    one_chunk,
+    ranges,
+)
+from presage.schemas.config.job import SAMPLES, DataConfig
+from presage.schemas.config.transforms import TransformConfig, num_ids_of_transform
+from presage.schemas.dataset.fitted import (
+    FittedStats,
+    FittedValues,
+    Vocabulary,
+    stats_key,
+    value_type,
+)
+from presage.schemas.errors import SchemaError, suggest_name
+from presage.schemas.features import FeatureSet
+from presage.schemas.hashing import hash_rows
 
 
 class _Thread(threading.local):

@@ -26,15 +26,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from pipelines.quality.column_statistics import exact_sums, mean_and_deviation
-from pipelines.samples.sql import LIST_INDEX
-from pipelines.samples.tuples import Tuples, in_evaluation
-from pipelines.sources.raw_rows import ORIGIN
-from pipelines.transforms.apply import FitInput, apply_transforms, fit_inputs
-from schemas.arrays import is_list, numpy_of, one_chunk
-from schemas.config.job import SAMPLES, DataConfig
-from schemas.dataset.files import read_verified
-from schemas.dataset.fitted import (
+from presage.pipelines.quality.column_statistics import exact_sums, mean_and_deviation
+from presage.pipelines.samples.sql import LIST_INDEX
+from presage.pipelines.samples.tuples import Tuples, in_evaluation
+from presage.pipelines.sources.raw_rows import ORIGIN
+from presage.pipelines.transforms.apply import FitInput, apply_transforms, fit_inputs
+from presage.schemas.arrays import is_list, numpy_of, one_chunk
+from presage.schemas.config.job import SAMPLES, DataConfig
+from presage.schemas.dataset.files import read_verified
+from presage.schemas.dataset.fitted import (
     FittedStats,
     FittedValues,
     encode_stats,
@@ -48,12 +48,12 @@ from schemas.dataset.fitted import (
     value_type,
     version_path,
 )
-from schemas.dataset.manifest import find_root
-from schemas.dataset.opened import committed_segment
-from schemas.errors import SchemaError
-from schemas.hashing import splitmix64
-from schemas.layout import SEGMENTS
-from schemas.storage.location import Location
+from presage.schemas.dataset.manifest import find_root
+from presage.schemas.dataset.opened import committed_segment
+from presage.schemas.errors import SchemaError
+from presage.schemas.hashing import splitmix64
+from presage.schemas.layout import SEGMENTS
+from presage.schemas.storage.location import Location
 
 SAMPLE_SIZE = 1 << 16
 """Values from which quantiles are computed: all of a smaller log; of a larger one a rank is off by

@@ -12,14 +12,20 @@ from dataclasses import replace
 
 import numpy as np
 
-from scheduler.controller.cores import restore_cores
-from scheduler.controller.predictions import RemainingWork, remaining_work
-from scheduler.controller.state import Action, JobState, State, available_budget, sizes_as_values
-from scheduler.model.pools import PoolSizes, budget_excess, describe_sizes, mib
-from scheduler.planner.candidates import find_candidates, predict_candidates, preference
-from scheduler.planner.correction import MIN_REMAINING_SEC, Change, Correction
-from scheduler.planner.share import WAITING, Options, job_options, share_budget, urgencies
-from schemas.errors import PlanError
+from presage.scheduler.controller.cores import restore_cores
+from presage.scheduler.controller.predictions import RemainingWork, remaining_work
+from presage.scheduler.controller.state import (
+    Action,
+    JobState,
+    State,
+    available_budget,
+    sizes_as_values,
+)
+from presage.scheduler.model.pools import PoolSizes, budget_excess, describe_sizes, mib
+from presage.scheduler.planner.candidates import find_candidates, predict_candidates, preference
+from presage.scheduler.planner.correction import MIN_REMAINING_SEC, Change, Correction
+from presage.scheduler.planner.share import WAITING, Options, job_options, share_budget, urgencies
+from presage.schemas.errors import PlanError
 
 Contender = tuple[JobState, list[PoolSizes], list[float], Options]
 """A job, its possible sizes (the preferred ones last), their predicted seconds, and its options."""

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 
-from scheduler.controller.state import Action, JobState, UsageWindow, booked_resources
-from scheduler.model.elasticity import (
+from presage.scheduler.controller.state import Action, JobState, UsageWindow, booked_resources
+from presage.scheduler.model.elasticity import (
     GROWTH,
     MIN_RATIO,
     CoreGrant,
@@ -18,7 +18,7 @@ from scheduler.model.elasticity import (
     add_readings,
     fit_pool_cores,
 )
-from schemas.config.schedule import BudgetConfig
+from presage.schemas.config.schedule import BudgetConfig
 
 # Cores of trainers and stores: those that they keep busy, unless steps get longer (the rule is in
 # `scheduler/model/elasticity.py`; this part collects the readings). No process is replaced for it:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from scheduler.model.past_runs import History
-from scheduler.model.plan_inputs import DataFacts
-from schemas.config.schedule import ScheduleConfig
+from presage.scheduler.model.past_runs import History
+from presage.scheduler.model.plan_inputs import DataFacts
+from presage.schemas.config.schedule import ScheduleConfig
 
 Outcome = Literal["done", "left", "failed", "lost", "oom"]
 """How a process ended. `done`: its work is complete; `left`: it exited on request; `failed`: it

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from scheduler.controller.budget import allocate
-from scheduler.controller.cores import fit_cores_to_need, restore_cores
-from scheduler.controller.events import (
+from presage.scheduler.controller.budget import allocate
+from presage.scheduler.controller.cores import fit_cores_to_need, restore_cores
+from presage.scheduler.controller.events import (
     BudgetSet,
     Drained,
     Ended,
@@ -36,7 +36,7 @@ from scheduler.controller.events import (
     Submitted,
     Tick,
 )
-from scheduler.controller.predictions import (
+from presage.scheduler.controller.predictions import (
     PROCESS_OF_POOL,
     find_late_segment,
     forecast_pools,
@@ -47,9 +47,9 @@ from scheduler.controller.predictions import (
     reclaim_memory,
     remaining_work,
 )
-from scheduler.controller.reconcile import reconcile
-from scheduler.controller.slots import initial_owners, move_slots
-from scheduler.controller.state import (
+from presage.scheduler.controller.reconcile import reconcile
+from presage.scheduler.controller.slots import initial_owners, move_slots
+from presage.scheduler.controller.state import (
     ENDED_PHASES,
     Action,
     BackoffState,
@@ -63,20 +63,20 @@ from scheduler.controller.state import (
     shares_of,
     sizes_as_values,
 )
-from scheduler.model.elasticity import CoreReadings
-from scheduler.model.plan_inputs import PlanInputs
-from scheduler.model.pools import Grid, PoolSizes, describe_sizes
-from scheduler.model.predict import fit_models, segment_setting, training_setting
-from scheduler.model.throughput import observe
-from scheduler.planner.correction import (
+from presage.scheduler.model.elasticity import CoreReadings
+from presage.scheduler.model.plan_inputs import PlanInputs
+from presage.scheduler.model.pools import Grid, PoolSizes, describe_sizes
+from presage.scheduler.model.predict import fit_models, segment_setting, training_setting
+from presage.scheduler.model.throughput import observe
+from presage.scheduler.planner.correction import (
     PAUSE_SEC,
     SizeComparison,
     Verdict,
     compare_sizes,
     decide_correction,
 )
-from schemas.config.schedule import BudgetConfig, ScheduleConfig, WorkerConfig
-from schemas.errors import PlanError
+from presage.schemas.config.schedule import BudgetConfig, ScheduleConfig, WorkerConfig
+from presage.schemas.errors import PlanError
 
 Result = tuple[JobState, list[Action]]
 Handler = Callable[[JobState, Any, State], Result]

@@ -10,13 +10,13 @@ from typing import Literal, TypeVar
 
 import numpy as np
 
-from scheduler.controller.events import Ended, Event, Started, Stepped, Tick
-from scheduler.controller.state import ENDED_PHASES, JobState, State
-from scheduler.model.pools import GIB, Grid
-from scheduler.model.predict import fit_models, segment_setting, training_setting
-from scheduler.model.throughput import Prediction, predict_seconds
-from scheduler.planner.candidates import SEC_PER_HOUR
-from schemas.run.records import Decision
+from presage.scheduler.controller.events import Ended, Event, Started, Stepped, Tick
+from presage.scheduler.controller.state import ENDED_PHASES, JobState, State
+from presage.scheduler.model.pools import GIB, Grid
+from presage.scheduler.model.predict import fit_models, segment_setting, training_setting
+from presage.scheduler.model.throughput import Prediction, predict_seconds
+from presage.scheduler.planner.candidates import SEC_PER_HOUR
+from presage.schemas.run.records import Decision
 
 KEPT = 200
 """Latest decisions and incidents that are kept; the log has all."""

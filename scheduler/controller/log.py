@@ -28,14 +28,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, Self, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from scheduler.controller.events import BudgetSet, Event, Read, Submitted, Tick
-from scheduler.controller.handle import HANDLERS, handle
-from scheduler.controller.journal import Journal, record
-from scheduler.controller.state import Action, JobState, State, job_of_document
-from scheduler.model.plan_inputs import PlanInputs
-from schemas.dataset.files import replace_bytes
-from schemas.errors import SchemaError
-from schemas.run.records import Decision
+from presage.scheduler.controller.events import BudgetSet, Event, Read, Submitted, Tick
+from presage.scheduler.controller.handle import HANDLERS, handle
+from presage.scheduler.controller.journal import Journal, record
+from presage.scheduler.controller.state import Action, JobState, State, job_of_document
+from presage.scheduler.model.plan_inputs import PlanInputs
+from presage.schemas.dataset.files import replace_bytes
+from presage.schemas.errors import SchemaError
+from presage.schemas.run.records import Decision
 
 EVENT_TYPES: Mapping[str, type[Event]] = MappingProxyType(
     {kind.__name__: kind for kind in (BudgetSet, Submitted, Tick, *HANDLERS)}

@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from scheduler.controller.state import (
+from presage.scheduler.controller.state import (
     Action,
     JobState,
     PoolName,
@@ -17,11 +17,17 @@ from scheduler.controller.state import (
     State,
     StepPrediction,
 )
-from scheduler.model.plan_inputs import PlanInputs
-from scheduler.model.pools import BookedWorker, Grid, PoolSizes, trainer_memory, worker_bytes
-from scheduler.model.predict import Models, fit_models, segment_setting, training_setting
-from scheduler.model.throughput import predict_seconds
-from scheduler.planner.correction import (
+from presage.scheduler.model.plan_inputs import PlanInputs
+from presage.scheduler.model.pools import (
+    BookedWorker,
+    Grid,
+    PoolSizes,
+    trainer_memory,
+    worker_bytes,
+)
+from presage.scheduler.model.predict import Models, fit_models, segment_setting, training_setting
+from presage.scheduler.model.throughput import predict_seconds
+from presage.scheduler.planner.correction import (
     MEMORY_HEADROOM,
     MIN_GAIN,
     MemoryForecast,
@@ -30,7 +36,7 @@ from scheduler.planner.correction import (
     forecast,
     memory_after_oom,
 )
-from schemas.config.schedule import BudgetConfig, ScheduleConfig, WorkerConfig
+from presage.schemas.config.schedule import BudgetConfig, ScheduleConfig, WorkerConfig
 
 LOOKAHEAD_SEC = 60.0
 """How far ahead load and memory are predicted; a process takes 10 to 30 s to start and join."""

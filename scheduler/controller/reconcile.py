@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from scheduler.controller.slots import stores_present, stores_ready, update_members
-from scheduler.controller.state import Action, JobState, PoolName, PoolProcess, State
-from scheduler.model.pools import MIB, PoolSizes, counted, mib
-from scheduler.planner.correction import MEMORY_HEADROOM, MIN_GAIN, end_change
+from presage.scheduler.controller.slots import stores_present, stores_ready, update_members
+from presage.scheduler.controller.state import Action, JobState, PoolName, PoolProcess, State
+from presage.scheduler.model.pools import MIB, PoolSizes, counted, mib
+from presage.scheduler.planner.correction import MEMORY_HEADROOM, MIN_GAIN, end_change
 
 RESIZE_RETRY_SEC = 300.0
 """Time after which a node that refused a resize is asked again."""

@@ -8,10 +8,10 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from scheduler.controller.log import LogReader, logs_of
-from scheduler.controller.state import JobState, State
-from scheduler.model.pools import counted
-from schemas.run.records import Decision
+from presage.scheduler.controller.log import LogReader, logs_of
+from presage.scheduler.controller.state import JobState, State
+from presage.scheduler.model.pools import counted
+from presage.schemas.run.records import Decision
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from scheduler.controller.events import LoadKnown
-from scheduler.controller.state import Action, JobState
-from scheduler.model.pools import HEADROOM, STORE_BASE_BYTES, PoolSizes, tables_bytes
-from schemas.config.schedule import MAX_STORES
-from schemas.hashing import NUM_SLOTS, divide_slots
+from presage.scheduler.controller.events import LoadKnown
+from presage.scheduler.controller.state import Action, JobState
+from presage.scheduler.model.pools import HEADROOM, STORE_BASE_BYTES, PoolSizes, tables_bytes
+from presage.schemas.config.schedule import MAX_STORES
+from presage.schemas.hashing import NUM_SLOTS, divide_slots
 
 NUM_RANGES = MAX_STORES
 """Slot ranges, and therefore the most stores that can own some."""

@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Literal
 
-from scheduler.controller.events import BudgetSet, LoadKnown, Stepped
-from scheduler.model.elasticity import CoreReadings, TrainingSizes
-from scheduler.model.plan_inputs import PlanInputs
-from scheduler.model.pools import PoolSizes
-from scheduler.model.throughput import Window
-from scheduler.planner.correction import Correction
-from scheduler.planner.machine_sizes import cluster_schedule
-from schemas.config.job import Job, parse_job
-from schemas.config.schedule import BudgetConfig, ScheduleConfig
+from presage.scheduler.controller.events import BudgetSet, LoadKnown, Stepped
+from presage.scheduler.model.elasticity import CoreReadings, TrainingSizes
+from presage.scheduler.model.plan_inputs import PlanInputs
+from presage.scheduler.model.pools import PoolSizes
+from presage.scheduler.model.throughput import Window
+from presage.scheduler.planner.correction import Correction
+from presage.scheduler.planner.machine_sizes import cluster_schedule
+from presage.schemas.config.job import Job, parse_job
+from presage.schemas.config.schedule import BudgetConfig, ScheduleConfig
 
 PoolName = Literal["segment", "coordinator", "replica", "store"]
 """`segment`: segment jobs. `coordinator`: the coordinator, one process that starts and ends a job's

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol
 
-from schemas.dataset.files import replace_bytes
+from presage.schemas.dataset.files import replace_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,11 +16,11 @@ from urllib.parse import quote, urlsplit
 
 import urllib3
 
-from scheduler.controller.state import State
-from scheduler.drivers.base import instance_of
-from scheduler.drivers.job_files import Progress, SegmentRunner
-from schemas.config.parse import read_yaml
-from schemas.errors import SchemaError, check_at_least
+from presage.scheduler.controller.state import State
+from presage.scheduler.drivers.base import instance_of
+from presage.scheduler.drivers.job_files import Progress, SegmentRunner
+from presage.schemas.config.parse import read_yaml
+from presage.schemas.errors import SchemaError, check_at_least
 
 
 @dataclass(frozen=True, slots=True)

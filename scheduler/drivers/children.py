@@ -12,15 +12,15 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from scheduler.drivers.base import (
+from presage.scheduler.drivers.base import (
     NO_RESOURCES,
     Endpoint,
     ExitStatus,
     ResourceRequest,
     newest_name,
 )
-from scheduler.drivers.job_files import environment
-from scheduler.drivers.observations import last_line, read_output
+from presage.scheduler.drivers.job_files import environment
+from presage.scheduler.drivers.observations import last_line, read_output
 
 _EXEC = 'echo $$ > "$0" && exec "$@"'
 """Writes the pid to the first argument and executes the others."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from scheduler.controller.events import (
+from presage.scheduler.controller.events import (
     BudgetSet,
     Drained,
     Event,
@@ -29,11 +29,11 @@ from scheduler.controller.events import (
     Submitted,
     Tick,
 )
-from scheduler.controller.handle import num_turns
-from scheduler.controller.log import Log
-from scheduler.controller.state import ENDED_PHASES, JobState, PoolProcess, State
-from scheduler.drivers.base import Platform, Processes, ResourceRequest
-from scheduler.drivers.job_files import (
+from presage.scheduler.controller.handle import num_turns
+from presage.scheduler.controller.log import Log
+from presage.scheduler.controller.state import ENDED_PHASES, JobState, PoolProcess, State
+from presage.scheduler.drivers.base import Platform, Processes, ResourceRequest
+from presage.scheduler.drivers.job_files import (
     JobPaths,
     SegmentRunner,
     coordinator_command,
@@ -47,7 +47,7 @@ from scheduler.drivers.job_files import (
     segment_command,
     store_command,
 )
-from scheduler.drivers.observations import (
+from presage.scheduler.drivers.observations import (
     StepTail,
     ended_event,
     is_trained,
@@ -56,11 +56,11 @@ from scheduler.drivers.observations import (
     record_history,
     undamaged,
 )
-from scheduler.drivers.submit import HISTORY
-from schemas.config.job import parse_job
-from schemas.config.train import TrainConfig
-from schemas.errors import SchemaError
-from schemas.run.records import RENDEZVOUS, STORE_ADDRESS, Decision
+from presage.scheduler.drivers.submit import HISTORY
+from presage.schemas.config.job import parse_job
+from presage.schemas.config.train import TrainConfig
+from presage.schemas.errors import SchemaError
+from presage.schemas.run.records import RENDEZVOUS, STORE_ADDRESS, Decision
 
 T = TypeVar("T")
 

@@ -15,21 +15,21 @@ import numpy as np
 import yaml
 from numpy.typing import NDArray
 
-from scheduler.controller.events import LoadKnown
-from scheduler.controller.slots import slots_of_range
-from scheduler.controller.state import State
-from scheduler.drivers.base import Endpoint
-from scheduler.model.plan_inputs import compute_lookahead
-from schemas.config.job import parse_job
-from schemas.config.train import TrainConfig
-from schemas.dataset.accesses import slot_accesses
-from schemas.dataset.opened import open_dataset
-from schemas.dataset.run_next_uses import NextUses, open_table
-from schemas.entry import process_variables
-from schemas.hashing import NUM_SLOTS
-from schemas.paths import is_below, schema_path
-from schemas.run.records import STORE_ADDRESS
-from schemas.storage.location import Location
+from presage.scheduler.controller.events import LoadKnown
+from presage.scheduler.controller.slots import slots_of_range
+from presage.scheduler.controller.state import State
+from presage.scheduler.drivers.base import Endpoint
+from presage.scheduler.model.plan_inputs import compute_lookahead
+from presage.schemas.config.job import parse_job
+from presage.schemas.config.train import TrainConfig
+from presage.schemas.dataset.accesses import slot_accesses
+from presage.schemas.dataset.opened import open_dataset
+from presage.schemas.dataset.run_next_uses import NextUses, open_table
+from presage.schemas.entry import process_variables
+from presage.schemas.hashing import NUM_SLOTS
+from presage.schemas.paths import is_below, schema_path
+from presage.schemas.run.records import STORE_ADDRESS
+from presage.schemas.storage.location import Location
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,7 +245,7 @@ def environment() -> dict[str, str]:
 
 def module_command(name: str) -> list[str]:
     """Return the start of a command of one of our packages."""
-    return [sys.executable, "-m", name]
+    return [sys.executable, "-m", f"presage.{name}"]
 
 
 def generate_command(job_file: Path | Location, output: Path | Location) -> list[str]:

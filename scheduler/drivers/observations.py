@@ -9,16 +9,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from scheduler.controller.events import Ended, Outcome, Stepped
-from scheduler.controller.state import JobState, PoolProcess
-from scheduler.drivers.base import Processes
-from scheduler.drivers.job_files import JobPaths
-from scheduler.model.past_runs import PAST_JOBS, format_past_job
-from scheduler.model.predict import fit_models, summarize_job
-from schemas.dataset.files import replace_bytes
-from schemas.dataset.manifest import find_root
-from schemas.errors import SchemaError, StorageError
-from schemas.run.records import (
+from presage.scheduler.controller.events import Ended, Outcome, Stepped
+from presage.scheduler.controller.state import JobState, PoolProcess
+from presage.scheduler.drivers.base import Processes
+from presage.scheduler.drivers.job_files import JobPaths
+from presage.scheduler.model.past_runs import PAST_JOBS, format_past_job
+from presage.scheduler.model.predict import fit_models, summarize_job
+from presage.schemas.dataset.files import replace_bytes
+from presage.schemas.dataset.manifest import find_root
+from presage.schemas.errors import SchemaError, StorageError
+from presage.schemas.run.records import (
     EXIT_BEHIND,
     EXIT_HUNG,
     EXIT_LOST_ROWS,
@@ -26,8 +26,8 @@ from schemas.run.records import (
     SUMMARY,
     StepMetric,
 )
-from schemas.run.run_manifest import RunLogTail, read_run_file
-from schemas.storage.location import Location
+from presage.schemas.run.run_manifest import RunLogTail, read_run_file
+from presage.schemas.storage.location import Location
 
 P = ParamSpec("P")
 T = TypeVar("T")

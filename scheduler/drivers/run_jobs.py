@@ -9,25 +9,25 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from scheduler.controller.events import BudgetSet, Event, Submitted
-from scheduler.controller.handle import handle
-from scheduler.controller.log import LOG, Log
-from scheduler.controller.state import Action, State
-from scheduler.drivers.base import Platform, stop_signals
-from scheduler.drivers.children import ThisMachine
-from scheduler.drivers.driver import Driver, DriverOptions, unnamed_jobs
-from scheduler.drivers.job_files import JobPaths, SegmentRunner, segment_command
-from scheduler.drivers.kubernetes.pod_manifest import check_volumes, read_cluster
-from scheduler.drivers.submit import submit
-from scheduler.planner.machine_sizes import cluster_schedule, fill_budget
-from schemas.config.job import load_job
-from schemas.config.parse import read_yaml
-from schemas.config.schedule import BudgetConfig, ScheduleConfig
-from schemas.dataset.files import replace_bytes
-from schemas.errors import PlanError, SchemaError
-from schemas.machine import machine_budget
-from schemas.storage.location import Location
-from schemas.storage.locks import directory_lock
+from presage.scheduler.controller.events import BudgetSet, Event, Submitted
+from presage.scheduler.controller.handle import handle
+from presage.scheduler.controller.log import LOG, Log
+from presage.scheduler.controller.state import Action, State
+from presage.scheduler.drivers.base import Platform, stop_signals
+from presage.scheduler.drivers.children import ThisMachine
+from presage.scheduler.drivers.driver import Driver, DriverOptions, unnamed_jobs
+from presage.scheduler.drivers.job_files import JobPaths, SegmentRunner, segment_command
+from presage.scheduler.drivers.kubernetes.pod_manifest import check_volumes, read_cluster
+from presage.scheduler.drivers.submit import submit
+from presage.scheduler.planner.machine_sizes import cluster_schedule, fill_budget
+from presage.schemas.config.job import load_job
+from presage.schemas.config.parse import read_yaml
+from presage.schemas.config.schedule import BudgetConfig, ScheduleConfig
+from presage.schemas.dataset.files import replace_bytes
+from presage.schemas.errors import PlanError, SchemaError
+from presage.schemas.machine import machine_budget
+from presage.schemas.storage.location import Location
+from presage.schemas.storage.locks import directory_lock
 
 PLATFORM = "platform"
 """File in the scheduler's folder with the identity of the platform."""
@@ -281,6 +281,6 @@ def open_platform(request: RunRequest) -> AbstractContextManager[Platform]:
     if request.cluster is None:
         return nullcontext(ThisMachine())
     # The client takes a second to import, and 40 MiB.
-    from scheduler.drivers.kubernetes.cluster import Cluster
+    from presage.scheduler.drivers.kubernetes.cluster import Cluster
 
     return Cluster(read_cluster(request.cluster), request.output, request.driver.progress)

@@ -12,18 +12,18 @@ from pathlib import Path, PurePosixPath
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from scheduler.controller.events import Submitted
-from scheduler.drivers.job_files import JobPaths, environment, generate_command
-from scheduler.model.past_runs import History, read_history
-from scheduler.model.plan_inputs import PlanInputs, facts_of_job
-from scheduler.planner.machine_sizes import machine_schedule
-from schemas.config.job import GenerateConfig, Job, parse_job
-from schemas.config.schedule import BudgetConfig
-from schemas.dataset.files import replace_bytes
-from schemas.errors import SchemaError
-from schemas.features import load_features
-from schemas.paths import schema_path
-from schemas.storage.location import Entry, Location
+from presage.scheduler.controller.events import Submitted
+from presage.scheduler.drivers.job_files import JobPaths, environment, generate_command
+from presage.scheduler.model.past_runs import History, read_history
+from presage.scheduler.model.plan_inputs import PlanInputs, facts_of_job
+from presage.scheduler.planner.machine_sizes import machine_schedule
+from presage.schemas.config.job import GenerateConfig, Job, parse_job
+from presage.schemas.config.schedule import BudgetConfig
+from presage.schemas.dataset.files import replace_bytes
+from presage.schemas.errors import SchemaError
+from presage.schemas.features import load_features
+from presage.schemas.paths import schema_path
+from presage.schemas.storage.location import Entry, Location
 
 HISTORY = "history"
 """Folder in the scheduler's folder with the measurements of finished jobs."""

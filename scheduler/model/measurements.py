@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from scheduler.model.throughput import (
+from presage.scheduler.model.throughput import (
     TRAINING_TERMS,
     Fit,
     TrainingSetting,
@@ -20,7 +20,7 @@ from scheduler.model.throughput import (
     observe,
     predict_seconds,
 )
-from schemas.errors import SchemaError, suggest_name
+from presage.schemas.errors import SchemaError, suggest_name
 
 SPEED = "samples_per_sec"
 REQUIRED = ("job", "num_replicas", SPEED)

@@ -14,12 +14,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from scheduler.model.throughput import SEGMENT_TERMS, TRAINING_TERMS
-from schemas.dataset.manifest import canonical_json
-from schemas.dataset.opened import OpenDataset
-from schemas.errors import SchemaError
-from schemas.layout import BUILDS
-from schemas.run.records import (
+from presage.scheduler.model.throughput import SEGMENT_TERMS, TRAINING_TERMS
+from presage.schemas.dataset.manifest import canonical_json
+from presage.schemas.dataset.opened import OpenDataset
+from presage.schemas.errors import SchemaError
+from presage.schemas.layout import BUILDS
+from presage.schemas.run.records import (
     METRICS,
     RUN_FILE,
     SUMMARY,
@@ -29,9 +29,9 @@ from schemas.run.records import (
     read_metrics,
     read_summary,
 )
-from schemas.run.run_manifest import local_runs
-from schemas.storage.location import Location
-from schemas.typed_values import from_json
+from presage.schemas.run.run_manifest import local_runs
+from presage.schemas.storage.location import Location
+from presage.schemas.typed_values import from_json
 
 PAST_JOBS = "jobs.jsonl"
 

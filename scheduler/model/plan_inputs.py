@@ -12,18 +12,18 @@ from pathlib import Path
 
 import numpy as np
 
-from scheduler.model.past_runs import History, read_history, read_history_beside
-from scheduler.model.throughput import Ints
-from schemas.config.job import Job, load_job
-from schemas.config.train import CacheConfig
-from schemas.dataset.accesses import num_unique_rows
-from schemas.dataset.opened import Index, OpenDataset, Segment, open_dataset
-from schemas.dataset.run_next_uses import NextUses
-from schemas.errors import SchemaError, suggest_name
-from schemas.features import FeatureSet, load_features
-from schemas.oracle.cache_plan import reuse_distance
-from schemas.paths import schema_path
-from schemas.storage.location import Location
+from presage.scheduler.model.past_runs import History, read_history, read_history_beside
+from presage.scheduler.model.throughput import Ints
+from presage.schemas.config.job import Job, load_job
+from presage.schemas.config.train import CacheConfig
+from presage.schemas.dataset.accesses import num_unique_rows
+from presage.schemas.dataset.opened import Index, OpenDataset, Segment, open_dataset
+from presage.schemas.dataset.run_next_uses import NextUses
+from presage.schemas.errors import SchemaError, suggest_name
+from presage.schemas.features import FeatureSet, load_features
+from presage.schemas.oracle.cache_plan import reuse_distance
+from presage.schemas.paths import schema_path
+from presage.schemas.storage.location import Location
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,11 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from scheduler.model.plan_inputs import DataFacts
-from scheduler.model.throughput import Floats, Ints
-from schemas.config.schedule import BudgetConfig, ScheduleConfig, WorkerConfig
-from schemas.config.train import TrainConfig
-from schemas.errors import PlanError
+from presage.scheduler.model.plan_inputs import DataFacts
+from presage.scheduler.model.throughput import Floats, Ints
+from presage.schemas.config.schedule import BudgetConfig, ScheduleConfig, WorkerConfig
+from presage.schemas.config.train import TrainConfig
+from presage.schemas.errors import PlanError
 
 GIB = 1 << 30
 MIB = 1 << 20

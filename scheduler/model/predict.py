@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from scheduler.model.past_runs import BuildRecord, PastJob, RunRecord
-from scheduler.model.plan_inputs import DataFacts, PlanInputs
-from scheduler.model.pools import (
+from presage.scheduler.model.past_runs import BuildRecord, PastJob, RunRecord
+from presage.scheduler.model.plan_inputs import DataFacts, PlanInputs
+from presage.scheduler.model.pools import (
     TRAINER_BASE_BYTES,
     Grid,
     PoolSizes,
@@ -21,7 +21,7 @@ from scheduler.model.pools import (
     trainer_memory,
     value_bytes,
 )
-from scheduler.model.throughput import (
+from presage.scheduler.model.throughput import (
     ASSUMED_SPREAD,
     WORKERS_EXPONENT,
     Fit,
@@ -33,8 +33,8 @@ from scheduler.model.throughput import (
     merge_windows,
     observe,
 )
-from schemas.config.schedule import ScheduleConfig
-from schemas.config.train import TrainConfig
+from presage.schemas.config.schedule import ScheduleConfig
+from presage.schemas.config.train import TrainConfig
 
 # Defaults, used before anything was measured. A plan that is based on them is not confident.
 

@@ -16,8 +16,8 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import ArrayLike
 
-from scheduler.model.plan_inputs import PlanInputs
-from scheduler.model.pools import (
+from presage.scheduler.model.plan_inputs import PlanInputs
+from presage.scheduler.model.pools import (
     Grid,
     PoolSizes,
     budget_error,
@@ -28,9 +28,14 @@ from scheduler.model.pools import (
     training_resources,
     training_sizes,
 )
-from scheduler.model.predict import Models, segment_setting, training_setting, training_start_sec
-from scheduler.model.throughput import Floats, Ints
-from schemas.config.schedule import BudgetConfig, ScheduleConfig
+from presage.scheduler.model.predict import (
+    Models,
+    segment_setting,
+    training_setting,
+    training_start_sec,
+)
+from presage.scheduler.model.throughput import Floats, Ints
+from presage.schemas.config.schedule import BudgetConfig, ScheduleConfig
 
 EXACT_POINTS = 1_000_000
 """Largest grid of all sizes; a larger one is thinned."""

@@ -27,11 +27,11 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.special import stdtrit
 
-from scheduler.model.plan_inputs import PlanInputs
-from scheduler.model.pools import Grid, PoolSizes
-from scheduler.model.predict import Models, segment_setting, training_setting
-from scheduler.model.throughput import LEVEL, Floats, predict_seconds
-from scheduler.planner.candidates import (
+from presage.scheduler.model.plan_inputs import PlanInputs
+from presage.scheduler.model.pools import Grid, PoolSizes
+from presage.scheduler.model.predict import Models, segment_setting, training_setting
+from presage.scheduler.model.throughput import LEVEL, Floats, predict_seconds
+from presage.scheduler.planner.candidates import (
     SEC_PER_HOUR,
     Candidate,
     candidate_at,
@@ -41,7 +41,7 @@ from scheduler.planner.candidates import (
     resolve_time_cost_exponent,
     weighted_cost,
 )
-from schemas.config.schedule import ScheduleConfig
+from presage.schemas.config.schedule import ScheduleConfig
 
 PAUSE_SEC = 15.0
 """Cost of a change of sizes, in seconds that both pools are held without progress. Starting a

@@ -11,12 +11,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 
-from scheduler.model.plan_inputs import PlanInputs
-from scheduler.model.pools import GIB, MIB, mib, trainer_memory, worker_bytes
-from scheduler.model.predict import Models, fit_models
-from scheduler.planner.candidates import find_candidates
-from schemas.config.schedule import UNLIMITED_CPUS, UNLIMITED_MEMORY, BudgetConfig, ScheduleConfig
-from schemas.errors import PlanError
+from presage.scheduler.model.plan_inputs import PlanInputs
+from presage.scheduler.model.pools import GIB, MIB, mib, trainer_memory, worker_bytes
+from presage.scheduler.model.predict import Models, fit_models
+from presage.scheduler.planner.candidates import find_candidates
+from presage.schemas.config.schedule import (
+    UNLIMITED_CPUS,
+    UNLIMITED_MEMORY,
+    BudgetConfig,
+    ScheduleConfig,
+)
+from presage.schemas.errors import PlanError
 
 CLUSTER_CPUS, CLUSTER_MEMORY = 16.0, 64 * GIB
 """Budget of a job that runs in Pods and does not name one."""

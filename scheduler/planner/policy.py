@@ -10,8 +10,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from scheduler.model.plan_inputs import PlanInputs
-from scheduler.model.pools import (
+from presage.scheduler.model.plan_inputs import PlanInputs
+from presage.scheduler.model.pools import (
     SEGMENT_BATCHES,
     Grid,
     counted,
@@ -25,9 +25,9 @@ from scheduler.model.pools import (
     trainer_memory,
     worker_bytes,
 )
-from scheduler.model.predict import Models, fit_models, segment_setting, training_setting
-from scheduler.model.throughput import Ints, Prediction, predict_seconds
-from scheduler.planner.candidates import (
+from presage.scheduler.model.predict import Models, fit_models, segment_setting, training_setting
+from presage.scheduler.model.throughput import Ints, Prediction, predict_seconds
+from presage.scheduler.planner.candidates import (
     TOLERANCE,
     Candidate,
     Predictions,
@@ -38,8 +38,8 @@ from scheduler.planner.candidates import (
     resolve_time_cost_exponent,
     weighted_cost,
 )
-from schemas.config.schedule import ScheduleConfig
-from schemas.errors import PlanError
+from presage.schemas.config.schedule import ScheduleConfig
+from presage.schemas.errors import PlanError
 
 NAMED = 3
 """Most similar jobs that are named."""

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from scheduler.model.throughput import Floats, Ints
-from scheduler.planner.candidates import Predictions, pareto_front
-from schemas.config.schedule import BudgetConfig, ScheduleConfig
+from presage.scheduler.model.throughput import Floats, Ints
+from presage.scheduler.planner.candidates import Predictions, pareto_front
+from presage.schemas.config.schedule import BudgetConfig, ScheduleConfig
 
 WAITING = -1
 """The choice of a job that gets nothing yet."""

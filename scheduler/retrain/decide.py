@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from scheduler.retrain.records import (
+from presage.scheduler.retrain.records import (
     Attempt,
     Begun,
     Closed,
@@ -19,9 +19,9 @@ from scheduler.retrain.records import (
     Started,
     started_from,
 )
-from schemas.config.schedule import ModelGateConfig, RetrainConfig
-from schemas.errors import PlanError
-from schemas.run.records import EXIT_BEHIND, EXIT_HUNG, EXIT_LOST_ROWS
+from presage.schemas.config.schedule import ModelGateConfig, RetrainConfig
+from presage.schemas.errors import PlanError
+from presage.schemas.run.records import EXIT_BEHIND, EXIT_HUNG, EXIT_LOST_ROWS
 
 
 def judge(new: ModelMetrics, old: ModelMetrics | None, limits: ModelGateConfig) -> tuple[str, ...]:

@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from scheduler.drivers.base import Processes
-from scheduler.drivers.job_files import local_runner_options, module_command
-from scheduler.drivers.observations import parse_result
-from scheduler.model.past_runs import BUILD
-from scheduler.model.plan_inputs import PlanInputs, take_snapshot
-from scheduler.planner.machine_sizes import machine_schedule
-from scheduler.planner.policy import plan, plan_summary
-from scheduler.retrain.decide import (
+from presage.scheduler.drivers.base import Processes
+from presage.scheduler.drivers.job_files import local_runner_options, module_command
+from presage.scheduler.drivers.observations import parse_result
+from presage.scheduler.model.past_runs import BUILD
+from presage.scheduler.model.plan_inputs import PlanInputs, take_snapshot
+from presage.scheduler.planner.machine_sizes import machine_schedule
+from presage.scheduler.planner.policy import plan, plan_summary
+from presage.scheduler.retrain.decide import (
     Await,
     DayRequest,
     Finished,
@@ -28,7 +28,7 @@ from scheduler.retrain.decide import (
     newest_day,
     next_action,
 )
-from scheduler.retrain.records import (
+from presage.scheduler.retrain.records import (
     Attempt,
     Begun,
     Closed,
@@ -42,18 +42,18 @@ from scheduler.retrain.records import (
     Started,
     check_folder,
 )
-from scheduler.retrain.root_log import RetrainLog, read_state
-from schemas.config.schedule import RetrainConfig
-from schemas.dataset.manifest import canonical_json, find_root, previous_names
-from schemas.dataset.opened import open_dataset
-from schemas.errors import SchemaError
-from schemas.layout import EVALUATION, MANIFEST
-from schemas.machine import machine_budget
-from schemas.paths import ALLOW_OUTSIDE
-from schemas.run.records import CHECKPOINTS, RUN_FILE
-from schemas.run.run_manifest import read_newest_state
-from schemas.storage.location import Location
-from schemas.storage.versions import Versions
+from presage.scheduler.retrain.root_log import RetrainLog, read_state
+from presage.schemas.config.schedule import RetrainConfig
+from presage.schemas.dataset.manifest import canonical_json, find_root, previous_names
+from presage.schemas.dataset.opened import open_dataset
+from presage.schemas.errors import SchemaError
+from presage.schemas.layout import EVALUATION, MANIFEST
+from presage.schemas.machine import machine_budget
+from presage.schemas.paths import ALLOW_OUTSIDE
+from presage.schemas.run.records import CHECKPOINTS, RUN_FILE
+from presage.schemas.run.run_manifest import read_newest_state
+from presage.schemas.storage.location import Location
+from presage.schemas.storage.versions import Versions
 
 EXIT_STOPPED = 143
 """Exit status of a command that a signal stopped."""

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from datetime import date, timedelta
 from typing import Any, Literal, get_args
 
-from scheduler.controller.log import decode, encode
-from schemas.errors import PlanError
-from schemas.storage.location import Location
+from presage.scheduler.controller.log import decode, encode
+from presage.schemas.errors import PlanError
+from presage.schemas.storage.location import Location
 
 DATE = "{date}"
 """Placeholder of the day in the name of a folder."""
@@ -184,7 +184,7 @@ class Removed(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelMetrics:
-    """Metrics from `python -m trainer evaluate --json`; None if undefined."""
+    """Metrics from `python -m presage.trainer evaluate --json`; None if undefined."""
 
     num_samples: int
     ne: float | None = None

@@ -11,10 +11,10 @@ from typing import Any
 
 from rich.table import Table
 
-from scheduler.drivers.base import stop_signals
-from scheduler.drivers.children import ThisMachine
-from scheduler.retrain.decide import EXIT_REFUSED, DayRequest, Finished
-from scheduler.retrain.drive import (
+from presage.scheduler.drivers.base import stop_signals
+from presage.scheduler.drivers.children import ThisMachine
+from presage.scheduler.retrain.decide import EXIT_REFUSED, DayRequest, Finished
+from presage.scheduler.retrain.drive import (
     RetrainContext,
     RetrainRoot,
     check_input,
@@ -22,12 +22,18 @@ from scheduler.retrain.drive import (
     retrain_day,
     write_pointer,
 )
-from scheduler.retrain.records import Attempt, RetrainState, days_between, folder_of_day, parse_days
-from scheduler.retrain.root_log import RetrainLog, read_state, roll_back
-from schemas.config.job import Job, load_job
-from schemas.errors import PlanError, SchemaError
-from schemas.paths import ALLOW_OUTSIDE, ALLOW_OUTSIDE_HELP, path_or_url, resolve_beside
-from schemas.storage.location import Location
+from presage.scheduler.retrain.records import (
+    Attempt,
+    RetrainState,
+    days_between,
+    folder_of_day,
+    parse_days,
+)
+from presage.scheduler.retrain.root_log import RetrainLog, read_state, roll_back
+from presage.schemas.config.job import Job, load_job
+from presage.schemas.errors import PlanError, SchemaError
+from presage.schemas.paths import ALLOW_OUTSIDE, ALLOW_OUTSIDE_HELP, path_or_url, resolve_beside
+from presage.schemas.storage.location import Location
 
 COLUMNS = ("day", "segment", "version", "run", "NE", "AUC", "calibration", "promoted", "why not")
 

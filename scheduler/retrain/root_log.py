@@ -1,9 +1,9 @@
 """The log of retrained days in a root, which several hosts may share.
 
 A root may be at an object store, where nothing can be appended to a file: each record is a new
-version of a numbered manifest (`schemas.storage.versions`). Like the log of the scheduler, it is a
-snapshot and the records since. There is a new one after SNAPSHOT_RECORDS versions; those before the
-last but one are emptied. An owner begins with a version without a record.
+version of a numbered manifest (`presage.schemas.storage.versions`). Like the log of the scheduler,
+it is a snapshot and the records since. There is a new one after SNAPSHOT_RECORDS versions; those
+before the last but one are emptied. An owner begins with a version without a record.
 
 One process at a time owns the log. It holds a lease, and each version names the lease of its owner:
 another process takes over once that lease has ended, and the earlier owner, if it was only
@@ -20,9 +20,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-from scheduler.controller.log import decode, encode
-from scheduler.retrain.decide import check_rollback
-from scheduler.retrain.records import (
+from presage.scheduler.controller.log import decode, encode
+from presage.scheduler.retrain.decide import check_rollback
+from presage.scheduler.retrain.records import (
     Record,
     RetrainState,
     RolledBack,
@@ -30,11 +30,11 @@ from scheduler.retrain.records import (
     record_from_json,
     record_to_json,
 )
-from schemas.dataset.manifest import decode_manifest, encode_manifest
-from schemas.errors import SchemaError
-from schemas.storage.leases import Lease, live_leases
-from schemas.storage.location import Location
-from schemas.storage.versions import Version, Versions, backoff, writer_id
+from presage.schemas.dataset.manifest import decode_manifest, encode_manifest
+from presage.schemas.errors import SchemaError
+from presage.schemas.storage.leases import Lease, live_leases
+from presage.schemas.storage.location import Location
+from presage.schemas.storage.versions import Version, Versions, backoff, writer_id
 
 EXPIRY_SEC = 60
 """Time after which another host takes over from one that does not renew its lease."""

@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from scipy.optimize import nnls
 
-from scheduler.model.throughput import Floats, Window
-from scheduler.simulator.kind_models import MIN_CELLS, KindModels, allowed_sizes
-from scheduler.simulator.views import (
+from presage.scheduler.model.throughput import Floats, Window
+from presage.scheduler.simulator.kind_models import MIN_CELLS, KindModels, allowed_sizes
+from presage.scheduler.simulator.views import (
     Allocation,
     Capacity,
     ClusterView,

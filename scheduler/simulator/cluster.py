@@ -24,8 +24,8 @@ from typing import Literal
 
 import numpy as np
 
-from scheduler.simulator.jobs import ACCIDENTS, JobSpec, Table
-from scheduler.simulator.views import (
+from presage.scheduler.simulator.jobs import ACCIDENTS, JobSpec, Table
+from presage.scheduler.simulator.views import (
     Allocation,
     Capacity,
     ClusterView,

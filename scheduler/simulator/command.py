@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from scheduler.simulator.baselines import (
+from presage.scheduler.simulator.baselines import (
     GoodputPolicy,
     MarginalPolicy,
     StaticPolicy,
     ThresholdPolicy,
 )
-from scheduler.simulator.cluster import PolicyMetrics, Result, SimulatedCluster, outcome_of
-from scheduler.simulator.jobs import (
+from presage.scheduler.simulator.cluster import PolicyMetrics, Result, SimulatedCluster, outcome_of
+from presage.scheduler.simulator.jobs import (
     GIB,
     JobSpec,
     Knobs,
@@ -28,9 +28,9 @@ from scheduler.simulator.jobs import (
     read_trace,
     synthetic_tables,
 )
-from scheduler.simulator.presage import PresagePolicy
-from scheduler.simulator.views import Capacity, Policy
-from schemas.errors import PlanError, suggest_name
+from presage.scheduler.simulator.presage import PresagePolicy
+from presage.scheduler.simulator.views import Capacity, Policy
+from presage.schemas.errors import PlanError, suggest_name
 
 
 def lower_bound_sec(specs: Sequence[JobSpec], cpus: float) -> float:

@@ -20,10 +20,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from scipy.interpolate import griddata
 
-from scheduler.model.measurements import read_measurements
-from scheduler.model.throughput import Floats, TrainingSetting
-from scheduler.simulator.views import Allocation
-from schemas.errors import SchemaError, suggest_name
+from presage.scheduler.model.measurements import read_measurements
+from presage.scheduler.model.throughput import Floats, TrainingSetting
+from presage.scheduler.simulator.views import Allocation
+from presage.schemas.errors import SchemaError, suggest_name
 
 REQUIRED = ("job", "submit_sec", "duration_sec", "num_replicas")
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from scheduler.model.throughput import (
+from presage.scheduler.model.throughput import (
     Floats,
     TrainingSetting,
     Window,
@@ -19,8 +19,8 @@ from scheduler.model.throughput import (
     merge_windows,
     observe,
 )
-from scheduler.planner.correction import MAX_GROWTH
-from scheduler.simulator.views import Allocation, ClusterView, Measurement, SimulatedJob
+from presage.scheduler.planner.correction import MAX_GROWTH
+from presage.scheduler.simulator.views import Allocation, ClusterView, Measurement, SimulatedJob
 
 REFIT = 1.25
 """Growth of the number of measurements at which a kind is fitted again."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from scheduler.model.elasticity import (
+from presage.scheduler.model.elasticity import (
     CoreGrant,
     CoreReadings,
     PoolReadings,
@@ -23,10 +23,15 @@ from scheduler.model.elasticity import (
     add_readings,
     fit_pool_cores,
 )
-from scheduler.model.pools import GIB
-from scheduler.model.throughput import Floats
-from scheduler.planner.candidates import TIME_COST_EXPONENT, Candidate, pareto_front, weighted_cost
-from scheduler.planner.correction import (
+from presage.scheduler.model.pools import GIB
+from presage.scheduler.model.throughput import Floats
+from presage.scheduler.planner.candidates import (
+    TIME_COST_EXPONENT,
+    Candidate,
+    pareto_front,
+    weighted_cost,
+)
+from presage.scheduler.planner.correction import (
     MEMORY_HEADROOM,
     MIN_GAIN,
     MIN_REMAINING_SEC,
@@ -40,10 +45,10 @@ from scheduler.planner.correction import (
     is_urgent,
     memory_after_oom,
 )
-from scheduler.planner.share import WAITING, Options, share_budget, urgencies
-from scheduler.simulator.baselines import release_excess
-from scheduler.simulator.kind_models import KindModel, KindModels, build_kind, fit_presage
-from scheduler.simulator.views import (
+from presage.scheduler.planner.share import WAITING, Options, share_budget, urgencies
+from presage.scheduler.simulator.baselines import release_excess
+from presage.scheduler.simulator.kind_models import KindModel, KindModels, build_kind, fit_presage
+from presage.scheduler.simulator.views import (
     Allocation,
     ClusterView,
     FailurePolicy,
@@ -51,7 +56,7 @@ from scheduler.simulator.views import (
     Readings,
     SimulatedJob,
 )
-from schemas.config.schedule import BudgetConfig
+from presage.schemas.config.schedule import BudgetConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

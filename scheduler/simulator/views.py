@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from scheduler.model.throughput import Floats
+from presage.scheduler.model.throughput import Floats
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from scheduler.controller.log import LogReader
-from scheduler.status.prometheus import CONTENT_TYPE, metrics_text
-from scheduler.status.status_page import page
-from scheduler.status.view import View, duration, view_of
-from schemas.errors import PlanError, SchemaError
+from presage.scheduler.controller.log import LogReader
+from presage.scheduler.status.prometheus import CONTENT_TYPE, metrics_text
+from presage.scheduler.status.status_page import page
+from presage.scheduler.status.view import View, duration, view_of
+from presage.schemas.errors import PlanError, SchemaError
 
 LOOPBACK = "127.0.0.1"
 NAMES = frozenset({"127.0.0.1", "localhost", "::1"})

@@ -11,9 +11,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from scheduler.controller.predictions import LOOKAHEAD_SEC
-from scheduler.controller.state import Phase, Status
-from scheduler.status.view import JobView, View
+from presage.scheduler.controller.predictions import LOOKAHEAD_SEC
+from presage.scheduler.controller.state import Phase, Status
+from presage.scheduler.status.view import JobView, View
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 JOB = ("job",)

@@ -16,11 +16,11 @@ from pathlib import Path
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from scheduler.controller.journal import Incident, Kind, Speed, SpeedPool, Usage
-from scheduler.controller.predictions import LOOKAHEAD_SEC
-from scheduler.controller.slots import NUM_RANGES, format_spans
-from scheduler.model.pools import counted
-from scheduler.status.view import (
+from presage.scheduler.controller.journal import Incident, Kind, Speed, SpeedPool, Usage
+from presage.scheduler.controller.predictions import LOOKAHEAD_SEC
+from presage.scheduler.controller.slots import NUM_RANGES, format_spans
+from presage.scheduler.model.pools import counted
+from presage.scheduler.status.view import (
     JobView,
     View,
     clock,
@@ -31,8 +31,8 @@ from scheduler.status.view import (
     percent,
     three_digits,
 )
-from schemas.errors import printable
-from schemas.hashing import NUM_SLOTS
+from presage.schemas.errors import printable
+from presage.schemas.hashing import NUM_SLOTS
 
 POOL_LABELS = {
     "segment": "segment jobs",

@@ -13,12 +13,12 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from scheduler.controller.journal import Incident
-from scheduler.controller.log import LOG
-from scheduler.model.pools import counted
-from scheduler.status.board import Board, serving
-from scheduler.status.status_page import headline
-from scheduler.status.view import (
+from presage.scheduler.controller.journal import Incident
+from presage.scheduler.controller.log import LOG
+from presage.scheduler.model.pools import counted
+from presage.scheduler.status.board import Board, serving
+from presage.scheduler.status.status_page import headline
+from presage.scheduler.status.view import (
     JobView,
     PoolView,
     Stores,
@@ -32,9 +32,9 @@ from scheduler.status.view import (
     percent,
     three_digits,
 )
-from schemas.dataset.files import replace_bytes
-from schemas.errors import SchemaError, printable
-from schemas.storage.locks import is_locked
+from presage.schemas.dataset.files import replace_bytes
+from presage.schemas.errors import SchemaError, printable
+from presage.schemas.storage.locks import is_locked
 
 LATEST = 6
 """Incidents of the live view, newest last; decisions scroll above it."""

@@ -9,21 +9,21 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from scheduler.controller.journal import Incident, Journal, Kind, Speed, Usage, hour_price
-from scheduler.controller.predictions import (
+from presage.scheduler.controller.journal import Incident, Journal, Kind, Speed, Usage, hour_price
+from presage.scheduler.controller.predictions import (
     RemainingWork,
     lookahead_steps,
     predict_step,
     remaining_work,
 )
-from scheduler.controller.slots import (
+from presage.scheduler.controller.slots import (
     accesses_at,
     format_spans,
     future_step,
     store_loads,
     target_stores,
 )
-from scheduler.controller.state import (
+from presage.scheduler.controller.state import (
     ENDED_PHASES,
     JobState,
     Phase,
@@ -33,11 +33,11 @@ from scheduler.controller.state import (
     Status,
     available_budget,
 )
-from scheduler.model.pools import GIB, MIB
-from scheduler.model.predict import training_setting
-from scheduler.model.throughput import predict_seconds
-from scheduler.planner.candidates import predict_candidates
-from schemas.run.records import Decision
+from presage.scheduler.model.pools import GIB, MIB
+from presage.scheduler.model.predict import training_setting
+from presage.scheduler.model.throughput import predict_seconds
+from presage.scheduler.planner.candidates import predict_candidates
+from presage.schemas.run.records import Decision
 
 POOLS: tuple[PoolName, ...] = ("segment", "coordinator", "replica", "store")
 

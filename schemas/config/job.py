@@ -13,21 +13,21 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal
 
-from schemas.config.parse import parse_yaml, read_yaml
-from schemas.config.schedule import ScheduleConfig
-from schemas.config.sources import SamplesConfig, SideConfig, SourceConfig, check_sources
-from schemas.config.train import TrainConfig
-from schemas.config.transforms import (
+from presage.schemas.config.parse import parse_yaml, read_yaml
+from presage.schemas.config.schedule import ScheduleConfig
+from presage.schemas.config.sources import SamplesConfig, SideConfig, SourceConfig, check_sources
+from presage.schemas.config.train import TrainConfig
+from presage.schemas.config.transforms import (
     TransformConfig,
     Transforms,
     VocabularyConfig,
     check_vocabularies,
 )
-from schemas.errors import SchemaError, check_at_least, check_positive, suggest_name
-from schemas.hashing import MAX_ROW
-from schemas.layout import SAMPLE_WEIGHT
-from schemas.paths import NAME, check_length, check_names, path_or_url
-from schemas.storage.location import Location
+from presage.schemas.errors import SchemaError, check_at_least, check_positive, suggest_name
+from presage.schemas.hashing import MAX_ROW
+from presage.schemas.layout import SAMPLE_WEIGHT
+from presage.schemas.paths import NAME, check_length, check_names, path_or_url
+from presage.schemas.storage.location import Location
 
 MAX_GROUPS = 8
 MAX_BLOCK_SAMPLES = 1 << 16

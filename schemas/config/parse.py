@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 
 import yaml
 
-from schemas.errors import SchemaError
-from schemas.storage.location import Location
-from schemas.typed_values import DecodeError, from_json
+from presage.schemas.errors import SchemaError
+from presage.schemas.storage.location import Location
+from presage.schemas.typed_values import DecodeError, from_json
 
 T = TypeVar("T")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import Literal
 
-from schemas.errors import check_at_least
+from presage.schemas.errors import check_at_least
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class ModelGateConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetrainConfig:
-    """Daily retraining by `python -m scheduler retrain` (`docs/retraining.md`).
+    """Daily retraining by `python -m presage.scheduler retrain` (`docs/retraining.md`).
 
     Example:
         schedule:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Literal
 
-from schemas.errors import check_positive, suggest_name
+from presage.schemas.errors import check_positive, suggest_name
 
 ROW_COLUMNS = {"_file": "string", "_line": "int64", "_day": "date"}
 """Columns that partitions may declare, with their types: path of the file below the input, position

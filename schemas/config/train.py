@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import Literal
 
-from schemas.errors import check_at_least, check_at_most, check_positive
-from schemas.paths import parse_store_address
+from presage.schemas.errors import check_at_least, check_at_most, check_positive
+from presage.schemas.paths import parse_store_address
 
 WAIT, SAVE, EVALUATE, START, DRAIN = "wait", "save", "evaluate", "start", "drain"
 """Activities of a trainer besides the phases of a step."""
@@ -149,7 +149,7 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoresConfig:
-    """Store processes started separately, with `python -m trainer store`.
+    """Store processes started separately, with `python -m presage.trainer store`.
 
     Without `addresses` and `--stores`, rows are in this process: `train.cache.files` chooses how.
 

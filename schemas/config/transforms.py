@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
-from schemas.errors import check_at_least, suggest_name
-from schemas.hashing import MAX_ROW
+from presage.schemas.errors import check_at_least, suggest_name
+from presage.schemas.hashing import MAX_ROW
 
 MAX_QUANTILES = 4096
 

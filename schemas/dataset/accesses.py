@@ -12,12 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.arrays import Array, Jagged
-from schemas.dataset.checked_files import CheckedFile, DecodedListCache, ListFiles
-from schemas.dataset.opened import OpenDataset, access_lists
-from schemas.dataset.order import Order
-from schemas.hashing import NUM_SLOTS, slot_of_row
-from schemas.oracle.next_uses import NEVER, number_by_appearance, union
+from presage.schemas.arrays import Array, Jagged
+from presage.schemas.dataset.checked_files import CheckedFile, DecodedListCache, ListFiles
+from presage.schemas.dataset.opened import OpenDataset, access_lists
+from presage.schemas.dataset.order import Order
+from presage.schemas.hashing import NUM_SLOTS, slot_of_row
+from presage.schemas.oracle.next_uses import NEVER, number_by_appearance, union
 
 REUSE_BINS = 32
 """Bin i counts next-use distances from 2**i to 2**(i + 1) - 1 steps."""

@@ -17,11 +17,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from schemas.arrays import Array, Jagged, join_times, offsets_of
-from schemas.dataset.files import FileEntry, chunk_range, parquet_file
-from schemas.errors import SchemaError
-from schemas.layout import SPLIT_TIME
-from schemas.storage.location import Location
+from presage.schemas.arrays import Array, Jagged, join_times, offsets_of
+from presage.schemas.dataset.files import FileEntry, chunk_range, parquet_file
+from presage.schemas.errors import SchemaError
+from presage.schemas.layout import SPLIT_TIME
+from presage.schemas.storage.location import Location
 
 _PREFETCH_THREADS = 4
 _REQUEST_BYTES = 8 << 20

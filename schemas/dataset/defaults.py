@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import pyarrow as pa
 
-from schemas.dataset.opened import OpenDataset, Segment
-from schemas.errors import SchemaError
+from presage.schemas.dataset.opened import OpenDataset, Segment
+from presage.schemas.errors import SchemaError
 
 # Schema evolution: defaults for columns that were declared after a segment was built. Types come
 # from the manifests of segments that have the column, values from the schema; without a default

@@ -19,10 +19,10 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from schemas.errors import SchemaError
-from schemas.layout import FILES_SCHEMA
-from schemas.paths import is_below
-from schemas.storage.location import Location
+from presage.schemas.errors import SchemaError
+from presage.schemas.layout import FILES_SCHEMA
+from presage.schemas.paths import is_below
+from presage.schemas.storage.location import Location
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,14 +21,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from schemas.arrays import hash_values, is_list, one_chunk
-from schemas.config.job import DataConfig
-from schemas.dataset.files import decode_parquet, encode_parquet, read_verified
-from schemas.dataset.manifest import canonical_json
-from schemas.errors import SchemaError
-from schemas.hashing import as_bits, hash_rows
-from schemas.storage.location import Location
-from schemas.typed_values import from_json
+from presage.schemas.arrays import hash_values, is_list, one_chunk
+from presage.schemas.config.job import DataConfig
+from presage.schemas.dataset.files import decode_parquet, encode_parquet, read_verified
+from presage.schemas.dataset.manifest import canonical_json
+from presage.schemas.errors import SchemaError
+from presage.schemas.hashing import as_bits, hash_rows
+from presage.schemas.storage.location import Location
+from presage.schemas.typed_values import from_json
 
 # Append-only vocabularies: a permanent row for each value. Rows below `oov_rows` are for values
 # without an entry, by hash; entries follow in the order in which they were appended. Each version

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from schemas.arrays import (
+from presage.schemas.arrays import (
     Jagged,
     is_list,
     numpy_of,
@@ -24,11 +24,11 @@ from schemas.arrays import (
     take_ranges,
     unique_tuples,
 )
-from schemas.dataset.checked_files import CheckedFile
-from schemas.errors import SchemaError
-from schemas.hashing import splitmix64
-from schemas.kernels import arrays as kernels
-from schemas.layout import (
+from presage.schemas.dataset.checked_files import CheckedFile
+from presage.schemas.errors import SchemaError
+from presage.schemas.hashing import splitmix64
+from presage.schemas.kernels import arrays as kernels
+from presage.schemas.layout import (
     BLOCK,
     BUFFER_INDEX,
     TUPLE_INDEX,

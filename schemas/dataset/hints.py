@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from schemas.dataset.files import replace_bytes
-from schemas.errors import SchemaError
-from schemas.storage.location import Location
-from schemas.typed_values import from_json
+from presage.schemas.dataset.files import replace_bytes
+from presage.schemas.errors import SchemaError
+from presage.schemas.storage.location import Location
+from presage.schemas.typed_values import from_json
 
 # Statistics of tables for TorchRec's sharding planner: a JSON file written by `pipelines`.
 #
@@ -62,6 +62,6 @@ def read_hints(path: Path) -> Mapping[str, TableHints]:
     except (ValueError, KeyError, TypeError) as error:
         raise SchemaError(
             f"file does not hold sharding hints: {error}; write it with "
-            "`python -m pipelines oracle DATASET --hints FILE`",
+            "`python -m presage.pipelines oracle DATASET --hints FILE`",
             file=str(path),
         ) from error

@@ -3,7 +3,7 @@
 The root manifest names segments and the parts of indexes by the hash of their manifests, these name
 `files.parquet` and `blocks.parquet`, and those name every file. Each manifest has a checksum of
 itself. Manifests hold no clock, host or absolute path; those of segments and indexes depend on
-their content alone. The root is numbered, and committed by `schemas.storage.versions`.
+their content alone. The root is numbered, and committed by `presage.schemas.storage.versions`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
 
-from schemas.errors import SchemaError, shown
-from schemas.layout import FORMAT_VERSION, MANIFEST
-from schemas.paths import NAME, is_below
-from schemas.storage.location import Location
-from schemas.storage.versions import Version, Versions, writer_id
-from schemas.typed_values import from_json
+from presage.schemas.errors import SchemaError, shown
+from presage.schemas.layout import FORMAT_VERSION, MANIFEST
+from presage.schemas.paths import NAME, is_below
+from presage.schemas.storage.location import Location
+from presage.schemas.storage.versions import Version, Versions, writer_id
+from presage.schemas.typed_values import from_json
 
 T = TypeVar("T")
 _CHECKSUM = "checksum"

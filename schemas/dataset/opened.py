@@ -14,17 +14,17 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from schemas.arrays import Jagged, jagged_of, offsets_of
-from schemas.config.job import Job, OrderConfig, parse_job
-from schemas.dataset.checked_files import (
+from presage.schemas.arrays import Jagged, jagged_of, offsets_of
+from presage.schemas.config.job import Job, OrderConfig, parse_job
+from presage.schemas.dataset.checked_files import (
     CheckedFile,
     DecodedListCache,
     ListFiles,
     in_turn,
     rows_before,
 )
-from schemas.dataset.files import FileEntry, decode_parquet, parse_files, read_verified
-from schemas.dataset.manifest import (
+from presage.schemas.dataset.files import FileEntry, decode_parquet, parse_files, read_verified
+from presage.schemas.dataset.manifest import (
     DatasetManifest,
     IndexEntry,
     IndexManifest,
@@ -37,16 +37,16 @@ from schemas.dataset.manifest import (
     read_segment,
     shuffle_key_of,
 )
-from schemas.dataset.order import Order
-from schemas.dataset.tombstones import (
+from presage.schemas.dataset.order import Order
+from presage.schemas.dataset.tombstones import (
     NO_TOMBSTONES,
     deleted_rows,
     read_tombstones,
     tombstones_of_segment,
 )
-from schemas.errors import SchemaError, pluralize, shown
-from schemas.features import FeatureSet, parse_features
-from schemas.layout import (
+from presage.schemas.errors import SchemaError, pluralize, shown
+from presage.schemas.features import FeatureSet, parse_features
+from presage.schemas.layout import (
     BLOCK,
     BLOCKS,
     EVALUATION,
@@ -61,9 +61,9 @@ from schemas.layout import (
     part_path,
     reuse_schema,
 )
-from schemas.oracle.next_uses import from_gaps
-from schemas.oracle.reuse import reuse_bounds
-from schemas.storage.location import Location
+from presage.schemas.oracle.next_uses import from_gaps
+from presage.schemas.oracle.reuse import reuse_bounds
+from presage.schemas.storage.location import Location
 
 Number = TypeVar("Number", bound=np.generic)
 
@@ -419,7 +419,7 @@ class OpenDataset:
         flags = " ".join(f"--{n.replace('_', '-')} {value}" for n, value in settings.items())
         raise SchemaError(
             f"dataset has no index for {expected}, closest: {', '.join(closest)}; run python -m "
-            f"pipelines oracle {self.directory} --reindex {flags}",
+            f"presage.pipelines oracle {self.directory} --reindex {flags}",
             file=str(self.directory),
         )
 

@@ -17,8 +17,8 @@ from math import gcd
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.config.job import OrderConfig
-from schemas.hashing import splitmix64
+from presage.schemas.config.job import OrderConfig
+from presage.schemas.hashing import splitmix64
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from weakref import WeakValueDictionary
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.arrays import jagged_of, offsets_of, stable_order
-from schemas.dataset.accesses import (
+from presage.schemas.arrays import jagged_of, offsets_of, stable_order
+from presage.schemas.dataset.accesses import (
     DECODED_CACHE_BYTES,
     READ_THREADS,
     ListsOfSegments,
@@ -26,14 +26,19 @@ from schemas.dataset.accesses import (
     TableAccesses,
     num_unique_rows,
 )
-from schemas.dataset.checked_files import CheckedFile, DecodedListCache, ListFiles, rows_before
-from schemas.dataset.opened import Index, OpenDataset
-from schemas.dataset.order import Order
-from schemas.errors import SchemaError
-from schemas.kernels import oracle as kernels
-from schemas.layout import reuse_columns
-from schemas.oracle.next_uses import NEVER, clip_to_horizon
-from schemas.oracle.reuse import StepReuse, bounds_up_to, next_bound, peak_cache_rows
+from presage.schemas.dataset.checked_files import (
+    CheckedFile,
+    DecodedListCache,
+    ListFiles,
+    rows_before,
+)
+from presage.schemas.dataset.opened import Index, OpenDataset
+from presage.schemas.dataset.order import Order
+from presage.schemas.errors import SchemaError
+from presage.schemas.kernels import oracle as kernels
+from presage.schemas.layout import reuse_columns
+from presage.schemas.oracle.next_uses import NEVER, clip_to_horizon
+from presage.schemas.oracle.reuse import StepReuse, bounds_up_to, next_bound, peak_cache_rows
 
 HEAP_BYTES = 64 << 20
 """Next uses beyond the segment that are kept in memory; more are in a temporary file."""

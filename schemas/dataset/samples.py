@@ -11,13 +11,17 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from schemas.arrays import check_inverse, numpy_of, offsets_of, one_chunk
-from schemas.config.job import DataConfig
-from schemas.dataset.defaults import constant_column, missing_column_defaults, type_from_name
-from schemas.dataset.group_files import OpenFile, read_group
-from schemas.dataset.opened import OpenDataset, Segment
-from schemas.errors import SchemaError, suggest_name
-from schemas.layout import BLOCK, UNIQUE_INDEX, inverse_column, part_path
+from presage.schemas.arrays import check_inverse, numpy_of, offsets_of, one_chunk
+from presage.schemas.config.job import DataConfig
+from presage.schemas.dataset.defaults import (
+    constant_column,
+    missing_column_defaults,
+    type_from_name,
+)
+from presage.schemas.dataset.group_files import OpenFile, read_group
+from presage.schemas.dataset.opened import OpenDataset, Segment
+from presage.schemas.errors import SchemaError, suggest_name
+from presage.schemas.layout import BLOCK, UNIQUE_INDEX, inverse_column, part_path
 
 _THREADS = 8
 """Files of a row group that are read at once; a dataset has at most as many groups."""

@@ -10,10 +10,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from schemas.dataset.files import decode_parquet, encode_parquet, read_verified
-from schemas.errors import SchemaError
-from schemas.layout import TOMBSTONES_SCHEMA, tombstones_path
-from schemas.storage.location import Location
+from presage.schemas.dataset.files import decode_parquet, encode_parquet, read_verified
+from presage.schemas.errors import SchemaError
+from presage.schemas.layout import TOMBSTONES_SCHEMA, tombstones_path
+from presage.schemas.storage.location import Location
 
 NO_TOMBSTONES = pa.Table.from_batches([], schema=TOMBSTONES_SCHEMA)  # `empty_table` imports pandas
 

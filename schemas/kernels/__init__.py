@@ -2,6 +2,6 @@
 
 from pathlib import Path
 
-from schemas.processor import module_folder
+from presage.schemas.processor import module_folder
 
 __path__.append(module_folder(Path(__file__).parent))

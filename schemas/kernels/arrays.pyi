@@ -14,7 +14,7 @@ _Number = TypeVar("_Number", bound=np.generic)
 def unique_tuples(
     columns: Sequence[tuple[NDArray[Any], NDArray[np.int64] | None]], seed: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int32]] | None:
-    """Return `schemas.arrays.unique_tuples`, or None if hashes collide under this seed.
+    """Return `presage.schemas.arrays.unique_tuples`, or None if hashes collide under this seed.
 
     Args:
         columns: fewer than 2**31 values of 1, 2, 4 or 8 bytes; and for lists of such values, their
@@ -25,7 +25,7 @@ def unique_tuples(
 def hash_keys(
     columns: Sequence[tuple[NDArray[Any], NDArray[np.int64] | None]],
 ) -> NDArray[np.uint64]:
-    """Return `schemas.arrays.hash_keys`."""
+    """Return `presage.schemas.arrays.hash_keys`."""
 
 def unique_in_ranges(
     ranges: NDArray[np.int64], references: NDArray[np.int64], num_references: int
@@ -75,10 +75,10 @@ def overlaps(
     """
 
 def splitmix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return `schemas.hashing.splitmix64` of a flat array."""
+    """Return `presage.schemas.hashing.splitmix64` of a flat array."""
 
 def hash_rows(ids: NDArray[np.uint64], salt: int, num_rows: int) -> NDArray[np.int64]:
-    """Return `schemas.hashing.hash_rows` of flat ids."""
+    """Return `presage.schemas.hashing.hash_rows` of flat ids."""
 
 def insert_rows(buckets: NDArray[np.uint32], rows: NDArray[np.int64], start: int, end: int) -> None:
     """Insert the rows at some positions into the hash map of `trainer.stores.local.RowMap`."""

@@ -27,11 +27,11 @@ from itertools import chain, islice
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.arrays import Array
-from schemas.config.train import CacheConfig
-from schemas.errors import PlanError
-from schemas.oracle.next_uses import NEVER
-from schemas.oracle.reuse import StepReuse, peak_cache_rows
+from presage.schemas.arrays import Array
+from presage.schemas.config.train import CacheConfig
+from presage.schemas.errors import PlanError
+from presage.schemas.oracle.next_uses import NEVER
+from presage.schemas.oracle.reuse import StepReuse, peak_cache_rows
 
 # A vectorized priority queue of cached rows by next use. Each batch is an ascending run of 64-bit
 # keys (step of the next use, then slot), runs of similar length are merged, and the largest keys

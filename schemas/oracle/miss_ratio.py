@@ -18,7 +18,7 @@ from itertools import combinations, pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.hashing import splitmix64
+from presage.schemas.hashing import splitmix64
 
 
 def previous_positions(accesses: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.arrays import Jagged, offsets_of, unique_tuples
-from schemas.hashing import MAX_ROW
-from schemas.kernels import arrays as array_kernels
-from schemas.kernels import oracle as kernels
+from presage.schemas.arrays import Jagged, offsets_of, unique_tuples
+from presage.schemas.hashing import MAX_ROW
+from presage.schemas.kernels import arrays as array_kernels
+from presage.schemas.kernels import oracle as kernels
 
 
 def distinct(lists: Jagged) -> Jagged:

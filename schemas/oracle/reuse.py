@@ -14,8 +14,8 @@ from itertools import chain, count, takewhile
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.arrays import Jagged
-from schemas.oracle.next_uses import NEVER
+from presage.schemas.arrays import Jagged
+from presage.schemas.oracle.next_uses import NEVER
 
 Ints = NDArray[np.int64]
 

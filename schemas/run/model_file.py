@@ -4,11 +4,11 @@ A model file is a zip archive with uncompressed members, so that rows are memory
 
     MANIFEST.json              sizes and hashes of the other members; written last
     job.yaml, schema.pbtxt     of the run
-    program.pt2                `torch.export`: arrays of `schemas.run.model_inputs` to logits
-    rows/<table>/rows.npy      (num_rows,) int64, ascending: the trained rows
+    program.pt2                `torch.export`: arrays of `presage.schemas.run.model_inputs` to
+    logits rows/<table>/rows.npy      (num_rows,) int64, ascending: the trained rows
     rows/<table>/values.npy    (num_rows, dim)
 
-Other rows have their initial values, see `schemas.rows`. The file holds no pickles, and
+Other rows have their initial values, see `presage.schemas.rows`. The file holds no pickles, and
 `check_program` refuses programs that would unpickle or evaluate something when loaded.
 
 A folder of changed rows updates a model to that of a newer checkpoint:
@@ -40,14 +40,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from schemas.arrays import Array, find_sorted, numpy_of
-from schemas.dataset.files import replace_bytes, sha256_of
-from schemas.dataset.manifest import decode_manifest, encode_manifest
-from schemas.errors import SchemaError
-from schemas.layout import JOB, MANIFEST, SCHEMA
-from schemas.rows import initial_rows
-from schemas.run.model_inputs import ModelInputs, build_inputs
-from schemas.storage.location import Location, local_copy
+from presage.schemas.arrays import Array, find_sorted, numpy_of
+from presage.schemas.dataset.files import replace_bytes, sha256_of
+from presage.schemas.dataset.manifest import decode_manifest, encode_manifest
+from presage.schemas.errors import SchemaError
+from presage.schemas.layout import JOB, MANIFEST, SCHEMA
+from presage.schemas.rows import initial_rows
+from presage.schemas.run.model_inputs import ModelInputs, build_inputs
+from presage.schemas.storage.location import Location, local_copy
 
 # Safe loading of programs. `torch.export.load` unpickles custom objects, example inputs and tensors
 # that are not stored as plain bytes, and evaluates symbolic sizes. A program with any of the
@@ -282,7 +282,7 @@ def _verify_model(path: Path) -> tuple[ModelManifest, dict[str, int]]:
                 _check(file, offsets[name], name, part, path)
     except FileNotFoundError as error:
         raise SchemaError(
-            "model is missing; create it with python -m trainer export", file=str(path)
+            "model is missing; create it with python -m presage.trainer export", file=str(path)
         ) from error
     except (zipfile.BadZipFile, KeyError, NotImplementedError) as error:
         raise SchemaError(

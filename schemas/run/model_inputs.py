@@ -21,11 +21,11 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from schemas.arrays import Array, Jagged, is_list, jagged_of, numpy_of, one_chunk, values_of
-from schemas.config.job import TableConfig
-from schemas.errors import SchemaError, suggest_name_or
-from schemas.layout import weights_column
-from schemas.rows import rows_of_values
+from presage.schemas.arrays import Array, Jagged, is_list, jagged_of, numpy_of, one_chunk, values_of
+from presage.schemas.config.job import TableConfig
+from presage.schemas.errors import SchemaError, suggest_name_or
+from presage.schemas.layout import weights_column
+from presage.schemas.rows import rows_of_values
 
 
 def scalar_values(column: pa.Array, dtype: str) -> Array:

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from schemas.dataset.manifest import canonical_json
-from schemas.errors import SchemaError
-from schemas.typed_values import from_json
+from presage.schemas.dataset.manifest import canonical_json
+from presage.schemas.errors import SchemaError
+from presage.schemas.typed_values import from_json
 
 T = TypeVar("T")
 METRICS = "metrics.jsonl"

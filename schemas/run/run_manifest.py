@@ -3,9 +3,9 @@
 A run at a local path is a folder. At an object store it is `_manifests/<n>.json` and the objects
 that these name below `files/`. The newest manifest is the state of the run: each file of the folder
 as one or several objects, joined. A trainer commits the next state as the next version
-(`schemas.storage.versions`), so of two trainers of one run only one commits. Objects that the
-newest one does not name are deleted, so a reader that misses one reads the newest manifest again.
-All functions raise StorageError if the store fails.
+(`presage.schemas.storage.versions`), so of two trainers of one run only one commits. Objects that
+the newest one does not name are deleted, so a reader that misses one reads the newest manifest
+again. All functions raise StorageError if the store fails.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from schemas.dataset.manifest import decode_manifest, encode_manifest
-from schemas.errors import SchemaError
-from schemas.layout import BLOCKS, JOB, MANIFEST, SCHEMA
-from schemas.paths import is_below
-from schemas.run.records import (
+from presage.schemas.dataset.manifest import decode_manifest, encode_manifest
+from presage.schemas.errors import SchemaError
+from presage.schemas.layout import BLOCKS, JOB, MANIFEST, SCHEMA
+from presage.schemas.paths import is_below
+from presage.schemas.run.records import (
     CHECKPOINT_LOG,
     CHECKPOINTS,
     LEDGER,
@@ -35,8 +35,8 @@ from schemas.run.records import (
     STORE_OWNER,
     SUMMARY,
 )
-from schemas.storage.location import CHUNK_BYTES, MANIFESTS, Location, copy_errors_name
-from schemas.storage.versions import Version, Versions
+from presage.schemas.storage.location import CHUNK_BYTES, MANIFESTS, Location, copy_errors_name
+from presage.schemas.storage.versions import Version, Versions
 
 T = TypeVar("T")
 OBJECTS = "files"

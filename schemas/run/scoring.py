@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from schemas.arrays import Array
-from schemas.errors import SchemaError
-from schemas.paths import path_or_url
-from schemas.run.model_file import ModelFile, open_model
-from schemas.storage.location import Location
+from presage.schemas.arrays import Array
+from presage.schemas.errors import SchemaError
+from presage.schemas.paths import path_or_url
+from presage.schemas.run.model_file import ModelFile, open_model
+from presage.schemas.storage.location import Location
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)

@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from weakref import WeakKeyDictionary
 
-from schemas.errors import SchemaError
-from schemas.storage.location import Location, StorageError
-from schemas.storage.probes import store_time
+from presage.schemas.errors import SchemaError
+from presage.schemas.storage.location import Location, StorageError
+from presage.schemas.storage.probes import store_time
 
 LEASES = "_leases"
 """Directory of leases."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from schemas.errors import StorageError
+from presage.schemas.errors import StorageError
 
 PARTIAL = ".partial"
 """Suffix of incomplete files."""

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import unquote
 
-from schemas.errors import SchemaError, StorageError
-from schemas.storage.local_files import (
+from presage.schemas.errors import SchemaError, StorageError
+from presage.schemas.storage.local_files import (
     PARTIAL,
     link_new,
     list_files,
@@ -36,7 +36,7 @@ from schemas.storage.local_files import (
     sync_directory,
     write_flushed,
 )
-from schemas.storage.store_client import (
+from presage.schemas.storage.store_client import (
     ATTEMPTS,
     RETRY_SEC,
     RefusedError,

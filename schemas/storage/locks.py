@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO
 
-from schemas.errors import SchemaError
+from presage.schemas.errors import SchemaError
 
 LOCK = ".presage.lock"
 """File in a locked directory with the holder of the lock, which removes it at the end."""

@@ -7,8 +7,8 @@ from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from datetime import datetime
 
-from schemas.errors import StorageError
-from schemas.storage.location import MANIFESTS, Location
+from presage.schemas.errors import StorageError
+from presage.schemas.storage.location import MANIFESTS, Location
 
 
 @contextmanager

@@ -26,7 +26,7 @@ import obstore
 from obstore import exceptions as e
 from obstore.store import MemoryStore, from_url
 
-from schemas.errors import StorageError
+from presage.schemas.errors import StorageError
 
 T = TypeVar("T")
 

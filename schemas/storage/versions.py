@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from datetime import datetime
 from itertools import pairwise, takewhile
 
-from schemas.errors import SchemaError
-from schemas.storage.location import MANIFESTS, Entry, Location, StorageError
-from schemas.storage.probes import check_conditional_put
+from presage.schemas.errors import SchemaError
+from presage.schemas.storage.location import MANIFESTS, Entry, Location, StorageError
+from presage.schemas.storage.probes import check_conditional_put
 
 HINT = "latest"
 """File with the number of a recent version."""

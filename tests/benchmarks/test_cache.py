@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks.cache import EPOCHS, LARGE_BATCH, LARGE_DIM, write_large_job
 from benchmarks.common.control_groups import GROUPS, group
-from schemas.config.job import load_job
+from presage.schemas.config.job import load_job
 
 NEEDS_CGROUPS = pytest.mark.skipif(
     os.geteuid() != 0 or not (GROUPS / "memory" / "memory.limit_in_bytes").is_file(),

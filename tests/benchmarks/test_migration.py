@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.migration import KINDS, compare, main, write_job
-from scheduler.model.plan_inputs import take_snapshot
-from scheduler.planner.policy import plan
+from presage.scheduler.model.plan_inputs import take_snapshot
+from presage.scheduler.planner.policy import plan
 
 FOUND = {
     "replica": [

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.model import convert, cross_validate, doubled, doubling_cut, optimus, ours
-from scheduler.model.measurements import Measurements, read_measurements
+from presage.scheduler.model.measurements import Measurements, read_measurements
 
 COUNTS = {
     "resnet-50": 210,

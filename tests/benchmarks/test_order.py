@@ -16,9 +16,9 @@ from benchmarks.order import (  # fmt: skip
     training_samples,
     write_variant,
 )
-from pipelines.table.expand import content_hash, expand
-from schemas.dataset.opened import open_dataset
-from schemas.storage.location import Location
+from presage.pipelines.table.expand import content_hash, expand
+from presage.schemas.dataset.opened import open_dataset
+from presage.schemas.storage.location import Location
 from tests.pipelines import logs
 from tests.shared import json_of
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.oracle import measure_plan
-from schemas.dataset.opened import open_dataset
+from presage.schemas.dataset.opened import open_dataset
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS
 

@@ -22,8 +22,8 @@ from benchmarks.policies import (
     speeds,
     window,
 )
-from scheduler.simulator.command import POLICIES
-from scheduler.simulator.jobs import Knobs
+from presage.scheduler.simulator.command import POLICIES
+from presage.scheduler.simulator.jobs import Knobs
 from tests.shared import error_of
 
 

@@ -7,11 +7,11 @@ import pyarrow as pa
 import pytest
 
 from benchmarks.preprocess import main, measure_dataset, sides
-from pipelines.build import build
-from pipelines.transforms.apply import apply_transforms
-from schemas.config.job import SAMPLES
-from schemas.dataset.fitted import load_fitted
-from schemas.dataset.opened import open_dataset
+from presage.pipelines.build import build
+from presage.pipelines.transforms.apply import apply_transforms
+from presage.schemas.config.job import SAMPLES
+from presage.schemas.dataset.fitted import load_fitted
+from presage.schemas.dataset.opened import open_dataset
 from tests.pipelines import transform_jobs as jobs
 from tests.pipelines.logs import request
 from tests.shared import output_of

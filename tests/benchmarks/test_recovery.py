@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.common.commits import CommitWatcher
 from benchmarks.recovery import compare, rejoin_costs
-from schemas.run.records import METRICS, StepMetric
+from presage.schemas.run.records import METRICS, StepMetric
 
 
 def test_rejoin_costs_end_at_the_first_step_of_both_replicas(tmp_path: Path) -> None:

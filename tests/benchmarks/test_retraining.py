@@ -7,7 +7,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from benchmarks.order import LOG, compare_days, write_daily_job, write_days
-from schemas.config.job import load_job
+from presage.schemas.config.job import load_job
 
 
 @pytest.mark.slow

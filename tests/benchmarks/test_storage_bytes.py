@@ -15,9 +15,9 @@ from benchmarks.common.clickouts import CLICKOUTS, write_clickouts
 from benchmarks.common.logs import build_job, job_path
 from benchmarks.common.shapes import SHAPES
 from benchmarks.storage import limit_of, main, measure_dataset, smallest_file
-from pipelines.cli import main as main_of_pipelines
-from pipelines.report.sizes import bytes_by_table, chunk_bytes, derived_bytes
-from schemas.dataset.opened import open_dataset
+from presage.pipelines.cli import main as main_of_pipelines
+from presage.pipelines.report.sizes import bytes_by_table, chunk_bytes, derived_bytes
+from presage.schemas.dataset.opened import open_dataset
 from tests.pipelines.logs import IN_PROCESS, built
 from tests.shared import json_of, output_of
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.train import Timing, measure_pooled
-from schemas.dataset.opened import open_dataset
+from presage.schemas.dataset.opened import open_dataset
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS
 

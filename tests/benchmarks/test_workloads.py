@@ -14,8 +14,8 @@ from benchmarks.scheduler.workloads import (
     draw_workload,
     main,
 )
-from scheduler.simulator.cluster import EndedJob, ResourceUse, Result
-from scheduler.simulator.jobs import synthetic_tables
+from presage.scheduler.simulator.cluster import EndedJob, ResourceUse, Result
+from presage.scheduler.simulator.jobs import synthetic_tables
 from tests.shared import json_of
 
 TABLES = [synthetic_tables()]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from schemas.dataset.hints import TableHints, write_hints
+from presage.schemas.dataset.hints import TableHints, write_hints
 from tests.trainer.processes import children_of
 from tests.trainer.runs import small_dataset
 

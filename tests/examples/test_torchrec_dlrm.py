@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import presage
-from pipelines.__main__ import main
+from presage.pipelines.__main__ import main
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CHECKOUT = "PRESAGE_TORCHREC_DLRM"

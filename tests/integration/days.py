@@ -16,9 +16,9 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
-from scheduler.retrain.records import RetrainState
-from scheduler.retrain.root_log import read_state
-from schemas.storage.location import Location
+from presage.scheduler.retrain.records import RetrainState
+from presage.scheduler.retrain.root_log import read_state
+from presage.schemas.storage.location import Location
 from tests.fork_server import FORKS_STAGES
 from tests.integration.small_demo import write_small_demo
 

@@ -14,12 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from scheduler.controller.events import Ended
-from scheduler.controller.log import LOG, read_log
-from scheduler.controller.replay import replay
-from schemas.run.records import METRICS
-from schemas.run.run_manifest import RunLogTail
-from schemas.storage.location import Location
+from presage.scheduler.controller.events import Ended
+from presage.scheduler.controller.log import LOG, read_log
+from presage.scheduler.controller.replay import replay
+from presage.schemas.run.records import METRICS
+from presage.schemas.run.run_manifest import RunLogTail
+from presage.schemas.storage.location import Location
 from tests.integration.small_demo import write_small_demo
 
 SMALL = {
@@ -56,7 +56,7 @@ def write_jobs(repository: Path, folder: Path) -> list[Path]:
 
 
 class Scheduler:
-    """`python -m scheduler run` in a process that can be killed."""
+    """`python -m presage.scheduler run` in a process that can be killed."""
 
     def __init__(self, repository: Path, words: list[str], stem: Path) -> None:
         self._stdout, self._stderr = stem.with_suffix(".stdout"), stem.with_suffix(".stderr")

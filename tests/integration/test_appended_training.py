@@ -7,18 +7,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipelines.build import build
-from schemas.config.job import load_job
-from schemas.dataset.opened import open_dataset
-from schemas.run.records import METRICS, read_metrics
-from schemas.storage.location import Location
+from presage.pipelines.build import build
+from presage.schemas.config.job import load_job
+from presage.schemas.dataset.opened import open_dataset
+from presage.schemas.run.records import METRICS, read_metrics
+from presage.schemas.storage.location import Location
+from presage.trainer.components import order_of
+from presage.trainer.data.decode import spec_of
+from presage.trainer.evaluation.evaluate import evaluate_run
+from presage.trainer.run.folder import verify_run
 from tests.pipelines.appending import DEFAULT, EXTRA, addition, changed
 from tests.pipelines.logs import SCHEMA, raw_rows, request, samples_of, write_log
 from tests.trainer.runs import assert_equal, reader_of, run_job
-from trainer.components import order_of
-from trainer.data.decode import spec_of
-from trainer.evaluation.evaluate import evaluate_run
-from trainer.run.folder import verify_run
 
 EVALUATION_FROM = datetime(2026, 1, 1, 0, 8)
 ROWS = (300, 200)

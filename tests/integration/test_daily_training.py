@@ -7,13 +7,13 @@ from typing import Any
 import duckdb
 import pytest
 
-from pipelines.cli import main as pipelines
-from pipelines.table.verify import verify
-from schemas.layout import JOB, SCHEMA
+from presage.pipelines.cli import main as pipelines
+from presage.pipelines.table.verify import verify
+from presage.schemas.layout import JOB, SCHEMA
+from presage.trainer.__main__ import main as trainer
+from presage.trainer.checkpoint.load import newest_checkpoint, read_dense
+from presage.trainer.run.folder import verify_run
 from tests.pipelines.logs import IN_PROCESS
-from trainer.__main__ import main as trainer
-from trainer.checkpoint.load import newest_checkpoint, read_dense
-from trainer.run.folder import verify_run
 
 DAYS = ("2022-05-01", "2022-05-02", "2022-05-03")
 """UTC days of KuaiRand's standard log that two files of it cover wholly."""

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.controller.log import LOG, Log
-from scheduler.controller.state import JobState
-from scheduler.drivers.children import ThisMachine
-from scheduler.drivers.driver import Driver, DriverOptions
-from scheduler.drivers.submit import submit
+from presage.scheduler.controller.log import LOG, Log
+from presage.scheduler.controller.state import JobState
+from presage.scheduler.drivers.children import ThisMachine
+from presage.scheduler.drivers.driver import Driver, DriverOptions
+from presage.scheduler.drivers.submit import submit
 from tests.integration.scheduled_jobs import check_run, num_steps, pid_of, send, write_jobs
 from tests.trainer.processes import suspend
 

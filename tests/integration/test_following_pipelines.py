@@ -11,23 +11,23 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.cli import main
-from schemas.config.job import load_job
-from schemas.dataset.manifest import find_root, read_dataset
-from schemas.dataset.opened import open_dataset
-from schemas.layout import MANIFEST
-from schemas.storage.location import Location
+from presage.pipelines.cli import main
+from presage.schemas.config.job import load_job
+from presage.schemas.dataset.manifest import find_root, read_dataset
+from presage.schemas.dataset.opened import open_dataset
+from presage.schemas.layout import MANIFEST
+from presage.schemas.storage.location import Location
+from presage.trainer.growing.follow import FollowedDataset
+from presage.trainer.options import TrainOptions
+from presage.trainer.recovery import Drain
+from presage.trainer.run.compare import compare_runs
+from presage.trainer.run.folder import verify_run
 from tests.conftest import REPOSITORY
 from tests.pipelines.appending import changed
 from tests.pipelines.logs import IN_PROCESS, age, write_log
 from tests.trainer.make_dataset import change_root
 from tests.trainer.paused import paused_at
 from tests.trainer.processes import num_steps, run_until, start_training, train_to_end, wait_for_end
-from trainer.growing.follow import FollowedDataset
-from trainer.options import TrainOptions
-from trainer.recovery import Drain
-from trainer.run.compare import compare_runs
-from trainer.run.folder import verify_run
 
 LOGS = (300, 200, 260, 180, 240)
 """Rows of the log of each segment; its number is the seed."""
@@ -60,7 +60,7 @@ def pipeline(job: Path, logs: list[Path], dataset: Path) -> subprocess.Popen[str
     commands = [["build", str(job), "--input", first, "--output", str(dataset)]]
     commands += [["append", str(job), "--input", log, *to] for log in others]
     commands[-1].append("--final")
-    script = "import sys; from pipelines.__main__ import main\n"
+    script = "import sys; from presage.pipelines.__main__ import main\n"
     script += f"for command in {commands!r}: main(command) and sys.exit(1)"
     command = [sys.executable, "-c", script]
     return subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
@@ -166,7 +166,7 @@ def test_finished_dataset_takes_no_segment_until_it_is_opened_again(
     assert append(job, logs[2], dataset) == 1
     message = (
         f"error: dataset is sealed after 2 segments in {dataset}; "
-        f"run python -m pipelines unseal {dataset}, or build a new dataset"
+        f"run python -m presage.pipelines unseal {dataset}, or build a new dataset"
     )
     assert capsys.readouterr().err.splitlines()[-1] == message
     reindex = ["oracle", str(dataset), "--reindex", "--batch-samples", "64", "--epochs", "1"]

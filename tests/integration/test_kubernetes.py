@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 import pytest
 import yaml
 
-from schemas.storage.location import Location
+from presage.schemas.storage.location import Location
 from tests.cluster.fixtures import cluster, namespace
 from tests.cluster.servers import Cluster
 from tests.cluster.sockets import pids_with, sockets_of

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from schemas.dataset.opened import open_dataset
+from presage.schemas.dataset.opened import open_dataset
+from presage.trainer.data.collate import CollatedBatch
+from presage.trainer.data.decode import spec_of
+from presage.trainer.data.reader import Reader
 from tests.pipelines.shifting import STORAGES, built_in_every_layout
-from trainer.data.collate import CollatedBatch
-from trainer.data.decode import spec_of
-from trainer.data.reader import Reader
 
 
 @pytest.fixture(scope="module")

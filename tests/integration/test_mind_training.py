@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from schemas.run.records import SUMMARY, read_summary
+from presage.schemas.run.records import SUMMARY, read_summary
+from presage.trainer.__main__ import main as trainer_main
 from tests import real_logs
 from tests.shared import with_long
-from trainer.__main__ import main as trainer_main
 
 pytestmark = pytest.mark.nightly
 

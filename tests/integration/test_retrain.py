@@ -12,9 +12,9 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from scheduler.retrain.root_log import read_state
-from schemas.dataset.opened import open_dataset
-from schemas.storage.location import Location
+from presage.scheduler.retrain.root_log import read_state
+from presage.schemas.dataset.opened import open_dataset
+from presage.schemas.storage.location import Location
 from tests.integration.days import DAYS, Site, make_site
 from tests.shared import make_once
 from tests.trainer.processes import run_until

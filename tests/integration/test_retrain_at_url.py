@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.retrain.records import RetrainState
-from scheduler.retrain.root_log import read_state
-from schemas.storage.location import Location
+from presage.scheduler.retrain.records import RetrainState
+from presage.scheduler.retrain.root_log import read_state
+from presage.schemas.storage.location import Location
 from tests.integration.days import DAYS, Site
 from tests.integration.test_retrain import make_first, make_undisturbed
 from tests.object_store import Store

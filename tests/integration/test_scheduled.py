@@ -6,7 +6,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from schemas.dataset.manifest import read_dataset
+from presage.schemas.dataset.manifest import read_dataset
 from tests.integration.scheduled_jobs import (
     Scheduler,
     check_run,

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from schemas.storage.location import Location
+from presage.schemas.storage.location import Location
 from tests.integration.scheduled_jobs import (
     Scheduler,
     check_run,

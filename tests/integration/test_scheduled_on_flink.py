@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from pipelines.cli import main as pipelines
-from scheduler.controller.log import LOG
-from scheduler.controller.replay import replay
+from presage.pipelines.cli import main as pipelines
+from presage.scheduler.controller.log import LOG
+from presage.scheduler.controller.replay import replay
 from tests.flink import ask, flink, needs_flink, runner_file
 from tests.integration.scheduled_jobs import Scheduler, send, words_for
 from tests.integration.small_demo import write_small_demo

@@ -14,8 +14,8 @@ from typing import Any
 import polars as pl
 import pytest
 
-from pipelines.cli import main
-from pipelines.clustering.storage_layout import StoredGroup
+from presage.pipelines.cli import main
+from presage.pipelines.clustering.storage_layout import StoredGroup
 from tests.pipelines.logs import IN_PROCESS
 from tests.pipelines.shifting import stored_as
 from tests.schemas.reference import block_order

@@ -10,14 +10,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.cli import main as pipelines_main
-from schemas.dataset.opened import open_dataset
-from schemas.dataset.samples import read_joined_row_group
-from schemas.run.model_inputs import ModelInputs, build_inputs
-from schemas.run.records import SUMMARY, read_summary
+from presage.pipelines.cli import main as pipelines_main
+from presage.schemas.dataset.opened import open_dataset
+from presage.schemas.dataset.samples import read_joined_row_group
+from presage.schemas.run.model_inputs import ModelInputs, build_inputs
+from presage.schemas.run.records import SUMMARY, read_summary
+from presage.trainer.__main__ import main as trainer_main
 from tests.pipelines.logs import bytes_of
 from tests.schemas.reference import hash_text
-from trainer.__main__ import main as trainer_main
 
 NUM_ROWS = 1500
 JOB = """\

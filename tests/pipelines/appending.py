@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from pipelines.prepare import BuildRequest
-from schemas.storage.location import Location
+from presage.pipelines.prepare import BuildRequest
+from presage.schemas.storage.location import Location
 from tests.pipelines.logs import SCHEMA, built, request, write_job, write_log
 
 DEFAULT = """tensor_representation_group { key: "" value { tensor_representation { key: "price"
@@ -15,7 +15,7 @@ KILLED_AT = """
 import os, signal, sys
 from importlib import import_module
 module = import_module("{module}")
-from pipelines.cli import main
+from presage.pipelines.cli import main
 
 real, calls = module.{function}, []
 

@@ -15,13 +15,13 @@ from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from pipelines.build import build
-from pipelines.table.verify import verify
-from schemas.dataset.manifest import read_dataset
-from schemas.dataset.opened import open_dataset
-from schemas.errors import SchemaError
-from schemas.layout import SEGMENTS
-from schemas.storage.location import Location
+from presage.pipelines.build import build
+from presage.pipelines.table.verify import verify
+from presage.schemas.dataset.manifest import read_dataset
+from presage.schemas.dataset.opened import open_dataset
+from presage.schemas.errors import SchemaError
+from presage.schemas.layout import SEGMENTS
+from presage.schemas.storage.location import Location
 from tests.pipelines.appending import addition
 from tests.pipelines.logs import request, vacuum_later, write_job, write_log
 

@@ -13,17 +13,17 @@ from typing import Any, cast
 import numpy as np
 import pyarrow.parquet as pq
 
-from pipelines.clustering.part import lookups_table
-from pipelines.exchange import keep_freed_memory
-from pipelines.oracle.index import index_table
-from pipelines.oracle.numbering import number_table
-from schemas.arrays import Jagged, offsets_of
-from schemas.config.job import OrderConfig
-from schemas.dataset.checked_files import CheckedFile
-from schemas.dataset.files import describe_file
-from schemas.dataset.order import Order
-from schemas.layout import FILE_SHIFT, part_path
-from schemas.storage.location import Location
+from presage.pipelines.clustering.part import lookups_table
+from presage.pipelines.exchange import keep_freed_memory
+from presage.pipelines.oracle.index import index_table
+from presage.pipelines.oracle.numbering import number_table
+from presage.schemas.arrays import Jagged, offsets_of
+from presage.schemas.config.job import OrderConfig
+from presage.schemas.dataset.checked_files import CheckedFile
+from presage.schemas.dataset.files import describe_file
+from presage.schemas.dataset.order import Order
+from presage.schemas.layout import FILE_SHIFT, part_path
+from presage.schemas.storage.location import Location
 
 NUM_PARTS, BLOCKS_PER_PART, ROWS_PER_BLOCK = 80, 20, 5_000
 MAX_OPEN_FILES = 64

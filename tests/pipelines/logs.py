@@ -15,21 +15,26 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.build import build
-from pipelines.prepare import BuildInput, BuildOptions, BuildRequest
-from pipelines.table.indexes import INDEX_PREFIX
-from pipelines.table.target import SegmentTarget
-from pipelines.table.vacuum import vacuum
-from schemas.dataset.fitted import FITTED_DIRECTORY, VOCABULARIES
-from schemas.dataset.manifest import DatasetManifest, encode_manifest, find_root, read_dataset
-from schemas.dataset.opened import open_dataset, version_name
-from schemas.dataset.samples import read_samples
-from schemas.layout import JOB as JOB_FILE
-from schemas.layout import SCHEMA as SCHEMA_FILE
-from schemas.layout import SEGMENTS, tombstones_path
-from schemas.storage.leases import LEASES
-from schemas.storage.location import MANIFESTS, Location
-from schemas.storage.probes import store_time
+from presage.pipelines.build import build
+from presage.pipelines.prepare import BuildInput, BuildOptions, BuildRequest
+from presage.pipelines.table.indexes import INDEX_PREFIX
+from presage.pipelines.table.target import SegmentTarget
+from presage.pipelines.table.vacuum import vacuum
+from presage.schemas.dataset.fitted import FITTED_DIRECTORY, VOCABULARIES
+from presage.schemas.dataset.manifest import (
+    DatasetManifest,
+    encode_manifest,
+    find_root,
+    read_dataset,
+)
+from presage.schemas.dataset.opened import open_dataset, version_name
+from presage.schemas.dataset.samples import read_samples
+from presage.schemas.layout import JOB as JOB_FILE
+from presage.schemas.layout import SCHEMA as SCHEMA_FILE
+from presage.schemas.layout import SEGMENTS, tombstones_path
+from presage.schemas.storage.leases import LEASES
+from presage.schemas.storage.location import MANIFESTS, Location
+from presage.schemas.storage.probes import store_time
 
 PROCESSES = ["--direct_num_workers=2", "--direct_running_mode=multi_processing"]
 """Options of a command: two worker processes, which exchange rows in files."""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from schemas.storage.location import Location, local_copy
+from presage.schemas.storage.location import Location, local_copy
 from tests.pipelines import transform_jobs
 from tests.pipelines.logs import bytes_of
 

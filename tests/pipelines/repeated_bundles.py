@@ -13,7 +13,7 @@ from typing import Any
 
 from apache_beam.runners.worker.sdk_worker import SdkHarness
 
-from pipelines.beam import build_parts, io, jobs, runner, stage_transforms
+from presage.pipelines.beam import build_parts, io, jobs, runner, stage_transforms
 
 DO_FNS = ((build_parts, "_BuildPart"), (jobs, "_NumberTable"), (runner, "_Save"))
 FUNCTIONS = (

@@ -11,9 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.build import build
-from pipelines.clustering.star import Star
-from pipelines.clustering.storage_layout import StoredGroup
+from presage.pipelines.build import build
+from presage.pipelines.clustering.star import Star
+from presage.pipelines.clustering.storage_layout import StoredGroup
 from tests.pipelines.logs import SCHEMA, request
 
 JOB = """
@@ -50,9 +50,9 @@ def stored_as(layouts: Mapping[str, StoredGroup] | None) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         if layouts is not None:
-            patch.setattr("pipelines.clustering.storage_layout.choose_layouts", choose)
+            patch.setattr("presage.pipelines.clustering.storage_layout.choose_layouts", choose)
             # None is stored per sample.
-            patch.setattr("pipelines.clustering.storage_layout.TRIFLE", 1.0)
+            patch.setattr("presage.pipelines.clustering.storage_layout.TRIFLE", 1.0)
         yield
 
 

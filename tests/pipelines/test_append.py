@@ -11,21 +11,21 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.build import build
-from pipelines.cli import main
-from pipelines.oracle.index import index_table
-from pipelines.table.expand import expand
-from pipelines.table.verify import verify
-from schemas.dataset.accesses import TableAccesses
-from schemas.dataset.manifest import commit_root, read_dataset, read_root
-from schemas.dataset.opened import Segment, open_dataset
-from schemas.dataset.run_next_uses import indexed_steps
-from schemas.dataset.samples import read_samples
-from schemas.errors import SchemaError
-from schemas.layout import SEGMENTS
-from schemas.oracle.next_uses import next_use
-from schemas.rows import rows_of_ids
-from schemas.storage.location import Location
+from presage.pipelines.build import build
+from presage.pipelines.cli import main
+from presage.pipelines.oracle.index import index_table
+from presage.pipelines.table.expand import expand
+from presage.pipelines.table.verify import verify
+from presage.schemas.dataset.accesses import TableAccesses
+from presage.schemas.dataset.manifest import commit_root, read_dataset, read_root
+from presage.schemas.dataset.opened import Segment, open_dataset
+from presage.schemas.dataset.run_next_uses import indexed_steps
+from presage.schemas.dataset.samples import read_samples
+from presage.schemas.errors import SchemaError
+from presage.schemas.layout import SEGMENTS
+from presage.schemas.oracle.next_uses import next_use
+from presage.schemas.rows import rows_of_ids
+from presage.schemas.storage.location import Location
 from tests.pipelines.appending import DEFAULT, EXTRA, addition, changed, with_logs
 from tests.pipelines.logs import (
     IN_PROCESS,
@@ -148,7 +148,7 @@ def test_append_indexes_the_new_segment_only(
         indexed.append((segment.directory.name, table))
         return index_table(root, segment, table, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("pipelines.table.indexes.index_table", index_and_note)
+    monkeypatch.setattr("presage.pipelines.table.indexes.index_table", index_and_note)
     dataset = copy_of(two, tmp_path / "dataset")
     before = {p: p.read_bytes() for p in dataset.glob("index-*/*/**/*") if p.is_file()}
     build(addition(one / "job" / "job.yaml", one / "log-2", dataset))

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.build import build
-from schemas.dataset.opened import open_dataset
-from schemas.errors import SchemaError
+from presage.pipelines.build import build
+from presage.schemas.dataset.opened import open_dataset
+from presage.schemas.errors import SchemaError
 from tests.pipelines.appending import DEFAULT, EXTRA, addition, changed, with_logs
 from tests.pipelines.logs import SCHEMA, bytes_of, copy_of
 

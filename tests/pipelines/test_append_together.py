@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from pipelines.build import build
-from pipelines.table import commit as module
-from pipelines.table.verify import verify
-from schemas.dataset.opened import open_dataset
+from presage.pipelines.build import build
+from presage.pipelines.table import commit as module
+from presage.pipelines.table.verify import verify
+from presage.schemas.dataset.opened import open_dataset
 from tests.pipelines.appending import addition, with_logs
 from tests.pipelines.logs import bytes_of, copy_of, unnamed_places, vacuum_later
 

@@ -8,9 +8,9 @@ import pyarrow as pa
 import pytest
 import zstandard
 
-from pipelines.autogroup.costs import LEAST_DEDUP_FACTOR, Costs, feature_of
-from pipelines.autogroup.search import choose_groups, search
-from schemas.config.job import MAX_GROUPS
+from presage.pipelines.autogroup.costs import LEAST_DEDUP_FACTOR, Costs, feature_of
+from presage.pipelines.autogroup.search import choose_groups, search
+from presage.schemas.config.job import MAX_GROUPS
 
 BLOCK = 64
 
@@ -70,7 +70,7 @@ def test_search_finds_what_trying_every_placement_finds(seed: int) -> None:
 def test_search_in_parts_finds_the_same_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     costs = costs_of(columns_of(0, 4096))
     whole = search(costs)
-    monkeypatch.setattr("pipelines.autogroup.search.MAX_SETS", 3)
+    monkeypatch.setattr("presage.pipelines.autogroup.search.MAX_SETS", 3)
     assert set(search(costs)) == set(whole)
 
 

@@ -17,7 +17,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from benchmarks.common.logs import with_auto
-from pipelines.autogroup.choose import (
+from presage.pipelines.autogroup.choose import (
     KeysOfSplit,
     SmallestHashes,
     cells_of,
@@ -27,18 +27,18 @@ from pipelines.autogroup.choose import (
     rewritten,
     sample_sessions,
 )
-from pipelines.autogroup.search import GroupChoice
-from pipelines.build import build
-from pipelines.prepare import prepare
-from pipelines.samples import lookups
-from pipelines.sources.raw_rows import ORIGIN, InputSplit
-from pipelines.table.target import load_job_files
-from pipelines.table.verify import verify
-from pipelines.transforms.apply import columns_of
-from schemas.config.job import load_job
-from schemas.dataset.opened import open_dataset
-from schemas.errors import SchemaError
-from schemas.storage.location import Location
+from presage.pipelines.autogroup.search import GroupChoice
+from presage.pipelines.build import build
+from presage.pipelines.prepare import prepare
+from presage.pipelines.samples import lookups
+from presage.pipelines.sources.raw_rows import ORIGIN, InputSplit
+from presage.pipelines.table.target import load_job_files
+from presage.pipelines.table.verify import verify
+from presage.pipelines.transforms.apply import columns_of
+from presage.schemas.config.job import load_job
+from presage.schemas.dataset.opened import open_dataset
+from presage.schemas.errors import SchemaError
+from presage.schemas.storage.location import Location
 from tests import real_logs
 from tests.pipelines import test_executor
 from tests.pipelines.logs import (
@@ -116,7 +116,7 @@ def test_files_listed_in_another_order_give_the_same_groups(
 ) -> None:
     walk = os.walk
     monkeypatch.setattr(
-        "pipelines.sources.raw_rows.os.walk",
+        "presage.pipelines.sources.raw_rows.os.walk",
         lambda *a, **k: ((d, f, sorted(n, reverse=True)) for d, f, n in walk(*a, **k)),
     )
     assert bytes_of(built(tmp_path)) == bytes_of(dataset)
@@ -373,7 +373,7 @@ def test_the_first_key_is_chosen_whatever_it_takes() -> None:
 def test_a_log_larger_than_what_is_read_gives_groups_of_its_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipelines.autogroup.choose.INPUT_BYTES", 4_000)
+    monkeypatch.setattr("presage.pipelines.autogroup.choose.INPUT_BYTES", 4_000)
     (columns,) = open_dataset(built(tmp_path)).job.data.groups.values()
     assert {"session", "user", "history"} <= {*columns}
 
@@ -388,8 +388,8 @@ def test_a_log_with_one_huge_session_is_sampled_within_its_bound(
         seen.append(int(cells_of(rows).sum()))
         return choose_from(rows, *others)
 
-    monkeypatch.setattr("pipelines.autogroup.choose.MAX_CELLS", 200)
-    monkeypatch.setattr("pipelines.autogroup.choose.choose_from", choose)
+    monkeypatch.setattr("presage.pipelines.autogroup.choose.MAX_CELLS", 200)
+    monkeypatch.setattr("presage.pipelines.autogroup.choose.choose_from", choose)
     built(tmp_path)
     assert 100 < seen[0] < 300
 
@@ -428,7 +428,7 @@ def test_groups_are_chosen_from_the_samples_that_a_build_makes(
     """Where all of the input is read, the sample is the training range of the build."""
     write, broadcast = SAMPLED_JOBS[name]
     monkeypatch.setattr(lookups, "BROADCAST_BYTES", broadcast)
-    monkeypatch.setattr("pipelines.prepare.PART_INPUT_BYTES", 4_000)  # several parts
+    monkeypatch.setattr("presage.pipelines.prepare.PART_INPUT_BYTES", 4_000)  # several parts
     path = write(tmp_path)
     job = load_job(path)
     transforms = {

@@ -9,9 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.build import build
-from schemas.dataset.opened import open_dataset
-from schemas.errors import SchemaError
+from presage.pipelines.build import build
+from presage.schemas.dataset.opened import open_dataset
+from presage.schemas.errors import SchemaError
 from tests.pipelines.logs import COLUMNS, raw_rows, request, samples_of, stored_samples, write_job
 
 Rows = list[dict[str, object]]

@@ -7,13 +7,18 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipelines.samples import sql_rejects as bad_rows
-from pipelines.samples.per_key import PerKey, run_keys
-from pipelines.samples.sql import Connection, map_rows, run, with_list_index
-from pipelines.samples.sql_rejects import BadRowsError, SqlResult, reject_reason, remove_marked
-from pipelines.samples.statements import select_origin
-from pipelines.sources.raw_rows import ORIGIN
-from schemas.arrays import comparable_tuple, hash_keys
+from presage.pipelines.samples import sql_rejects as bad_rows
+from presage.pipelines.samples.per_key import PerKey, run_keys
+from presage.pipelines.samples.sql import Connection, map_rows, run, with_list_index
+from presage.pipelines.samples.sql_rejects import (
+    BadRowsError,
+    SqlResult,
+    reject_reason,
+    remove_marked,
+)
+from presage.pipelines.samples.statements import select_origin
+from presage.pipelines.sources.raw_rows import ORIGIN
+from presage.schemas.arrays import comparable_tuple, hash_keys
 
 SIDE = pa.table({"code": [0, 1, 2, 3], "name": ["0", "one", "2", "3"]})
 

@@ -7,7 +7,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.report.sizes import (
+from presage.pipelines.report.sizes import (
     CLUSTERED,
     SHUFFLED,
     TIME_ORDERED,
@@ -18,8 +18,8 @@ from pipelines.report.sizes import (
     write_best,
     write_flat,
 )
-from schemas.dataset.opened import OpenDataset, open_dataset
-from schemas.dataset.samples import column_names
+from presage.schemas.dataset.opened import OpenDataset, open_dataset
+from presage.schemas.dataset.samples import column_names
 from tests.pipelines.logs import built
 
 

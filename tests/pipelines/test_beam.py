@@ -23,8 +23,8 @@ from apache_beam.testing.util import assert_that, equal_to
 from apache_beam.utils.timestamp import Timestamp
 from apache_beam.yaml import yaml_transform
 
-from pipelines.beam import io as committing
-from pipelines.beam.io import (
+from presage.pipelines.beam import io as committing
+from presage.pipelines.beam.io import (
     BuildDataset,
     MakeSamples,
     ReadDataset,
@@ -32,14 +32,14 @@ from pipelines.beam.io import (
     WriteDataset,
     select_columns,
 )
-from pipelines.beam.yaml import rows_of_table, tables_of_rows
-from pipelines.build import build
-from pipelines.table.verify import verify
-from schemas.dataset.manifest import SegmentManifest, find_root
-from schemas.dataset.opened import open_dataset
-from schemas.dataset.samples import read_samples
-from schemas.errors import SchemaError
-from schemas.storage.location import Location
+from presage.pipelines.beam.yaml import rows_of_table, tables_of_rows
+from presage.pipelines.build import build
+from presage.pipelines.table.verify import verify
+from presage.schemas.dataset.manifest import SegmentManifest, find_root
+from presage.schemas.dataset.opened import open_dataset
+from presage.schemas.dataset.samples import read_samples
+from presage.schemas.errors import SchemaError
+from presage.schemas.storage.location import Location
 from tests.pipelines.logs import (
     bytes_of,
     raw_rows,

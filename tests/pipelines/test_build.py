@@ -9,15 +9,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.build import build
-from pipelines.cli import main
-from pipelines.table.expand import expand
-from pipelines.table.verify import verify
-from schemas.dataset.manifest import find_root
-from schemas.dataset.opened import open_dataset
-from schemas.dataset.samples import read_samples
-from schemas.errors import SchemaError
-from schemas.storage.location import MANIFESTS, Location
+from presage.pipelines.build import build
+from presage.pipelines.cli import main
+from presage.pipelines.table.expand import expand
+from presage.pipelines.table.verify import verify
+from presage.schemas.dataset.manifest import find_root
+from presage.schemas.dataset.opened import open_dataset
+from presage.schemas.dataset.samples import read_samples
+from presage.schemas.errors import SchemaError
+from presage.schemas.storage.location import MANIFESTS, Location
 from tests.pipelines.appending import addition
 from tests.pipelines.logs import (
     IN_PROCESS,
@@ -94,7 +94,7 @@ def test_blocks_are_full_but_the_last_of_each_split(dataset: Path) -> None:
 def test_small_windows_of_several_parts_share_row_groups_and_keep_every_sample(
     dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipelines.prepare.PART_INPUT_BYTES", 5_000)
+    monkeypatch.setattr("presage.pipelines.prepare.PART_INPUT_BYTES", 5_000)
     job = write_job(tmp_path / "job")
     job.write_text(job.read_text().replace("  session:", "  window: {span: 1m}\n  session:", 1))
     write_log(tmp_path / "log")
@@ -116,7 +116,7 @@ def test_repeated_rows_in_many_parts_of_many_segments_are_all_kept(
 ) -> None:
     """Rows repeated within a file, between files and between segments; items within a row."""
     job = write_job(tmp_path / "job")
-    monkeypatch.setattr("pipelines.prepare.PART_INPUT_BYTES", 4_000)
+    monkeypatch.setattr("presage.pipelines.prepare.PART_INPUT_BYTES", 4_000)
     expected: list[tuple[object, ...]] = []
     for segment in range(3):
         rows = pa.concat_tables([raw_rows(60, seed=9), raw_rows(9, seed=segment)])
@@ -188,7 +188,9 @@ def test_build_whose_commit_may_have_succeeded_can_be_run_again(
     dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr("pipelines.table.root.commit_root", lambda *_: (_ for _ in ()).throw(OSError))
+        patch.setattr(
+            "presage.pipelines.table.root.commit_root", lambda *_: (_ for _ in ()).throw(OSError)
+        )
         with pytest.raises(OSError, match=r"^$"):
             built(tmp_path)
     assert find_root(tmp_path / "dataset") is None
@@ -256,7 +258,7 @@ def test_unknown_option_is_named(tmp_path: Path) -> None:
 def test_sql_that_depends_on_other_rows_ends_the_build(
     sql: str, option: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipelines.samples.validate._check_row_local", lambda *_: None)
+    monkeypatch.setattr("presage.pipelines.samples.validate._check_row_local", lambda *_: None)
     write_log(tmp_path / "log")
     job = write_job(tmp_path / "job")
     job.write_text(job.read_text().replace("user, history,", f"{sql}, history,"))

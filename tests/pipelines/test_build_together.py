@@ -4,14 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from pipelines import build as module
-from pipelines.build import build
-from pipelines.cli import main
-from pipelines.sources.raw_rows import folder_of
-from pipelines.table.verify import verify
-from schemas.dataset.opened import open_dataset
-from schemas.errors import SchemaError
-from schemas.storage.location import Location
+from presage.pipelines import build as module
+from presage.pipelines.build import build
+from presage.pipelines.cli import main
+from presage.pipelines.sources.raw_rows import folder_of
+from presage.pipelines.table.verify import verify
+from presage.schemas.dataset.opened import open_dataset
+from presage.schemas.errors import SchemaError
+from presage.schemas.storage.location import Location
 from tests.pipelines.logs import (
     IN_PROCESS,
     built,

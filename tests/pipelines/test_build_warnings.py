@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.build import label_warnings, warnings_of
-from pipelines.cli import main
-from schemas.config.job import SplitConfig
-from schemas.dataset.opened import OpenDataset, open_dataset
-from schemas.layout import EVALUATION, STATISTICS, TRAIN
+from presage.pipelines.build import label_warnings, warnings_of
+from presage.pipelines.cli import main
+from presage.schemas.config.job import SplitConfig
+from presage.schemas.dataset.opened import OpenDataset, open_dataset
+from presage.schemas.layout import EVALUATION, STATISTICS, TRAIN
 from tests.pipelines.logs import write_job, write_log
 from tests.shared import error_of, output_of
 
@@ -41,7 +41,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[OpenDataset, list[s
     given += ["--runner=InProcess", "--json"]
     with pytest.MonkeyPatch.context() as patch:
         messages: list[str] = []
-        patch.setattr("pipelines.cli._progress", messages.append)
+        patch.setattr("presage.pipelines.cli._progress", messages.append)
         assert main(given) == 0
     return open_dataset(folder / "dataset"), messages
 

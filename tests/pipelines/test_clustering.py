@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelines.build import build
-from pipelines.clustering import star
-from pipelines.clustering.part import plan_row_groups
-from pipelines.clustering.star import (
+from presage.pipelines.build import build
+from presage.pipelines.clustering import star
+from presage.pipelines.clustering.part import plan_row_groups
+from presage.pipelines.clustering.star import (
     cluster,
     cluster_chunks,
     cut_blocks,
@@ -21,8 +21,8 @@ from pipelines.clustering.star import (
     split_at_blocks,
     to_star,
 )
-from pipelines.samples.sql import LIST_INDEX
-from pipelines.samples.tuples import (
+from presage.pipelines.samples.sql import LIST_INDEX
+from presage.pipelines.samples.tuples import (
     Tuples,
     concat_tuples,
     drop_unused_tuples,
@@ -30,9 +30,9 @@ from pipelines.samples.tuples import (
     partition_of_key,
     separate_tuples,
 )
-from pipelines.sources.raw_rows import ORIGIN, microseconds
-from pipelines.table.verify import verify
-from schemas.config.job import (
+from presage.pipelines.sources.raw_rows import ORIGIN, microseconds
+from presage.pipelines.table.verify import verify
+from presage.schemas.config.job import (
     DataConfig,
     SamplesConfig,
     SessionConfig,
@@ -41,8 +41,8 @@ from schemas.config.job import (
     TableConfig,
     WindowConfig,
 )
-from schemas.dataset.opened import open_dataset
-from schemas.layout import STATISTICS
+from presage.schemas.dataset.opened import open_dataset
+from presage.schemas.layout import STATISTICS
 from tests.pipelines.logs import request, samples_of, stored_samples, stored_table, write_job
 from tests.pipelines.logs import write_log as write_small_log
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from schemas.storage.location import Location
+from presage.schemas.storage.location import Location
 from tests.fault_proxy import FAULTS, Faults
 from tests.object_store import Store
 from tests.pipelines.concurrent_appends import (

@@ -20,9 +20,9 @@ from apache_beam.pvalue import PCollection
 from apache_beam.runners.dataflow.dataflow_runner import DataflowRunner
 from apache_beam.transforms.environments import DockerEnvironment
 
-from pipelines.beam.runner import pipeline_options
-from pipelines.build import build
-from schemas.errors import SchemaError
+from presage.pipelines.beam.runner import pipeline_options
+from presage.pipelines.build import build
+from presage.schemas.errors import SchemaError
 from tests.pipelines.logs import request, write_job, write_log
 
 MAX_GRAPH_BYTES = 10 << 20
@@ -51,7 +51,7 @@ def graph_of(directory: Path, num_files: int, monkeypatch: pytest.MonkeyPatch) -
         found.append(make)
         raise StoppedError
 
-    monkeypatch.setattr("pipelines.beam.jobs.run_pipeline", stop)
+    monkeypatch.setattr("presage.pipelines.beam.jobs.run_pipeline", stop)
     asked = request(job, directory / "log", directory / "dataset", beam_args=beam_options())
     with pytest.raises(StoppedError):
         build(asked)

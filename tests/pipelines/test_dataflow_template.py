@@ -17,9 +17,9 @@ from urllib.request import urlopen
 
 import pytest
 
-from pipelines.transforms.fit import fitted_files
-from schemas.dataset.fitted import FITTED_DIRECTORY, VOCABULARIES
-from schemas.storage.location import MANIFESTS, Location
+from presage.pipelines.transforms.fit import fitted_files
+from presage.schemas.dataset.fitted import FITTED_DIRECTORY, VOCABULARIES
+from presage.schemas.storage.location import MANIFESTS, Location
 from tests import gcs_api
 from tests.external_tools import install_wheel
 from tests.fault_proxy import Faults, fault_proxy
@@ -54,7 +54,7 @@ runner.run_via_runner_api(graph, PipelineOptions([])).wait_until_finish()
 COPY = """
 import sys
 from pathlib import Path
-from schemas.storage.location import Location
+from presage.schemas.storage.location import Location
 
 for entry in Location.parse(sys.argv[1]).entries():
     path = Path(sys.argv[2], entry.path)

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.build import build
-from pipelines.cli import main
-from pipelines.table.indexes import segment_of_part
-from pipelines.table.verify import verify
-from schemas.dataset.manifest import read_dataset
-from schemas.dataset.opened import open_dataset, select_segments
-from schemas.dataset.run_next_uses import indexed_steps
-from schemas.errors import SchemaError
-from schemas.layout import MANIFEST, SEGMENTS
+from presage.pipelines.build import build
+from presage.pipelines.cli import main
+from presage.pipelines.table.indexes import segment_of_part
+from presage.pipelines.table.verify import verify
+from presage.schemas.dataset.manifest import read_dataset
+from presage.schemas.dataset.opened import open_dataset, select_segments
+from presage.schemas.dataset.run_next_uses import indexed_steps
+from presage.schemas.errors import SchemaError
+from presage.schemas.layout import MANIFEST, SEGMENTS
 from tests.pipelines.appending import KILLED_AT, addition, changed
 from tests.pipelines.logs import (
     IN_PROCESS,
@@ -217,7 +217,9 @@ def test_replacement_that_is_killed_leaves_one_version(
     module, function, before = POINTS[point]
     dataset = copy_of(days, tmp_path / "dataset")
     old = read_dataset(days)
-    driver = KILLED_AT.format(module=f"pipelines.{module}", function=function, before=before)
+    driver = KILLED_AT.format(
+        module=f"presage.pipelines.{module}", function=function, before=before
+    )
     given = [*arguments(logs, dataset, LATE, f"{LATE}-corrected"), "--replace"]
     done = subprocess.run(
         [sys.executable, "-c", driver, *given],

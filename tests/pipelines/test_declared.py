@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelines.transforms.apply import (
+from presage.pipelines.transforms.apply import (
     apply_declared,
     apply_sql,
     bucketize,
@@ -21,7 +21,7 @@ from pipelines.transforms.apply import (
     hash_columns,
     truncate_lists,
 )
-from schemas.config.transforms import (
+from presage.schemas.config.transforms import (
     BucketizeConfig,
     ClipConfig,
     CrossConfig,
@@ -32,8 +32,8 @@ from schemas.config.transforms import (
     TruncateConfig,
     VocabularyLookupConfig,
 )
-from schemas.dataset.fitted import FittedStats, FittedValues, Vocabulary
-from schemas.errors import SchemaError
+from presage.schemas.dataset.fitted import FittedStats, FittedValues, Vocabulary
+from presage.schemas.errors import SchemaError
 
 INTS = st.none() | st.integers(-(2**40), 2**40)
 FLOATS = st.none() | st.floats(-1e6, 1e6, width=32)

@@ -15,14 +15,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.build import build
-from pipelines.cli import main
-from pipelines.table.verify import verify
-from schemas.dataset.manifest import read_dataset
-from schemas.dataset.opened import open_dataset
-from schemas.dataset.samples import read_samples
-from schemas.storage.leases import Lease
-from schemas.storage.location import MANIFESTS, Location
+from presage.pipelines.build import build
+from presage.pipelines.cli import main
+from presage.pipelines.table.verify import verify
+from presage.schemas.dataset.manifest import read_dataset
+from presage.schemas.dataset.opened import open_dataset
+from presage.schemas.dataset.samples import read_samples
+from presage.schemas.storage.leases import Lease
+from presage.schemas.storage.location import MANIFESTS, Location
 from tests.id_search import files_with_id
 from tests.pipelines.appending import KILLED_AT, addition, changed
 from tests.pipelines.logs import (
@@ -311,7 +311,9 @@ def test_rewriting_that_is_killed_leaves_a_dataset_and_can_be_run_again(
     dataset = copy_of(two, tmp_path / "dataset")
     run(capsys, str(dataset), "--ids", ids_file(tmp_path, ID))
     module, function, before = POINTS[point]
-    script = KILLED_AT.format(module=f"pipelines.table.{module}", function=function, before=before)
+    script = KILLED_AT.format(
+        module=f"presage.pipelines.table.{module}", function=function, before=before
+    )
     command = [sys.executable, "-c", script, "erase", str(dataset), "--rewrite"]
     killed = subprocess.run(command, env=os.environ, capture_output=True, timeout=300, check=False)
     assert killed.returncode == -signal.SIGKILL, killed.stderr

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.build import build
-from pipelines.cli import main
-from pipelines.table.verify import verify
-from schemas.dataset.manifest import commit_root, previous_names, read_dataset, read_root
-from schemas.dataset.opened import open_dataset
-from schemas.storage.leases import Lease
-from schemas.storage.location import Location
+from presage.pipelines.build import build
+from presage.pipelines.cli import main
+from presage.pipelines.table.verify import verify
+from presage.schemas.dataset.manifest import commit_root, previous_names, read_dataset, read_root
+from presage.schemas.dataset.opened import open_dataset
+from presage.schemas.storage.leases import Lease
+from presage.schemas.storage.location import Location
 from tests.id_search import files_with_id
 from tests.pipelines.appending import addition
 from tests.pipelines.logs import age, bytes_of, copy_of, request, segment_directory, vacuum_later
@@ -116,7 +116,8 @@ def test_day_with_tombstones_is_not_replaced(
     assert append(logs, dataset, LATE, NEW, "--replace") == 1
     assert capsys.readouterr().err.splitlines()[-1] == (
         f"error: segment with tombstones cannot be replaced: {old} in "
-        f"{dataset}; run python -m pipelines erase {dataset} --rewrite, and remove the ids from "
+        f"{dataset}; run python -m presage.pipelines erase {dataset} --rewrite, and remove the "
+        f"ids from "
         "the new files"
     )
     assert bytes_of(dataset) == before

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelines.exchange import Exchange, ReadElements, TaskResult, Worker
-from pipelines.prepare import SMALL_PARTS, count_parts, holds_in_memory
-from pipelines.runner_options import LocalOptions, local_options
-from pipelines.samples.tuples import Tuples, separate_tuples
-from pipelines.shuffle import from_ipc, to_ipc
-from schemas.errors import SchemaError
+from presage.pipelines.exchange import Exchange, ReadElements, TaskResult, Worker
+from presage.pipelines.prepare import SMALL_PARTS, count_parts, holds_in_memory
+from presage.pipelines.runner_options import LocalOptions, local_options
+from presage.pipelines.samples.tuples import Tuples, separate_tuples
+from presage.pipelines.shuffle import from_ipc, to_ipc
+from presage.schemas.errors import SchemaError
 
 LISTS = st.lists(st.lists(st.integers(0, 3), max_size=3), min_size=1, max_size=8)
 

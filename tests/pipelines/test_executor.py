@@ -13,13 +13,13 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.beam import runner
-from pipelines.beam.runner import local_workers
-from pipelines.build import build
-from pipelines.cli import main
-from pipelines.exchange import keep_freed_memory
-from pipelines.samples import lookups
-from schemas.config.schedule import BudgetConfig
+from presage.pipelines.beam import runner
+from presage.pipelines.beam.runner import local_workers
+from presage.pipelines.build import build
+from presage.pipelines.cli import main
+from presage.pipelines.exchange import keep_freed_memory
+from presage.pipelines.samples import lookups
+from presage.schemas.config.schedule import BudgetConfig
 from tests import real_logs
 from tests.pipelines import logs, test_joins, test_streams, transform_jobs
 from tests.pipelines.logs import IN_PROCESS, ON_BEAM, PROCESSES, bytes_of, request
@@ -35,7 +35,7 @@ class Block:
             raise ImportError(f"{name} is blocked")
 
 sys.meta_path.insert(0, Block())
-from pipelines.cli import main
+from presage.pipelines.cli import main
 
 sys.exit(max(main(words) for words in json.loads(sys.argv[1])))
 """
@@ -115,7 +115,7 @@ def test_builds_in_memory_and_in_files_have_the_bytes_of_beam(
     write, broadcast = JOBS[name]
     job = write(tmp_path)
     size = sum(file.stat().st_size for file in (tmp_path / "input").iterdir())
-    monkeypatch.setattr("pipelines.prepare.PART_INPUT_BYTES", size // 3)  # three parts
+    monkeypatch.setattr("presage.pipelines.prepare.PART_INPUT_BYTES", size // 3)  # three parts
     monkeypatch.setattr(lookups, "BROADCAST_BYTES", broadcast)
     by_beam = request(job, tmp_path / "input", tmp_path / "beam", beam_args=[ON_BEAM])
     result = without_times(build(by_beam))
@@ -209,8 +209,8 @@ PROGRAM = """
 import resource, sys, time
 import apache_beam as beam
 from apache_beam.runners.portability.fn_api_runner import worker_handlers
-from pipelines.beam.runner import run_pipeline
-from schemas.storage.location import Location
+from presage.pipelines.beam.runner import run_pipeline
+from presage.schemas.storage.location import Location
 
 resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
 worker_handlers.DATA_BUFFER_TIME_LIMIT_MS = 100  # instead of 1 s

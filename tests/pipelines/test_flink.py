@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from pipelines.cli import main
+from presage.pipelines.cli import main
 from tests.external_tools import install_wheel
 from tests.flink import START_SEC, ask, flink, is_running, needs_flink
 from tests.object_store import Store
@@ -38,7 +38,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     write_log(directory / "log", num_rows=600, num_files=6)
     write_job(directory / "job")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pipelines.prepare.PART_INPUT_BYTES", 4_000)
+        patch.setattr("presage.pipelines.prepare.PART_INPUT_BYTES", 4_000)
         yield directory
 
 
@@ -89,7 +89,7 @@ def test_session_workers_that_share_no_directory_write_the_same_bytes_to_s3(
     """Each worker has our wheel, an empty folder for the launcher's, and its own temporary one."""
     python = install_wheel(repository, repository / "requirements-pipelines.lock") / "python"
     variables = without_sources(tmp_path / "path")
-    monkeypatch.setattr("pipelines.prepare.PART_INPUT_BYTES", 8_000)
+    monkeypatch.setattr("presage.pipelines.prepare.PART_INPUT_BYTES", 8_000)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "launcher"))
     for name, value in s3_store.environment.items():
         monkeypatch.setenv(name, value)

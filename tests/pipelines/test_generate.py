@@ -9,8 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.cli import main
-from pipelines.demo_log.entities import (
+from presage.pipelines.cli import main
+from presage.pipelines.demo_log.entities import (
     CARDINALITIES,
     HOT_FRACTION,
     HOT_SHARE,
@@ -18,10 +18,16 @@ from pipelines.demo_log.entities import (
     item_genre,
     item_ids,
 )
-from pipelines.demo_log.generate import HISTORIES, LOG_SCHEMA, GeneratorConfig, generate, write_log
-from pipelines.demo_log.sessions import MAX_HISTORY, MAX_SESSION_SAMPLES, click_logit
-from schemas.config.job import load_job
-from schemas.dataset.opened import open_dataset
+from presage.pipelines.demo_log.generate import (
+    HISTORIES,
+    LOG_SCHEMA,
+    GeneratorConfig,
+    generate,
+    write_log,
+)
+from presage.pipelines.demo_log.sessions import MAX_HISTORY, MAX_SESSION_SAMPLES, click_logit
+from presage.schemas.config.job import load_job
+from presage.schemas.dataset.opened import open_dataset
 from tests.shared import error_of, json_of
 
 SMALL = GeneratorConfig(num_samples=20_000, seed=7, span=timedelta(hours=6))
@@ -186,7 +192,7 @@ def test_generate_histories_append_what_the_session_clicked_and_viewed(small: pa
 def test_generate_sessions_of_a_user_begin_with_the_same_snapshot(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("pipelines.demo_log.sessions.NUM_USERS", 50)
+    monkeypatch.setattr("presage.pipelines.demo_log.sessions.NUM_USERS", 50)
     table = read(SMALL)
     users, num_shared = {}, 0
     for row in table.filter(pa.array(column(table, "page_depth") == 1)).to_pylist():

@@ -17,20 +17,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.build import build
-from pipelines.cli import main
-from pipelines.demo_log.generate import GeneratorConfig, write_log
-from pipelines.init import sample_sources as files
-from pipelines.init.columns import ScannedColumn, columns_of
-from pipelines.init.first_job import init
-from pipelines.init.plan import PlannedFeature, num_rows_of
-from pipelines.table.verify import verify
-from schemas.config.job import TableConfig, load_job
-from schemas.rows import rows_of_ids
-from schemas.run.records import SUMMARY, read_summary
+from presage.pipelines.build import build
+from presage.pipelines.cli import main
+from presage.pipelines.demo_log.generate import GeneratorConfig, write_log
+from presage.pipelines.init import sample_sources as files
+from presage.pipelines.init.columns import ScannedColumn, columns_of
+from presage.pipelines.init.first_job import init
+from presage.pipelines.init.plan import PlannedFeature, num_rows_of
+from presage.pipelines.table.verify import verify
+from presage.schemas.config.job import TableConfig, load_job
+from presage.schemas.rows import rows_of_ids
+from presage.schemas.run.records import SUMMARY, read_summary
+from presage.trainer.__main__ import main as trainer_main
 from tests.pipelines.logs import request, stored_table
 from tests.shared import error_of, json_of
-from trainer.__main__ import main as trainer_main
 
 NUM_ROWS = 400
 

@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelines.build import build
-from pipelines.samples import lookups
-from pipelines.samples.lookups import common_type, look_up, side_table, sort_side_rows
-from pipelines.sources.raw_rows import ORIGIN
-from schemas.config.sources import JoinConfig, SideConfig
-from schemas.errors import SchemaError
+from presage.pipelines.build import build
+from presage.pipelines.samples import lookups
+from presage.pipelines.samples.lookups import common_type, look_up, side_table, sort_side_rows
+from presage.pipelines.sources.raw_rows import ORIGIN
+from presage.schemas.config.sources import JoinConfig, SideConfig
+from presage.schemas.errors import SchemaError
 from tests.pipelines.logs import bytes_of, request, stored_table
 
 # Look-ups.
@@ -346,7 +346,7 @@ def test_newest_row_that_is_not_after_the_sample_is_found(
 
 def test_keys_of_equal_hash_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "pipelines.samples.lookups.key_hashes", lambda keys: np.zeros(len(keys), np.uint64)
+        "presage.pipelines.samples.lookups.key_hashes", lambda keys: np.zeros(len(keys), np.uint64)
     )
     config = SideConfig(files="*", format="parquet", key="k")
     rows = pa.table({"k": ["a", "b", "c"], "v": [1, 2, 3], ORIGIN: [0, 1, 2]})
@@ -396,7 +396,7 @@ def test_keys_without_a_common_type_are_refused() -> None:
 def test_negative_keys_of_two_widths_meet_in_one_part(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipelines.prepare.PART_INPUT_BYTES", 400)  # many parts
+    monkeypatch.setattr("presage.pipelines.prepare.PART_INPUT_BYTES", 400)  # many parts
     users = pa.array(range(-30, 10), pa.int32())
     log = {
         "user": users.cast(pa.int64()),

@@ -9,19 +9,19 @@ from pathlib import Path
 
 import pytest
 
-from pipelines import executor
-from pipelines.build import build
-from pipelines.clustering import part
-from pipelines.clustering.part import LOOKUPS
-from pipelines.clustering.star import check_num_blocks
-from pipelines.prepare import BuildRequest
-from pipelines.table.expand import VIEW, view_sql
-from pipelines.table.verify import verify
-from schemas.dataset.manifest import find_root, read_dataset
-from schemas.dataset.opened import open_dataset, open_root
-from schemas.errors import SchemaError
-from schemas.layout import JOB
-from schemas.storage.location import Location
+from presage.pipelines import executor
+from presage.pipelines.build import build
+from presage.pipelines.clustering import part
+from presage.pipelines.clustering.part import LOOKUPS
+from presage.pipelines.clustering.star import check_num_blocks
+from presage.pipelines.prepare import BuildRequest
+from presage.pipelines.table.expand import VIEW, view_sql
+from presage.pipelines.table.verify import verify
+from presage.schemas.dataset.manifest import find_root, read_dataset
+from presage.schemas.dataset.opened import open_dataset, open_root
+from presage.schemas.errors import SchemaError
+from presage.schemas.layout import JOB
+from presage.schemas.storage.location import Location
 from tests.pipelines.appending import KILLED_AT, addition
 from tests.pipelines.logs import (
     IN_PROCESS,
@@ -88,7 +88,9 @@ def test_append_that_is_killed_leaves_a_dataset_and_can_be_run_again(
 ) -> None:
     module, function, before = POINTS[point]
     dataset = copy_of(one / "dataset", tmp_path / "dataset")
-    driver = KILLED_AT.format(module=f"pipelines.{module}", function=function, before=before)
+    driver = KILLED_AT.format(
+        module=f"presage.pipelines.{module}", function=function, before=before
+    )
     done = subprocess.run(
         [sys.executable, "-c", driver, *command(one, dataset), IN_PROCESS],
         capture_output=True,

@@ -18,9 +18,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelines.build import build
-from pipelines.clustering.star import Star
-from pipelines.clustering.storage_layout import (
+from presage.pipelines.build import build
+from presage.pipelines.clustering.star import Star
+from presage.pipelines.clustering.storage_layout import (
     TRIAL_BYTES,
     Encodings,
     StoredGroup,
@@ -36,21 +36,21 @@ from pipelines.clustering.storage_layout import (
     trial_rows,
     try_columns,
 )
-from pipelines.report.facts import shared_rows
-from pipelines.report.sizes import bytes_by_table, dataset_bytes
-from pipelines.samples.sql import LIST_INDEX
-from pipelines.samples.tuples import Tuples
-from pipelines.sources.raw_rows import ORIGIN
-from pipelines.table.expand import content_hash
-from pipelines.table.verify import verify
-from schemas.arrays import Jagged, comparable_tuple, join_times, large_list, offsets_of
-from schemas.config.job import DataConfig, SamplesConfig, SessionConfig, SourceConfig
-from schemas.dataset.checked_files import CheckedFile
-from schemas.dataset.group_files import group_schema, read_group
-from schemas.dataset.opened import OpenDataset, open_dataset
-from schemas.dataset.samples import read_samples
-from schemas.errors import SchemaError
-from schemas.layout import BLOCK, DATA_DIRECTORIES, UNIQUE_INDEX, window_columns
+from presage.pipelines.report.facts import shared_rows
+from presage.pipelines.report.sizes import bytes_by_table, dataset_bytes
+from presage.pipelines.samples.sql import LIST_INDEX
+from presage.pipelines.samples.tuples import Tuples
+from presage.pipelines.sources.raw_rows import ORIGIN
+from presage.pipelines.table.expand import content_hash
+from presage.pipelines.table.verify import verify
+from presage.schemas.arrays import Jagged, comparable_tuple, join_times, large_list, offsets_of
+from presage.schemas.config.job import DataConfig, SamplesConfig, SessionConfig, SourceConfig
+from presage.schemas.dataset.checked_files import CheckedFile
+from presage.schemas.dataset.group_files import group_schema, read_group
+from presage.schemas.dataset.opened import OpenDataset, open_dataset
+from presage.schemas.dataset.samples import read_samples
+from presage.schemas.errors import SchemaError
+from presage.schemas.layout import BLOCK, DATA_DIRECTORIES, UNIQUE_INDEX, window_columns
 from tests.pipelines.logs import bytes_of, request, stored_table
 from tests.pipelines.shifting import STORAGES, built_in_every_layout, stored_as
 

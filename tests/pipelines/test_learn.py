@@ -10,12 +10,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipelines.beam.stage_transforms import MergePartials
-from pipelines.samples.sql import Connection, map_rows, with_list_index
-from pipelines.samples.tuples import Tuples, separate_tuples
-from pipelines.transforms import fit
-from pipelines.transforms.apply import fit_inputs, transforms_of_column
-from pipelines.transforms.fit import (
+from presage.pipelines.beam.stage_transforms import MergePartials
+from presage.pipelines.samples.sql import Connection, map_rows, with_list_index
+from presage.pipelines.samples.tuples import Tuples, separate_tuples
+from presage.pipelines.transforms import fit
+from presage.pipelines.transforms.apply import fit_inputs, transforms_of_column
+from presage.pipelines.transforms.fit import (
     BottomKSample,
     Moments,
     Partial,
@@ -26,10 +26,16 @@ from pipelines.transforms.fit import (
     moments,
     partial_fits,
 )
-from schemas.config.job import DataConfig, load_job
-from schemas.dataset.fitted import FittedStats, FittedValues, encode_stats, load_fitted, stats_path
-from schemas.errors import SchemaError
-from schemas.storage.location import Location
+from presage.schemas.config.job import DataConfig, load_job
+from presage.schemas.dataset.fitted import (
+    FittedStats,
+    FittedValues,
+    encode_stats,
+    load_fitted,
+    stats_path,
+)
+from presage.schemas.errors import SchemaError
+from presage.schemas.storage.location import Location
 from tests.pipelines import transform_jobs as jobs
 
 

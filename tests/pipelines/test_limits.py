@@ -13,15 +13,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.sources import limits
-from pipelines.sources.avro import avro_columns, copy_avro_rows
-from pipelines.sources.avro_blocks import HEADER, MAGIC, decompress, read_header
-from pipelines.sources.formats import empty_rows, input_splits, read_split
-from pipelines.sources.raw_rows import InputSplit, folder_of
-from schemas.config.sources import SourceConfig
-from schemas.config.train import ModelConfig, TrainConfig
-from schemas.errors import SchemaError
-from schemas.features import parse_features
+from presage.pipelines.sources import limits
+from presage.pipelines.sources.avro import avro_columns, copy_avro_rows
+from presage.pipelines.sources.avro_blocks import HEADER, MAGIC, decompress, read_header
+from presage.pipelines.sources.formats import empty_rows, input_splits, read_split
+from presage.pipelines.sources.raw_rows import InputSplit, folder_of
+from presage.schemas.config.sources import SourceConfig
+from presage.schemas.config.train import ModelConfig, TrainConfig
+from presage.schemas.errors import SchemaError
+from presage.schemas.features import parse_features
 
 SCHEMA = {"type": "record", "name": "r", "fields": [{"name": "a", "type": "string"}]}
 

@@ -13,14 +13,14 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.build import build
-from pipelines.cli import main
-from pipelines.sources.listing import glob_regex, list_inputs
-from pipelines.sources.raw_rows import Folder, folder_of
-from schemas.config.sources import SourceConfig
-from schemas.dataset.manifest import read_dataset
-from schemas.errors import SchemaError
-from schemas.storage.location import Location
+from presage.pipelines.build import build
+from presage.pipelines.cli import main
+from presage.pipelines.sources.listing import glob_regex, list_inputs
+from presage.pipelines.sources.raw_rows import Folder, folder_of
+from presage.schemas.config.sources import SourceConfig
+from presage.schemas.dataset.manifest import read_dataset
+from presage.schemas.errors import SchemaError
+from presage.schemas.storage.location import Location
 from tests.pipelines.logs import bytes_of, raw_rows, request, write_job, write_log
 
 GLOBS: dict[str, tuple[str, list[str], list[str]]] = {
@@ -145,7 +145,7 @@ def test_object_that_is_damaged_or_gone_is_rejected_by_name(
     listed = list_inputs(folder_of(stored.url), {"log": SourceConfig(files="*", format="parquet")})
     assert (listed[0].path, listed[0].num_bytes) == ("a.parquet", len(sink.getvalue()))
     stored.remove(["c.parquet"])
-    monkeypatch.setattr("pipelines.prepare.list_inputs", lambda *_: listed)
+    monkeypatch.setattr("presage.pipelines.prepare.list_inputs", lambda *_: listed)
     job = write_job(tmp_path / "job", on_error="reject_files")
     result = build(request(job, stored.url, tmp_path / "dataset"))
     rejects = pq.read_table(next((tmp_path / "dataset").rglob("rejects/*.parquet"))).to_pylist()

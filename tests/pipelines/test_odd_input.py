@@ -14,19 +14,19 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.samples.sql import Connection, map_rows, run
-from pipelines.samples.statements import select_origin
-from pipelines.samples.tuples import separate_tuples, usable_samples, value_checks
-from pipelines.samples.validate import check_columns
-from pipelines.sources.csv_files import read_csv
-from pipelines.sources.formats import empty_rows, read_split
-from pipelines.sources.limits import MAX_ROW_BYTES
-from pipelines.sources.parquet import read_parquet
-from pipelines.sources.raw_rows import CHUNK_ROWS, ORIGIN, InputSplit, RawRows, folder_of
-from pipelines.sources.rejects import Reject, file_reject, rejects_from_table
-from schemas.config.job import DataConfig, SourceConfig, load_job
-from schemas.errors import SchemaError
-from schemas.features import FeatureSet, load_features
+from presage.pipelines.samples.sql import Connection, map_rows, run
+from presage.pipelines.samples.statements import select_origin
+from presage.pipelines.samples.tuples import separate_tuples, usable_samples, value_checks
+from presage.pipelines.samples.validate import check_columns
+from presage.pipelines.sources.csv_files import read_csv
+from presage.pipelines.sources.formats import empty_rows, read_split
+from presage.pipelines.sources.limits import MAX_ROW_BYTES
+from presage.pipelines.sources.parquet import read_parquet
+from presage.pipelines.sources.raw_rows import CHUNK_ROWS, ORIGIN, InputSplit, RawRows, folder_of
+from presage.pipelines.sources.rejects import Reject, file_reject, rejects_from_table
+from presage.schemas.config.job import DataConfig, SourceConfig, load_job
+from presage.schemas.errors import SchemaError
+from presage.schemas.features import FeatureSet, load_features
 from tests.shared import in_pairs
 
 ODD_VALUES: dict[str, tuple[str, pa.Array, str]] = {

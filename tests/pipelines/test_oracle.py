@@ -11,21 +11,21 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.build import build
-from pipelines.cli import main
-from pipelines.clustering.part import LOOKUPS, lookups_table
-from pipelines.oracle import numbering
-from pipelines.oracle.numbering import number_table, row_ranges
-from pipelines.oracle.table_files import ArrayFile, IndexedLists
-from pipelines.table.verify import verify
-from schemas.arrays import Jagged, jagged_of, offsets_of
-from schemas.dataset.checked_files import CheckedFile
-from schemas.dataset.opened import open_dataset
-from schemas.errors import SchemaError
-from schemas.hashing import NUM_SLOTS
-from schemas.layout import FILE_SHIFT, part_path
-from schemas.oracle.next_uses import from_gaps
-from schemas.storage.location import Location
+from presage.pipelines.build import build
+from presage.pipelines.cli import main
+from presage.pipelines.clustering.part import LOOKUPS, lookups_table
+from presage.pipelines.oracle import numbering
+from presage.pipelines.oracle.numbering import number_table, row_ranges
+from presage.pipelines.oracle.table_files import ArrayFile, IndexedLists
+from presage.pipelines.table.verify import verify
+from presage.schemas.arrays import Jagged, jagged_of, offsets_of
+from presage.schemas.dataset.checked_files import CheckedFile
+from presage.schemas.dataset.opened import open_dataset
+from presage.schemas.errors import SchemaError
+from presage.schemas.hashing import NUM_SLOTS
+from presage.schemas.layout import FILE_SHIFT, part_path
+from presage.schemas.oracle.next_uses import from_gaps
+from presage.schemas.storage.location import Location
 from tests.fork_server import without_forking
 from tests.pipelines.appending import addition
 from tests.pipelines.logs import built, bytes_of, copy_of, request, write_job, write_log
@@ -33,19 +33,19 @@ from tests.shared import json_of
 
 
 def small_files(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("pipelines.prepare.PART_INPUT_BYTES", 4_000)
+    patch.setattr("presage.pipelines.prepare.PART_INPUT_BYTES", 4_000)
     for module in ("table_files", "numbering", "index"):
-        patch.setattr(f"pipelines.oracle.{module}.ENTRIES_PER_FILE", 150)
+        patch.setattr(f"presage.pipelines.oracle.{module}.ENTRIES_PER_FILE", 150)
     for lists in ("ACCESSES", "DISTANCES"):
-        patch.setattr(f"pipelines.oracle.table_files.{lists}_PER_ROW_GROUP", 60)
+        patch.setattr(f"presage.pipelines.oracle.table_files.{lists}_PER_ROW_GROUP", 60)
 
 
 def small_ranges(patch: pytest.MonkeyPatch) -> None:
     """Number and link every table in many ranges."""
-    patch.setattr("pipelines.oracle.numbering.ARRAY_ROWS", 50)
-    patch.setattr("pipelines.oracle.numbering.HASHED_ROWS", 20)
-    patch.setattr("pipelines.oracle.numbering.SAMPLED_SLOTS", NUM_SLOTS)
-    patch.setattr("pipelines.oracle.index.RANGE_NUMBERS", 150)
+    patch.setattr("presage.pipelines.oracle.numbering.ARRAY_ROWS", 50)
+    patch.setattr("presage.pipelines.oracle.numbering.HASHED_ROWS", 20)
+    patch.setattr("presage.pipelines.oracle.numbering.SAMPLED_SLOTS", NUM_SLOTS)
+    patch.setattr("presage.pipelines.oracle.index.RANGE_NUMBERS", 150)
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +133,7 @@ def test_rows_of_any_order_of_blocks_are_numbered_by_first_use(
 ) -> None:
     small_files(monkeypatch)
     for module in ("table_files", "numbering"):
-        monkeypatch.setattr(f"pipelines.oracle.{module}.ENTRIES_PER_FILE", 20)
+        monkeypatch.setattr(f"presage.pipelines.oracle.{module}.ENTRIES_PER_FILE", 20)
     monkeypatch.setattr(numbering, "ARRAY_ROWS", ranges[0])
     monkeypatch.setattr(numbering, "HASHED_ROWS", ranges[1])
     monkeypatch.setattr(numbering, "SAMPLED_SLOTS", NUM_SLOTS)

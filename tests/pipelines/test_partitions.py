@@ -9,25 +9,25 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from pipelines.build import segment_hashes
-from pipelines.cli import main
-from pipelines.prepare import prepare
-from pipelines.preview import preview
-from pipelines.sources.formats import empty_rows, input_splits, read_split
-from pipelines.sources.listing import infer_partitions, list_inputs, undeclared_partitions
-from pipelines.sources.raw_rows import (
+from presage.pipelines.build import segment_hashes
+from presage.pipelines.cli import main
+from presage.pipelines.prepare import prepare
+from presage.pipelines.preview import preview
+from presage.pipelines.sources.formats import empty_rows, input_splits, read_split
+from presage.pipelines.sources.listing import infer_partitions, list_inputs, undeclared_partitions
+from presage.pipelines.sources.raw_rows import (
     ORIGIN,
     InputSplit,
     folder_of,
     partition_values,
     typed_partitions,
 )
-from pipelines.sources.types import arrow_type
-from pipelines.stages import BuildContext
-from pipelines.table.target import load_job_files
-from schemas.config.job import load_job
-from schemas.config.sources import ROW_COLUMNS, SourceConfig
-from schemas.errors import SchemaError
+from presage.pipelines.sources.types import arrow_type
+from presage.pipelines.stages import BuildContext
+from presage.pipelines.table.target import load_job_files
+from presage.schemas.config.job import load_job
+from presage.schemas.config.sources import ROW_COLUMNS, SourceConfig
+from presage.schemas.errors import SchemaError
 from tests.pipelines.logs import request, stored_table
 
 TYPES = {

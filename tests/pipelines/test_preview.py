@@ -15,15 +15,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.build import build
-from pipelines.cli import main
-from pipelines.preview import preview
-from pipelines.preview_text import WIDTH
-from pipelines.sources.formats import MAX_FILES, copy_excerpt, input_splits, read_split
-from pipelines.sources.listing import find_files
-from pipelines.sources.raw_rows import ORIGIN, Folder, InputSplit, folder_of
-from schemas.config.sources import SourceConfig
-from schemas.errors import SchemaError
+from presage.pipelines.build import build
+from presage.pipelines.cli import main
+from presage.pipelines.preview import preview
+from presage.pipelines.preview_text import WIDTH
+from presage.pipelines.sources.formats import MAX_FILES, copy_excerpt, input_splits, read_split
+from presage.pipelines.sources.listing import find_files
+from presage.pipelines.sources.raw_rows import ORIGIN, Folder, InputSplit, folder_of
+from presage.schemas.config.sources import SourceConfig
+from presage.schemas.errors import SchemaError
 from tests.pipelines import logs, test_joins
 from tests.pipelines.logs import request
 from tests.shared import error_of, output_of
@@ -157,7 +157,7 @@ def test_a_join_that_matches_nothing_says_so(
     note = f"none of {items['of']} samples have their 'item' in all 50 rows of 'items'"
     assert note in result["notes"]
     assert "column 'price' is null in every sample" in result["notes"]
-    monkeypatch.setattr("pipelines.preview.OTHER_ROWS", 8)
+    monkeypatch.setattr("presage.pipelines.preview.OTHER_ROWS", 8)
     result = preview(job, tmp_path / "input", rows=8)
     _, users = result["joins"]
     note = f"only {users['matched']} of {users['of']} samples have their 'user' in the first 8 rows"

@@ -6,9 +6,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines import exchange, executor
-from pipelines.cli import main
-from pipelines.exchange import Counts, Progress
+from presage.pipelines import exchange, executor
+from presage.pipelines.cli import main
+from presage.pipelines.exchange import Counts, Progress
 from tests.pipelines import logs
 from tests.shared import error_of
 

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tensorflow_metadata.proto.v0 import anomalies_pb2, statistics_pb2
 
-from pipelines.build import build
-from pipelines.cli import REFUSED, main
-from pipelines.quality.column_statistics import (
+from presage.pipelines.build import build
+from presage.pipelines.cli import REFUSED, main
+from presage.pipelines.quality.column_statistics import (
     Sketch,
     bucket_range,
     column_statistics,
@@ -23,18 +23,18 @@ from pipelines.quality.column_statistics import (
     sum_columns,
     sum_sketches,
 )
-from pipelines.quality.gate import _value_shares, infinity_norm, jensen_shannon
-from pipelines.quality.segment_statistics import (
+from presage.pipelines.quality.gate import _value_shares, infinity_norm, jensen_shannon
+from presage.pipelines.quality.segment_statistics import (
     RANKED_VALUES,
     SliceStatistics,
     segment_statistics,
     statistics_text,
 )
-from pipelines.table.commit import anomalies_text_of
-from pipelines.table.verify import verify
-from schemas.dataset.opened import open_dataset
-from schemas.errors import SchemaError
-from schemas.layout import ANOMALIES
+from presage.pipelines.table.commit import anomalies_text_of
+from presage.pipelines.table.verify import verify
+from presage.schemas.dataset.opened import open_dataset
+from presage.schemas.errors import SchemaError
+from presage.schemas.layout import ANOMALIES
 from tests.pipelines.logs import (
     IN_PROCESS,
     SCHEMA,

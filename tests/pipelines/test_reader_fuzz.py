@@ -15,14 +15,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.init.sample_sources import find_sources
-from pipelines.sources import csv_files as csv_source
-from pipelines.sources import jsonl as jsonl_source
-from pipelines.sources import limits, text_records
-from pipelines.sources.formats import empty_rows, input_splits, read_split
-from pipelines.sources.raw_rows import ORIGIN, SPLIT_BYTES, InputSplit, folder_of
-from pipelines.sources.rejects import Reject, rejects_from_table
-from schemas.config.sources import SourceConfig
+from presage.pipelines.init.sample_sources import find_sources
+from presage.pipelines.sources import csv_files as csv_source
+from presage.pipelines.sources import jsonl as jsonl_source
+from presage.pipelines.sources import limits, text_records
+from presage.pipelines.sources.formats import empty_rows, input_splits, read_split
+from presage.pipelines.sources.raw_rows import ORIGIN, SPLIT_BYTES, InputSplit, folder_of
+from presage.pipelines.sources.rejects import Reject, rejects_from_table
+from presage.schemas.config.sources import SourceConfig
 from tests.pipelines.csv_reference import Reference
 from tests.shared import in_pairs
 

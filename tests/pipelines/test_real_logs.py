@@ -9,7 +9,7 @@ import polars as pl
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.table.verify import verify
+from presage.pipelines.table.verify import verify
 from tests import real_logs
 from tests.pipelines.logs import stored_table
 

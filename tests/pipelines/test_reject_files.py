@@ -10,11 +10,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.build import build
-from pipelines.cli import main
-from pipelines.samples.statements import Steps
-from pipelines.sources.raw_rows import ORIGIN, folder_of
-from pipelines.sources.rejects import (
+from presage.pipelines.build import build
+from presage.pipelines.cli import main
+from presage.pipelines.samples.statements import Steps
+from presage.pipelines.sources.raw_rows import ORIGIN, folder_of
+from presage.pipelines.sources.rejects import (
     MAX_KINDS,
     OTHERS,
     Reject,
@@ -29,14 +29,14 @@ from pipelines.sources.rejects import (
     summary_lines,
     write_rejects,
 )
-from pipelines.stages import BuildContext, partition_samples
-from pipelines.table.verify import verify
-from schemas.config.job import load_job
-from schemas.dataset.manifest import InputFile
-from schemas.errors import SchemaError
-from schemas.features import load_features
-from schemas.layout import REJECTS_SCHEMA
-from schemas.storage.location import Location
+from presage.pipelines.stages import BuildContext, partition_samples
+from presage.pipelines.table.verify import verify
+from presage.schemas.config.job import load_job
+from presage.schemas.dataset.manifest import InputFile
+from presage.schemas.errors import SchemaError
+from presage.schemas.features import load_features
+from presage.schemas.layout import REJECTS_SCHEMA
+from presage.schemas.storage.location import Location
 from tests.pipelines.logs import bytes_of, raw_rows, request, write_job
 from tests.shared import error_of, printed_by
 

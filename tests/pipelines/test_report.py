@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.cli import main
-from pipelines.report.report_page import integer, percent, size
-from schemas.dataset.opened import open_dataset
-from schemas.run.records import SUMMARY, RunSummary, to_line
+from presage.pipelines.cli import main
+from presage.pipelines.report.report_page import integer, percent, size
+from presage.schemas.dataset.opened import open_dataset
+from presage.schemas.run.records import SUMMARY, RunSummary, to_line
 from tests.pipelines.logs import IN_PROCESS
 from tests.shared import error_of, json_of
 

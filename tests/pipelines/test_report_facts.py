@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.build import build
-from pipelines.report.facts import MOST_SEGMENTS, quality_facts, read_facts
-from pipelines.report.report_page import render
-from pipelines.table.commit import anomalies_name
-from schemas.dataset.opened import open_dataset
-from schemas.errors import SchemaError
+from presage.pipelines.build import build
+from presage.pipelines.report.facts import MOST_SEGMENTS, quality_facts, read_facts
+from presage.pipelines.report.report_page import render
+from presage.pipelines.table.commit import anomalies_name
+from presage.schemas.dataset.opened import open_dataset
+from presage.schemas.errors import SchemaError
 from tests.pipelines.appending import addition, changed
 from tests.pipelines.logs import SCHEMA, built, raw_rows, request, samples_of, write_log
 from tests.pipelines.test_report import Page

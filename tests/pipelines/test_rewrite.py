@@ -17,17 +17,17 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.cli import main
-from pipelines.rewrite.input import check_microseconds, decoded, inspect_rows
-from pipelines.sources.formats import read_split
-from pipelines.sources.raw_rows import Folder
-from pipelines.table.expand import content_hash
-from pipelines.table.verify import verify
-from schemas.arrays import bytes_per_row
-from schemas.dataset.manifest import find_root
-from schemas.dataset.opened import open_dataset
-from schemas.errors import SchemaError
-from schemas.storage.location import Location
+from presage.pipelines.cli import main
+from presage.pipelines.rewrite.input import check_microseconds, decoded, inspect_rows
+from presage.pipelines.sources.formats import read_split
+from presage.pipelines.sources.raw_rows import Folder
+from presage.pipelines.table.expand import content_hash
+from presage.pipelines.table.verify import verify
+from presage.schemas.arrays import bytes_per_row
+from presage.schemas.dataset.manifest import find_root
+from presage.schemas.dataset.opened import open_dataset
+from presage.schemas.errors import SchemaError
+from presage.schemas.storage.location import Location
 from tests.pipelines.appending import KILLED_AT
 from tests.pipelines.logs import IN_PROCESS, bytes_of, stored_table
 from tests.pipelines.test_rows import by_view
@@ -219,11 +219,11 @@ def test_rewrite_at_a_url_is_refused_like_on_disk(tmp_path: Path) -> None:
 def test_flat_keeps_every_type_and_the_schema(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_parts: int, chunk_bytes: int
 ) -> None:
-    monkeypatch.setattr("pipelines.clustering.star.CHUNK_BYTES", chunk_bytes)
-    monkeypatch.setattr("pipelines.rewrite.flat.ORDER_SHARE", 1)  # clustered at any price
+    monkeypatch.setattr("presage.pipelines.clustering.star.CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr("presage.pipelines.rewrite.flat.ORDER_SHARE", 1)  # clustered at any price
     folder = folder_of(tmp_path, HELD | ODD)
     size = sum(f.stat().st_size for f in folder.rglob("*.parquet"))
-    monkeypatch.setattr("pipelines.prepare.PART_INPUT_BYTES", -(-size // num_parts))
+    monkeypatch.setattr("presage.pipelines.prepare.PART_INPUT_BYTES", -(-size // num_parts))
     result = run(folder, tmp_path / "out", "--layout", "flat", beam=num_parts > 1)
     files = sorted((tmp_path / "out").iterdir())
     assert [f.name for f in files] == [f"{i:05d}.parquet" for i in range(num_parts)]
@@ -500,7 +500,7 @@ def test_output_appears_only_after_the_rows_were_compared(
         assert not list((tmp_path / "out").glob("*.parquet"))
         raise SchemaError("compared")
 
-    monkeypatch.setattr("pipelines.rewrite.rewrite._check_equal", compare)
+    monkeypatch.setattr("presage.pipelines.rewrite.rewrite._check_equal", compare)
     for layout in ("star", "flat"):
         assert refused(folder, tmp_path / "out", "--layout", layout) == "error: compared"
 
@@ -552,7 +552,7 @@ def test_a_row_that_changes_on_the_way_is_noticed_and_nothing_is_left(
         for rows in read(*arguments):  # type: ignore[arg-type]
             yield type(rows)(rows.table.slice(1) if rows.table is not None else None, rows.rejects)
 
-    monkeypatch.setattr("pipelines.stages.read_split", lossy)
+    monkeypatch.setattr("presage.pipelines.stages.read_split", lossy)
     line = refused(folder, tmp_path / "out", "--layout", layout)
     assert line.startswith("error: rewritten rows have content hash ")
 
@@ -570,10 +570,13 @@ def test_rewrite_of_real_sessions(tmp_path: Path, shared_data: Path) -> None:
 
 
 KILLED = {
-    "star": [("pipelines.table.root", "commit_root"), ("pipelines.rewrite.rewrite", "_result")],
+    "star": [
+        ("presage.pipelines.table.root", "commit_root"),
+        ("presage.pipelines.rewrite.rewrite", "_result"),
+    ],
     "flat": [
-        ("pipelines.rewrite.rewrite", "_check_equal"),
-        ("pipelines.rewrite.rewrite", "_result"),
+        ("presage.pipelines.rewrite.rewrite", "_check_equal"),
+        ("presage.pipelines.rewrite.rewrite", "_result"),
     ],
 }
 """By layout, calls at which a rewrite is killed."""

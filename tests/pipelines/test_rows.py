@@ -11,9 +11,16 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipelines.build import build
-from pipelines.table.expand import VIEW, ContentHash, _literal, content_hash, value_hashes, view_sql
-from schemas.dataset.opened import open_dataset
+from presage.pipelines.build import build
+from presage.pipelines.table.expand import (
+    VIEW,
+    ContentHash,
+    _literal,
+    content_hash,
+    value_hashes,
+    view_sql,
+)
+from presage.schemas.dataset.opened import open_dataset
 from tests import real_logs
 from tests.pipelines.appending import DEFAULT, EXTRA, addition, changed
 from tests.pipelines.logs import SCHEMA, built, bytes_of, request, stored_table, write_log
@@ -58,7 +65,7 @@ def test_view_covers_every_layout_of_a_group(name: str, tmp_path: Path) -> None:
 def test_view_joins_parts_and_stays_true_when_the_dataset_moves(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipelines.prepare.PART_INPUT_BYTES", 2_000)
+    monkeypatch.setattr("presage.pipelines.prepare.PART_INPUT_BYTES", 2_000)
     dataset = built(tmp_path)
     assert len(list(dataset.glob("segments/*/samples/*"))) > 3
     check(Path(shutil.move(dataset, tmp_path / "else where")))

@@ -9,12 +9,12 @@ import pytest
 from apache_beam.runners.portability.fn_api_runner import worker_handlers
 from apache_beam.runners.portability.fn_api_runner.fn_runner import FnApiRunner
 
-from pipelines.beam import runner
-from pipelines.beam.io import BuildDataset, ReadSource, WriteDataset
-from pipelines.build import build
-from pipelines.cli import main
-from schemas.errors import SchemaError
-from schemas.storage.location import Location
+from presage.pipelines.beam import runner
+from presage.pipelines.beam.io import BuildDataset, ReadSource, WriteDataset
+from presage.pipelines.build import build
+from presage.pipelines.cli import main
+from presage.schemas.errors import SchemaError
+from presage.schemas.storage.location import Location
 from tests.external_tools import build_go_program
 from tests.pipelines.logs import ON_BEAM, bytes_of, request, write_job, write_log
 
@@ -28,7 +28,7 @@ PRISM, PRISM_VERSION = "github.com/apache/beam/sdks/v2/go/cmd/prism", f"v{beam._
 def test_direct_runner_is_prism_and_gives_the_bytes_of_the_executor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipelines.prepare.PART_INPUT_BYTES", 8_000)
+    monkeypatch.setattr("presage.pipelines.prepare.PART_INPUT_BYTES", 8_000)
     program, started = tmp_path / "prism.sh", tmp_path / "started"
     prism = build_go_program(PRISM, PRISM_VERSION)
     program.write_text(f'#!/bin/sh\ntouch {started}\nexec {prism} "$@"\n')
@@ -49,7 +49,7 @@ def keeps_memory(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     calls: list[bool] = []
     for module in ("stage_transforms", "jobs"):
         monkeypatch.setattr(
-            f"pipelines.beam.{module}.keep_freed_memory", lambda: calls.append(True)
+            f"presage.pipelines.beam.{module}.keep_freed_memory", lambda: calls.append(True)
         )
     return calls
 

@@ -9,20 +9,26 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.beam.score import SCORE, SCORES, ScoreRowGroups, chosen_samples, row_groups_of
-from pipelines.cli import main
-from schemas.dataset.opened import open_dataset
-from schemas.errors import SchemaError
-from schemas.layout import MANIFEST
-from schemas.run.scoring import load_model
-from schemas.storage.location import Location
+from presage.pipelines.beam.score import (
+    SCORE,
+    SCORES,
+    ScoreRowGroups,
+    chosen_samples,
+    row_groups_of,
+)
+from presage.pipelines.cli import main
+from presage.schemas.dataset.opened import open_dataset
+from presage.schemas.errors import SchemaError
+from presage.schemas.layout import MANIFEST
+from presage.schemas.run.scoring import load_model
+from presage.schemas.storage.location import Location
+from presage.trainer.evaluation.evaluate import evaluate_run
+from presage.trainer.serve.export import export_run
 from tests.pipelines.logs import bytes_of
 from tests.trainer.exact_metrics import auc, normalized_entropy
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, checkpoint_at, run_job
 from tests.trainer.served import evaluation_logits, evaluation_table
-from trainer.evaluation.evaluate import evaluate_run
-from trainer.serve.export import export_run
 
 pytestmark = pytest.mark.slow
 

@@ -19,17 +19,22 @@ from apache_beam.runners.portability.fn_api_runner.fn_runner import FnApiRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelines.beam.grouping import Destinations, SendSamples
-from pipelines.cli import main
-from pipelines.samples.tuples import Tuples, hash_session_keys, partition_of_key, separate_tuples
-from pipelines.shuffle import (
+from presage.pipelines.beam.grouping import Destinations, SendSamples
+from presage.pipelines.cli import main
+from presage.pipelines.samples.tuples import (
+    Tuples,
+    hash_session_keys,
+    partition_of_key,
+    separate_tuples,
+)
+from presage.pipelines.shuffle import (
     ReceivedSamples,
     check_same_order,
     elements_of,
     encode_by_target,
     from_ipc,
 )
-from schemas.config.job import load_job
+from presage.schemas.config.job import load_job
 from tests.pipelines.logs import PROCESSES, bytes_of, write_job, write_log
 from tests.shared import error_of
 
@@ -59,7 +64,7 @@ def expanded(samples: Tuples) -> pa.Table:
 
 
 def test_samples_in_elements_arrive_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipelines.shuffle.ELEMENT_BYTES", 1_500)
+    monkeypatch.setattr("presage.pipelines.shuffle.ELEMENT_BYTES", 1_500)
     groups = {"user": ("user", "history")}
     coder = registry.get_coder(Tuples)
     chunks = [separate_tuples(chunk(seed, 4000), groups) for seed in range(3)]
@@ -73,14 +78,14 @@ def test_samples_in_elements_arrive_whole(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_single_sample_is_an_element_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipelines.shuffle.ELEMENT_BYTES", 10)
+    monkeypatch.setattr("presage.pipelines.shuffle.ELEMENT_BYTES", 10)
     assert len(list(elements_of(separate_tuples(chunk(0), {})))) == 50
 
 
 def test_raw_rows_of_each_target_cross_in_elements_that_are_not_too_large(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("pipelines.shuffle.ELEMENT_BYTES", 2_000)
+    monkeypatch.setattr("presage.pipelines.shuffle.ELEMENT_BYTES", 2_000)
     values = np.random.default_rng(0).integers(0, 1 << 62, 900)
     found: dict[int, list[int]] = {}
     for part, content in encode_by_target(pa.table({"x": pa.array(values)}), np.arange(900) % 2):
@@ -107,15 +112,15 @@ def dataset_of(log: Path, name: str, options: list[str]) -> dict[str, bytes]:
 def test_builds_on_beam_with_any_workers_and_levels_give_the_same_bytes(
     log: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipelines.prepare.PART_INPUT_BYTES", 4_000)
+    monkeypatch.setattr("presage.pipelines.prepare.PART_INPUT_BYTES", 4_000)
     for module in ("clustering.part", "beam.build_parts"):
-        monkeypatch.setattr(f"pipelines.{module}.PARTS_PER_SUM", 3)
+        monkeypatch.setattr(f"presage.pipelines.{module}.PARTS_PER_SUM", 3)
     default = dataset_of(log, "default", [])
     beam_local = "--runner=FnApiRunner"
     assert dataset_of(log, "several", [beam_local, "--direct_num_workers=3"]) == default
-    monkeypatch.setattr("pipelines.shuffle.ELEMENT_BYTES", 1_000)
-    monkeypatch.setattr("pipelines.beam.grouping.MAX_DESTINATIONS", 2)
-    monkeypatch.setattr("pipelines.beam.grouping.BUFFER_BYTES", 8_000)
+    monkeypatch.setattr("presage.pipelines.shuffle.ELEMENT_BYTES", 1_000)
+    monkeypatch.setattr("presage.pipelines.beam.grouping.MAX_DESTINATIONS", 2)
+    monkeypatch.setattr("presage.pipelines.beam.grouping.BUFFER_BYTES", 8_000)
     assert dataset_of(log, "levels", [beam_local]) == default
 
 
@@ -174,8 +179,8 @@ def run_shuffle(
 def test_samples_cross_in_as_many_elements_as_the_scale_model_allows(
     num_parts: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipelines.beam.grouping.MAX_DESTINATIONS", 4)
-    monkeypatch.setattr("pipelines.beam.grouping.BUFFER_BYTES", 20_000)
+    monkeypatch.setattr("presage.pipelines.beam.grouping.MAX_DESTINATIONS", 4)
+    monkeypatch.setattr("presage.pipelines.beam.grouping.BUFFER_BYTES", 20_000)
     chunks = [chunk(seed, num_rows=200) for seed in range(30)]
     received, counts = run_shuffle(chunks, num_parts, tmp_path)
     rows = [row for part in chunks for row in part.to_pylist()]

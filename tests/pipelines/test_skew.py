@@ -16,20 +16,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines import executor
-from pipelines.build import build
-from pipelines.clustering import star
-from pipelines.clustering.star import cluster, cluster_chunks
-from pipelines.clustering.storage_layout import choose_segment_layout
-from pipelines.demo_log.generate import GeneratorConfig, write_log
-from pipelines.exchange import Element, Exchange, FileRange, Progress
-from pipelines.samples.sql import LIST_INDEX
-from pipelines.samples.tuples import Tuples, concat_tuples, separate_tuples
-from pipelines.sources.raw_rows import ORIGIN
-from pipelines.stages import BuildContext
-from pipelines.table.verify import verify
-from schemas.arrays import large_list
-from schemas.dataset.opened import open_dataset
+from presage.pipelines import executor
+from presage.pipelines.build import build
+from presage.pipelines.clustering import star
+from presage.pipelines.clustering.star import cluster, cluster_chunks
+from presage.pipelines.clustering.storage_layout import choose_segment_layout
+from presage.pipelines.demo_log.generate import GeneratorConfig, write_log
+from presage.pipelines.exchange import Element, Exchange, FileRange, Progress
+from presage.pipelines.samples.sql import LIST_INDEX
+from presage.pipelines.samples.tuples import Tuples, concat_tuples, separate_tuples
+from presage.pipelines.sources.raw_rows import ORIGIN
+from presage.pipelines.stages import BuildContext
+from presage.pipelines.table.verify import verify
+from presage.schemas.arrays import large_list
+from presage.schemas.dataset.opened import open_dataset
 from tests.pipelines import logs
 from tests.pipelines.logs import bytes_of
 from tests.pipelines.test_clustering import GROUPS, REPOSITORY, START, data_config
@@ -102,7 +102,7 @@ def test_a_part_is_read_at_most_twice(
 
 
 def test_the_layout_is_chosen_in_one_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipelines.clustering.storage_layout.LAYOUT_SAMPLES", 100)
+    monkeypatch.setattr("presage.pipelines.clustering.storage_layout.LAYOUT_SAMPLES", 100)
     for keys in KEYS:
         parts = Parts(keys, 4_000)
         choose_segment_layout(parts, data_config())
@@ -112,11 +112,11 @@ def test_the_layout_is_chosen_in_one_read(monkeypatch: pytest.MonkeyPatch) -> No
 MEASURED = """
 import sys
 from pathlib import Path
-from pipelines.clustering import star
-from pipelines.clustering.part import build_part
-from pipelines.clustering.storage_layout import choose_segment_layout
-from schemas.features import FeatureSet
-from schemas.storage.location import Location
+from presage.pipelines.clustering import star
+from presage.pipelines.clustering.part import build_part
+from presage.pipelines.clustering.storage_layout import choose_segment_layout
+from presage.schemas.features import FeatureSet
+from presage.schemas.storage.location import Location
 from tests.pipelines.test_clustering import data_config
 from tests.pipelines.test_skew import Parts
 
@@ -219,7 +219,7 @@ def test_skewed_logs_have_the_same_bytes_for_any_number_of_workers(
         part = rows.slice(400 * index, 400)
         pq.write_table(part, tmp_path / "log" / f"{index}.parquet", row_group_size=100)
     size = sum(file.stat().st_size for file in (tmp_path / "log").iterdir())
-    monkeypatch.setattr("pipelines.prepare.PART_INPUT_BYTES", size // 3)
+    monkeypatch.setattr("presage.pipelines.prepare.PART_INPUT_BYTES", size // 3)
     monkeypatch.setattr(star, "CHUNK_BYTES", chunk_bytes)
     reads = count_reads(monkeypatch)
     job = logs.write_job(tmp_path / "job")

@@ -10,19 +10,19 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipelines.beam.runner import pipeline_options
-from pipelines.build import build
-from pipelines.prepare import BuildRequest, prepare
-from pipelines.samples.per_key import PerKey, run_key, run_keys
-from pipelines.samples.sql import Connection, LimitError, name_errors, run
-from pipelines.samples.statements import original_error, select_origin
-from pipelines.sources.raw_rows import ORIGIN
-from pipelines.table.expand import expand
-from pipelines.table.target import load_job_files
-from schemas.config.parse import position_in_value
-from schemas.config.sources import SqlLimitsConfig
-from schemas.errors import SchemaError
-from schemas.storage.location import Location
+from presage.pipelines.beam.runner import pipeline_options
+from presage.pipelines.build import build
+from presage.pipelines.prepare import BuildRequest, prepare
+from presage.pipelines.samples.per_key import PerKey, run_key, run_keys
+from presage.pipelines.samples.sql import Connection, LimitError, name_errors, run
+from presage.pipelines.samples.statements import original_error, select_origin
+from presage.pipelines.sources.raw_rows import ORIGIN
+from presage.pipelines.table.expand import expand
+from presage.pipelines.table.target import load_job_files
+from presage.schemas.config.parse import position_in_value
+from presage.schemas.config.sources import SqlLimitsConfig
+from presage.schemas.errors import SchemaError
+from presage.schemas.storage.location import Location
 from tests.pipelines.logs import request, write_job, write_log
 
 # Errors have line and column in the job file.

@@ -11,20 +11,24 @@ import pytest
 from google.protobuf import text_format
 from tensorflow_metadata.proto.v0 import statistics_pb2
 
-from pipelines.clustering.storage_layout import choose_encodings, open_writer
-from pipelines.quality.column_statistics import column_statistics, sum_columns, table_statistics
-from pipelines.quality.segment_statistics import (
+from presage.pipelines.clustering.storage_layout import choose_encodings, open_writer
+from presage.pipelines.quality.column_statistics import (
+    column_statistics,
+    sum_columns,
+    table_statistics,
+)
+from presage.pipelines.quality.segment_statistics import (
     SliceStatistics,
     read_statistics,
     statistics_text,
     write_statistics,
 )
-from pipelines.samples.sql import Connection, map_rows, run, with_list_index
-from pipelines.samples.statements import select_origin
-from pipelines.sources.raw_rows import ORIGIN
-from schemas.errors import SchemaError
-from schemas.layout import STATISTICS
-from schemas.storage.location import Location
+from presage.pipelines.samples.sql import Connection, map_rows, run, with_list_index
+from presage.pipelines.samples.statements import select_origin
+from presage.pipelines.sources.raw_rows import ORIGIN
+from presage.schemas.errors import SchemaError
+from presage.schemas.layout import STATISTICS
+from presage.schemas.storage.location import Location
 
 
 def text_of(table: pa.Table) -> str:

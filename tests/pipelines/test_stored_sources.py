@@ -12,11 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.sources import parquet
-from pipelines.sources.formats import empty_rows, input_splits, read_split
-from pipelines.sources.raw_rows import Folder, InputSplit, folder_of
-from schemas.config.sources import SourceConfig
-from schemas.storage.location import Location
+from presage.pipelines.sources import parquet
+from presage.pipelines.sources.formats import empty_rows, input_splits, read_split
+from presage.pipelines.sources.raw_rows import Folder, InputSplit, folder_of
+from presage.schemas.config.sources import SourceConfig
+from presage.schemas.storage.location import Location
 from tests.fault_proxy import Faults
 from tests.object_store import Store
 from tests.pipelines.private_workers import upload
@@ -66,7 +66,7 @@ def test_rows_and_rejects_of_a_parquet_file_at_a_store_are_those_of_a_local_one(
     monkeypatch.setattr(parquet, "_FOOTER_BYTES", footer_bytes)
     monkeypatch.setattr(parquet, "_REQUEST_BYTES", 1_000)
     monkeypatch.setattr(parquet, "_GAP_BYTES", 100)
-    monkeypatch.setattr("pipelines.sources.formats.STORED_SPLIT_BYTES", 20_000)
+    monkeypatch.setattr("presage.pipelines.sources.formats.STORED_SPLIT_BYTES", 20_000)
     write_parquet(tmp_path / "log.parquet", num_rows=2_000, rows_per_group=100)
     column = pq.read_metadata(tmp_path / "log.parquet").row_group(3).column(2)
     content = bytearray((tmp_path / "log.parquet").read_bytes())
@@ -104,10 +104,10 @@ def test_a_gigabyte_takes_at_most_fifty_requests(
     kind: str, s3_store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Measured on a file of some scaled gigabytes, whose footer is that of whole ones."""
-    monkeypatch.setattr("pipelines.sources.formats.STORED_SPLIT_BYTES", (64 << 20) // SCALE)
+    monkeypatch.setattr("presage.pipelines.sources.formats.STORED_SPLIT_BYTES", (64 << 20) // SCALE)
     monkeypatch.setattr(parquet, "_REQUEST_BYTES", (96 << 20) // SCALE)
-    monkeypatch.setattr("schemas.storage.location._READ_BYTES", (33 << 20) // SCALE)
-    monkeypatch.setattr("pipelines.sources.jsonl._BLOCK_BYTES", (8 << 20) // SCALE)
+    monkeypatch.setattr("presage.schemas.storage.location._READ_BYTES", (33 << 20) // SCALE)
+    monkeypatch.setattr("presage.pipelines.sources.jsonl._BLOCK_BYTES", (8 << 20) // SCALE)
     faults, url = Faults(), s3_store.new_url()
     path = tmp_path / "log"
     if kind == "jsonl":

@@ -15,13 +15,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelines.build import build
-from pipelines.samples.event_join import COUNTS, join_events
-from pipelines.table.verify import verify
-from schemas.config.job import load_job
-from schemas.dataset.manifest import InputFile
-from schemas.dataset.opened import open_dataset
-from schemas.errors import SchemaError
+from presage.pipelines.build import build
+from presage.pipelines.samples.event_join import COUNTS, join_events
+from presage.pipelines.table.verify import verify
+from presage.schemas.config.job import load_job
+from presage.schemas.dataset.manifest import InputFile
+from presage.schemas.dataset.opened import open_dataset
+from presage.schemas.errors import SchemaError
 from tests.pipelines.logs import bytes_of, request, stored_table
 
 JOB = """
@@ -161,7 +161,7 @@ def some_log(seed: int = 3) -> tuple[list[Feature], list[Event]]:
 def test_join_gives_what_each_feature_with_all_events_gives(
     rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipelines.prepare.PART_INPUT_BYTES", 4000)  # several parts
+    monkeypatch.setattr("presage.pipelines.prepare.PART_INPUT_BYTES", 4000)  # several parts
     features, events = some_log()
     write(tmp_path / "input", features, events)
     result = build(
@@ -197,7 +197,7 @@ def test_bytes_do_not_depend_on_the_shard_or_on_the_order_of_rows(
     job = job_of(tmp_path / "job")
     build(request(job, tmp_path / "input", tmp_path / "by session"))
     job.write_text(job.read_text().replace("      shard: session\n", ""))
-    monkeypatch.setattr("pipelines.prepare.PART_INPUT_BYTES", 1 << 20)
+    monkeypatch.setattr("presage.pipelines.prepare.PART_INPUT_BYTES", 1 << 20)
     build(request(job, tmp_path / "input", tmp_path / "by request"))
     result = {}
     for name in ("by session", "by request"):

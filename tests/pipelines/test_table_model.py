@@ -22,26 +22,26 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 import presage
-from pipelines.build import build
-from pipelines.quality.gate import GateError
-from pipelines.table import commit as commit_module
-from pipelines.table.commit import seal
-from pipelines.table.compact import CompactionRequest, compact_dataset
-from pipelines.table.delete import erase
-from pipelines.table.expand import VIEW, view_sql
-from pipelines.table.indexes import PartBuilder, add_index
-from pipelines.table.root import MIN_AGE
-from pipelines.table.vacuum import vacuum
-from pipelines.table.verify import verify
-from schemas.dataset import opened as dataset_module
-from schemas.dataset.files import find_damaged_files
-from schemas.dataset.opened import OpenDataset, open_dataset
-from schemas.errors import SchemaError
-from schemas.layout import tombstones_path
-from schemas.storage.leases import LEASES, Lease
-from schemas.storage.local_files import PARTIAL
-from schemas.storage.location import Location
-from schemas.storage.versions import Versions
+from presage.pipelines.build import build
+from presage.pipelines.quality.gate import GateError
+from presage.pipelines.table import commit as commit_module
+from presage.pipelines.table.commit import seal
+from presage.pipelines.table.compact import CompactionRequest, compact_dataset
+from presage.pipelines.table.delete import erase
+from presage.pipelines.table.expand import VIEW, view_sql
+from presage.pipelines.table.indexes import PartBuilder, add_index
+from presage.pipelines.table.root import MIN_AGE
+from presage.pipelines.table.vacuum import vacuum
+from presage.pipelines.table.verify import verify
+from presage.schemas.dataset import opened as dataset_module
+from presage.schemas.dataset.files import find_damaged_files
+from presage.schemas.dataset.opened import OpenDataset, open_dataset
+from presage.schemas.errors import SchemaError
+from presage.schemas.layout import tombstones_path
+from presage.schemas.storage.leases import LEASES, Lease
+from presage.schemas.storage.local_files import PARTIAL
+from presage.schemas.storage.location import Location
+from presage.schemas.storage.versions import Versions
 from tests.pipelines.appending import addition
 from tests.pipelines.logs import IN_PROCESS, age, copy_of, request
 from tests.pipelines.table_model import (

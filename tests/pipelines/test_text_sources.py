@@ -15,13 +15,13 @@ import fastavro
 import pyarrow as pa
 import pytest
 
-from pipelines.sources.avro import split_avro
-from pipelines.sources.formats import FORMATS, empty_rows, input_splits, read_split
-from pipelines.sources.jsonl import split_jsonl
-from pipelines.sources.raw_rows import ORIGIN, InputSplit, folder_of
-from pipelines.sources.rejects import Reject, file_reject, rejects_from_table
-from schemas.config.sources import FormatName, SourceConfig
-from schemas.errors import SchemaError
+from presage.pipelines.sources.avro import split_avro
+from presage.pipelines.sources.formats import FORMATS, empty_rows, input_splits, read_split
+from presage.pipelines.sources.jsonl import split_jsonl
+from presage.pipelines.sources.raw_rows import ORIGIN, InputSplit, folder_of
+from presage.pipelines.sources.rejects import Reject, file_reject, rejects_from_table
+from presage.schemas.config.sources import FormatName, SourceConfig
+from presage.schemas.errors import SchemaError
 from tests.shared import in_pairs
 
 COLUMNS = {"id": "int64", "name": "string", "ids": "list<int64>", "at": "timestamp"}
@@ -142,7 +142,7 @@ def test_numbers_in_fields_of_texts_are_read_as_they_are_written(tmp_path: Path)
 def test_many_numbers_among_texts_are_not_read_line_by_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr("pipelines.sources.jsonl._read_lines")
+    monkeypatch.delattr("presage.pipelines.sources.jsonl._read_lines")
     rows = [f'{{"v": {i if i % 2 else json.dumps(str(i))}, "n": {i}}}' for i in range(2000)]
     result, rejects = nested(tmp_path, rows, {"v": "string", "n": "int64"})
     assert rejects == []
@@ -188,7 +188,7 @@ def test_file_that_ends_in_the_middle_of_a_line_loses_that_line(tmp_path: Path) 
 def test_compressed_lines_are_read_and_a_truncated_file_keeps_what_it_has(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipelines.sources.jsonl._BLOCK_BYTES", 1 << 18)
+    monkeypatch.setattr("presage.pipelines.sources.jsonl._BLOCK_BYTES", 1 << 18)
     text = b"".join(line(i) + b"\n" for i in range(20_000))
     packed = (
         gzip.compress(text, 1)
@@ -206,8 +206,8 @@ def test_compressed_lines_are_read_and_a_truncated_file_keeps_what_it_has(
 
 
 def test_line_without_end_costs_no_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipelines.sources.limits.MAX_ROW_BYTES", 1 << 20)
-    monkeypatch.setattr("pipelines.sources.jsonl._BLOCK_BYTES", 1 << 18)
+    monkeypatch.setattr("presage.pipelines.sources.limits.MAX_ROW_BYTES", 1 << 20)
+    monkeypatch.setattr("presage.pipelines.sources.jsonl._BLOCK_BYTES", 1 << 18)
     data = line(0) + b"\n" + b"{" + b" " * (8 << 20) + b"}\n" + line(2)
     rows, rejects = jsonl(tmp_path, data, split_bytes=1 << 22)
     assert [(r["id"], r[ORIGIN]) for r in rows] == [(0, 0), (2, 2)]

@@ -7,11 +7,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.samples.sql import Connection, run
-from pipelines.sources.formats import empty_rows, input_splits, read_split
-from pipelines.sources.raw_rows import InputSplit, folder_of
-from pipelines.sources.rejects import rejects_from_table
-from schemas.config.sources import SourceConfig
+from presage.pipelines.samples.sql import Connection, run
+from presage.pipelines.sources.formats import empty_rows, input_splits, read_split
+from presage.pipelines.sources.raw_rows import InputSplit, folder_of
+from presage.pipelines.sources.rejects import rejects_from_table
+from presage.schemas.config.sources import SourceConfig
 
 KINDS = ("timestamp", "timestamp_s", "timestamp_ms", "timestamp_ns")
 ZONED = {

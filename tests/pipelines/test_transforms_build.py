@@ -15,13 +15,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines import build as build_module
-from pipelines.build import build
-from pipelines.prepare import BuildRequest
-from pipelines.table.verify import verify
-from schemas.dataset.fitted import load_fitted
-from schemas.dataset.opened import open_dataset
-from schemas.errors import SchemaError
+from presage.pipelines import build as build_module
+from presage.pipelines.build import build
+from presage.pipelines.prepare import BuildRequest
+from presage.pipelines.table.verify import verify
+from presage.schemas.dataset.fitted import load_fitted
+from presage.schemas.dataset.opened import open_dataset
+from presage.schemas.errors import SchemaError
 from tests.pipelines import transform_jobs as jobs
 from tests.pipelines.appending import addition
 from tests.pipelines.logs import (
@@ -143,7 +143,7 @@ def test_same_bytes_again_with_files_in_another_order(
 def test_other_cuts_into_files_and_parts_learn_the_same(
     dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipelines.prepare.PART_INPUT_BYTES", 4_000)
+    monkeypatch.setattr("presage.pipelines.prepare.PART_INPUT_BYTES", 4_000)
     many = built(tmp_path, num_files=7)
     assert len(set(open_dataset(many).segments[0].column("file").tolist())) > 3
     assert {

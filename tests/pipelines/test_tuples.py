@@ -10,9 +10,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.build import build
-from pipelines.samples.sql import Connection, map_rows, with_list_index
-from pipelines.samples.tuples import (
+from presage.pipelines.build import build
+from presage.pipelines.samples.sql import Connection, map_rows, with_list_index
+from presage.pipelines.samples.tuples import (
     Tuples,
     Unit,
     concat_tuples,
@@ -21,13 +21,13 @@ from pipelines.samples.tuples import (
     sample_negatives,
     separate_tuples,
 )
-from schemas.config.job import DataConfig, load_job
-from schemas.dataset.opened import open_dataset
-from schemas.errors import SchemaError
-from schemas.features import FeatureSet, load_features
-from schemas.layout import SAMPLE_WEIGHT
+from presage.schemas.config.job import DataConfig, load_job
+from presage.schemas.dataset.opened import open_dataset
+from presage.schemas.errors import SchemaError
+from presage.schemas.features import FeatureSet, load_features
+from presage.schemas.layout import SAMPLE_WEIGHT
+from presage.trainer.data.decode import spec_of
 from tests.pipelines.logs import bytes_of, raw_rows, request, stored_table, write_job, write_log
-from trainer.data.decode import spec_of
 
 GROUPS = {"history": ("history",)}
 

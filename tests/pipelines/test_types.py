@@ -7,7 +7,7 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from pipelines.sources.types import arrow_type
+from presage.pipelines.sources.types import arrow_type
 from tests.pipelines.type_matrix import BUILT, COLUMNS, NUM_ROWS, ROLES, outcome
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "types.md"

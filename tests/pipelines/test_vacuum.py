@@ -11,27 +11,27 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from pipelines import build as build_module
-from pipelines.build import build
-from pipelines.cli import main
-from pipelines.table import commit as commit_module
-from pipelines.table import delete, indexes
-from pipelines.table import root as root_module
-from pipelines.table import vacuum as vacuum_module
-from pipelines.table.commit import seal
-from pipelines.table.root import MIN_AGE
-from pipelines.table.vacuum import vacuum
-from pipelines.table.verify import verify
-from pipelines.transforms import fit
-from schemas.dataset import opened as dataset_module
-from schemas.dataset.manifest import DatasetManifest, read_dataset
-from schemas.dataset.opened import open_dataset, open_root
-from schemas.errors import SchemaError
-from schemas.layout import SEGMENTS, TOMBSTONES_SCHEMA
-from schemas.storage.leases import Lease
-from schemas.storage.location import MANIFESTS, Location
-from schemas.storage.probes import store_time
-from schemas.storage.versions import Versions
+from presage.pipelines import build as build_module
+from presage.pipelines.build import build
+from presage.pipelines.cli import main
+from presage.pipelines.table import commit as commit_module
+from presage.pipelines.table import delete, indexes
+from presage.pipelines.table import root as root_module
+from presage.pipelines.table import vacuum as vacuum_module
+from presage.pipelines.table.commit import seal
+from presage.pipelines.table.root import MIN_AGE
+from presage.pipelines.table.vacuum import vacuum
+from presage.pipelines.table.verify import verify
+from presage.pipelines.transforms import fit
+from presage.schemas.dataset import opened as dataset_module
+from presage.schemas.dataset.manifest import DatasetManifest, read_dataset
+from presage.schemas.dataset.opened import open_dataset, open_root
+from presage.schemas.errors import SchemaError
+from presage.schemas.layout import SEGMENTS, TOMBSTONES_SCHEMA
+from presage.schemas.storage.leases import Lease
+from presage.schemas.storage.location import MANIFESTS, Location
+from presage.schemas.storage.probes import store_time
+from presage.schemas.storage.versions import Versions
 from tests.foreign import add_foreign, assert_untouched
 from tests.pipelines.appending import addition, changed, with_logs
 from tests.pipelines.logs import (
@@ -149,7 +149,7 @@ def test_build_in_progress_is_not_swept(
     one: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, module: str, function: str
 ) -> None:
     dataset = copy_of(one / "dataset", tmp_path / "dataset")
-    target = import_module(f"pipelines.{module}")
+    target = import_module(f"presage.pipelines.{module}")
     call = getattr(target, function)
 
     def swept(*arguments: object) -> object:

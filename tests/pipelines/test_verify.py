@@ -12,11 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.cli import main
-from pipelines.table.verify import segment_problems, verify
-from schemas.dataset.files import describe_file, parse_files, sha256_of, write_files
-from schemas.dataset.hints import read_hints
-from schemas.dataset.manifest import (
+from presage.pipelines.cli import main
+from presage.pipelines.table.verify import segment_problems, verify
+from presage.schemas.dataset.files import describe_file, parse_files, sha256_of, write_files
+from presage.schemas.dataset.hints import read_hints
+from presage.schemas.dataset.manifest import (
     SegmentManifest,
     commit_root,
     read_dataset,
@@ -24,11 +24,11 @@ from schemas.dataset.manifest import (
     read_segment,
     write_manifest,
 )
-from schemas.dataset.opened import open_dataset
-from schemas.dataset.samples import read_samples
-from schemas.errors import SchemaError
-from schemas.layout import FILES, SEGMENTS
-from schemas.storage.location import MANIFESTS
+from presage.schemas.dataset.opened import open_dataset
+from presage.schemas.dataset.samples import read_samples
+from presage.schemas.errors import SchemaError
+from presage.schemas.layout import FILES, SEGMENTS
+from presage.schemas.storage.location import MANIFESTS
 from tests.pipelines.logs import IN_PROCESS, built, copy_of, segment_directory
 from tests.schemas import reference
 from tests.shared import error_of, json_of, output_of, refusal_of
@@ -171,7 +171,7 @@ def test_verify_finds_counts_of_reuse_that_differ(
 ) -> None:
     copy = copy_of(dataset, tmp_path / "dataset")
     with monkeypatch.context() as patched:
-        patched.setattr("schemas.oracle.reuse.ReuseCounts.add", lambda *_: None)
+        patched.setattr("presage.schemas.oracle.reuse.ReuseCounts.add", lambda *_: None)
         assert main(["oracle", str(copy), "--reindex", "--epochs", "2", "--json"]) == 0
     (problem,) = {p.rpartition(": ")[2] for p in verify(copy)["problems"]}
     assert problem == "counts of reuse differ from the access lists"
@@ -275,7 +275,7 @@ def test_oracle_without_an_index_for_the_batch_names_the_command_that_builds_it(
     copy = copy_of(dataset, tmp_path / "dataset")
     error = error_of(main, ["oracle", str(copy), "--batch-samples", "64"]).strip()
     assert "batch_samples=64, epochs=1, shuffle=none, seed=0, closest: batch_samples=32 in" in error
-    command = error.partition("run python -m pipelines ")[2].split()
+    command = error.partition("run python -m presage.pipelines ")[2].split()
     assert main(command) == 0
     assert main(["oracle", str(copy), "--batch-samples", "64"]) == 0
 

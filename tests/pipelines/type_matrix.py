@@ -17,13 +17,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
-from pipelines.build import build
-from pipelines.sources.types import plain_type
-from pipelines.table.verify import verify
-from schemas.arrays import is_list
-from schemas.dataset.opened import open_dataset
-from schemas.dataset.samples import read_samples
-from schemas.errors import SchemaError
+from presage.pipelines.build import build
+from presage.pipelines.sources.types import plain_type
+from presage.pipelines.table.verify import verify
+from presage.schemas.arrays import is_list
+from presage.schemas.dataset.opened import open_dataset
+from presage.schemas.dataset.samples import read_samples
+from presage.schemas.errors import SchemaError
 from tests.pipelines.logs import request
 
 NUM_ROWS = 40

@@ -15,10 +15,14 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import presage
 from presage.batch import Batch
-from schemas.config.train import SparseOptimizerConfig, StoresConfig
+from presage.schemas.config.train import SparseOptimizerConfig, StoresConfig
+from presage.trainer.embedding.collections import (
+    EmbeddingBagCollection,
+    EmbeddingCollection,
+    rows_of,
+)
+from presage.trainer.own_loops import EmbeddingRows
 from tests.trainer.runs import small_dataset
-from trainer.embedding.collections import EmbeddingBagCollection, EmbeddingCollection, rows_of
-from trainer.own_loops import EmbeddingRows
 
 USED = {"user_rows": 2**63 - 1, "page_rows": 12, "item_rows": 300}
 """Tables of the model, and their rows; names differ from the job's."""

@@ -15,11 +15,11 @@ import pytest
 import torch
 
 import presage
-from pipelines.build import build
-from pipelines.table.delete import erase
-from pipelines.table.expand import content_hash, expand
-from schemas.errors import SchemaError
-from schemas.storage.location import Location
+from presage.pipelines.build import build
+from presage.pipelines.table.delete import erase
+from presage.pipelines.table.expand import content_hash, expand
+from presage.schemas.errors import SchemaError
+from presage.schemas.storage.location import Location
 from tests import real_logs
 from tests.fork_server import without_forking
 from tests.object_store import Store

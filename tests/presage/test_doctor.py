@@ -14,7 +14,7 @@ import pytest
 
 from presage import doctor
 from presage.doctor import CHECKS, SOURCES, CheckResult, Machine, examine, format_finding
-from scheduler.__main__ import main
+from presage.scheduler.__main__ import main
 from tests.shared import json_of
 
 NOW = 1_767_225_600.0

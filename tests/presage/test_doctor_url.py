@@ -10,8 +10,8 @@ import pytest
 
 from presage.doctor import CheckResult, format_finding
 from presage.doctor_url import CHECKS, examine_url
-from scheduler.__main__ import main
-from schemas.storage.location import Location
+from presage.scheduler.__main__ import main
+from presage.schemas.storage.location import Location
 from tests.fault_proxy import Faults
 from tests.object_store import Store
 

@@ -19,18 +19,18 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data._utils import worker as torch_worker
 
 import presage
-from pipelines.build import build
 from presage.batch import Batch
-from schemas.dataset.opened import OpenDataset, open_dataset, select_segments
-from schemas.errors import SchemaError
-from schemas.layout import FILE_SHIFT, JOB, SCHEMA
+from presage.pipelines.build import build
+from presage.schemas.dataset.opened import OpenDataset, open_dataset, select_segments
+from presage.schemas.errors import SchemaError
+from presage.schemas.layout import FILE_SHIFT, JOB, SCHEMA
+from presage.trainer.embedding.collections import EmbeddingBagCollection
 from tests.pipelines.logs import request, write_job, write_log
 from tests.trainer.growing import commit, grown_versions
 from tests.trainer.make_dataset import BLOCK_SAMPLES, make_samples
 from tests.trainer.runs import SEGMENTS, reader_of, small_dataset
 from tests.trainer.test_own_loops import job_tables
 from tests.trainer.test_reader import SPARSE, sample_of
-from trainer.embedding.collections import EmbeddingBagCollection
 
 ORDER: dict[str, Any] = {"batch_samples": 64, "epochs": 2, "shuffle": True, "seed": 5}
 Sample = tuple[Any, ...]
@@ -610,7 +610,7 @@ def test_prepared_lookups_are_used_by_our_collections(
         assert len(batch.labels) == (16 if rank == 0 or equal_batches else 0)
         with monkeypatch.context() as patch:
             if lookups:
-                patch.setattr("trainer.data.kjt_lookups.table_lookups", None)
+                patch.setattr("presage.trainer.data.kjt_lookups.table_lookups", None)
             pooled.append(collection(batch.sparse_features).values())
         pooled[-1].sum().backward()
     torch.testing.assert_close(pooled[0], pooled[1])

@@ -14,13 +14,14 @@ import pytest
 from torch.utils.data import DataLoader as TorchLoader
 
 import presage
-from pipelines.table.vacuum import check_unused, vacuum
 from presage.batch import Batch
-from schemas.dataset.manifest import commit_root, find_root, read_dataset
-from schemas.errors import SchemaError
-from schemas.layout import SEGMENTS
-from schemas.storage.leases import LEASES, live_leases
-from schemas.storage.location import Location
+from presage.pipelines.table.vacuum import check_unused, vacuum
+from presage.schemas.dataset.manifest import commit_root, find_root, read_dataset
+from presage.schemas.errors import SchemaError
+from presage.schemas.layout import SEGMENTS
+from presage.schemas.storage.leases import LEASES, live_leases
+from presage.schemas.storage.location import Location
+from presage.trainer.growing.follow import directories_of
 from tests.object_store import Store
 from tests.pipelines.logs import age
 from tests.presage.test_loader import ORDER, samples_of, through_json
@@ -28,7 +29,6 @@ from tests.shared import hard_links
 from tests.trainer.growing import commit, grown_versions
 from tests.trainer.processes import is_gone, wait_for
 from tests.trainer.runs import small_dataset
-from trainer.growing.follow import directories_of
 
 
 def copy_of_dataset(folder: Path) -> Path:
@@ -90,7 +90,7 @@ def test_vacuum_keeps_what_a_loader_reads(tmp_path: Path) -> None:
 
 FORK_AT_A_STORE = """
 import sys, torch, presage
-from schemas.storage.location import StorageError
+from presage.schemas.storage.location import StorageError
 loader = presage.DataLoader(sys.argv[1], batch_samples=64)
 next(iter(loader))
 wrapped = torch.utils.data.DataLoader(

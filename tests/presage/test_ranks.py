@@ -30,7 +30,7 @@ def test_ranks_train_the_rows_of_one_process(tmp_path: Path) -> None:
 def test_source_of_rows_is_refused_where_there_are_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.own_loops.world_size", lambda: 2)
+    monkeypatch.setattr("presage.trainer.own_loops.world_size", lambda: 2)
     message = "^a source of rows belongs to one process, but there are 2 ranks; leave `source` out"
     with pytest.raises(ValueError, match=message):
         presage.open_rows(loader_of(), "mmap", tmp_path)

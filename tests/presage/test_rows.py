@@ -20,10 +20,16 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 
 import presage
 from presage.batch import Batch
-from schemas.config.job import load_job
-from schemas.config.train import StoresConfig
-from schemas.dataset.opened import open_dataset
-from schemas.errors import PlanError, SchemaError
+from presage.schemas.config.job import load_job
+from presage.schemas.config.train import StoresConfig
+from presage.schemas.dataset.opened import open_dataset
+from presage.schemas.errors import PlanError, SchemaError
+from presage.trainer.components import build_model, dense_optimizer
+from presage.trainer.data.collate import features_of_tables
+from presage.trainer.data.decode import spec_of
+from presage.trainer.embedding.collections import EmbeddingBagCollection, set_rows
+from presage.trainer.own_loops import EmbeddingRows
+from presage.trainer.step import loss_of
 from tests.conftest import REPOSITORY
 from tests.presage.own_loop import (
     TRANSFORMS,
@@ -39,12 +45,6 @@ from tests.shared import in_pairs
 from tests.trainer.make_dataset import write_job
 from tests.trainer.runs import final_rows, losses_of, rows_in, run_job, small_dataset
 from tests.trainer.stores import running, start_store
-from trainer.components import build_model, dense_optimizer
-from trainer.data.collate import features_of_tables
-from trainer.data.decode import spec_of
-from trainer.embedding.collections import EmbeddingBagCollection, set_rows
-from trainer.own_loops import EmbeddingRows
-from trainer.step import loss_of
 
 KINDS = ("memory", "mmap", "log", "processes")
 SMALL: dict[str, Any] = {"policy": "ttl", "lookahead": 1, "prefetch_steps": 1}

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from scheduler.model import predict
+from presage.scheduler.model import predict
 
 CONSTANTS = {
     "MULTIPLICATION_SEC": 1e-8,

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import numpy as np
 
-from scheduler.drivers.job_files import JobPaths
-from scheduler.model.past_runs import History, RunRecord
-from scheduler.model.plan_inputs import DataFacts, PlanInputs
-from scheduler.planner.candidates import pareto_front
-from schemas.config.job import load_job
-from schemas.config.schedule import ScheduleConfig
-from schemas.run.records import METRICS, SUMMARY, RunSummary, StepMetric, to_line
-from schemas.storage.location import Location
-from schemas.storage.versions import Versions
+from presage.scheduler.drivers.job_files import JobPaths
+from presage.scheduler.model.past_runs import History, RunRecord
+from presage.scheduler.model.plan_inputs import DataFacts, PlanInputs
+from presage.scheduler.planner.candidates import pareto_front
+from presage.schemas.config.job import load_job
+from presage.schemas.config.schedule import ScheduleConfig
+from presage.schemas.run.records import METRICS, SUMMARY, RunSummary, StepMetric, to_line
+from presage.schemas.storage.location import Location
+from presage.schemas.storage.versions import Versions
 
 GIB = 1 << 30
 JOB = """\

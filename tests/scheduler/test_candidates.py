@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from scheduler.model.plan_inputs import PlanInputs
-from scheduler.model.pools import Grid, budget_excess
-from scheduler.model.predict import fit_models
-from scheduler.planner import candidates as module
-from scheduler.planner.candidates import (
+from presage.scheduler.model.plan_inputs import PlanInputs
+from presage.scheduler.model.pools import Grid, budget_excess
+from presage.scheduler.model.predict import fit_models
+from presage.scheduler.planner import candidates as module
+from presage.scheduler.planner.candidates import (
     EXACT_POINTS,
     Candidate,
     build_timeline,
@@ -21,8 +21,8 @@ from scheduler.planner.candidates import (
     pareto_front,
     predict_candidates,
 )
-from scheduler.planner.policy import plan
-from schemas.config.schedule import (
+from presage.scheduler.planner.policy import plan
+from presage.schemas.config.schedule import (
     BudgetConfig,
     PreprocessingPoolConfig,
     ScheduleConfig,

@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from scheduler.model.elasticity import (
+from presage.scheduler.model.elasticity import (
     GROWTH,
     HEADROOM,
     MIN_RATIO,

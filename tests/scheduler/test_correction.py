@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.model.plan_inputs import PlanInputs
-from scheduler.model.pools import PoolSizes
-from scheduler.model.predict import (
+from presage.scheduler.model.plan_inputs import PlanInputs
+from presage.scheduler.model.pools import PoolSizes
+from presage.scheduler.model.predict import (
     Models,
     default_segments,
     default_training,
@@ -19,9 +19,9 @@ from scheduler.model.predict import (
     segment_setting,
     training_setting,
 )
-from scheduler.model.throughput import Fit, Window, observe
-from scheduler.planner.candidates import TIME_COST_EXPONENT, Candidate
-from scheduler.planner.correction import (
+from presage.scheduler.model.throughput import Fit, Window, observe
+from presage.scheduler.planner.candidates import TIME_COST_EXPONENT, Candidate
+from presage.scheduler.planner.correction import (
     COOL_DOWN_SEC,
     MIN_GAIN,
     MIN_LASTING_GAIN,
@@ -35,8 +35,8 @@ from scheduler.planner.correction import (
     decide_correction,
     end_change,
 )
-from scheduler.planner.policy import plan
-from schemas.config.schedule import BudgetConfig, ScheduleConfig, TrainingPoolConfig
+from presage.scheduler.planner.policy import plan
+from presage.schemas.config.schedule import BudgetConfig, ScheduleConfig, TrainingPoolConfig
 from tests.scheduler.small_job import FACTS, GIB, snapshot
 
 SMALL = PoolSizes(segment_jobs=1, workers_per_job=1, num_replicas=1, num_stores=0)

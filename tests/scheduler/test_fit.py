@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from scheduler.model.throughput import (
+from presage.scheduler.model.throughput import (
     HALF_LIFE,
     MAX_CELLS,
     MAX_PER_CELL,

@@ -6,12 +6,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from scheduler.model.plan_inputs import compute_lookahead
-from schemas.config.train import CacheConfig
-from schemas.dataset.run_next_uses import NextUses
-from schemas.oracle.cache_plan import required_rows
-from schemas.oracle.next_uses import next_use
-from schemas.oracle.reuse import next_bound
+from presage.scheduler.model.plan_inputs import compute_lookahead
+from presage.schemas.config.train import CacheConfig
+from presage.schemas.dataset.run_next_uses import NextUses
+from presage.schemas.oracle.cache_plan import required_rows
+from presage.schemas.oracle.next_uses import next_use
+from presage.schemas.oracle.reuse import next_bound
 from tests.schemas.parts import write_lists
 from tests.schemas.test_next_uses import random_segments, rows_of_steps
 

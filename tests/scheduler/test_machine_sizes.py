@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.model.plan_inputs import PlanInputs, take_snapshot
-from scheduler.planner.machine_sizes import CLUSTER_CPUS, cluster_schedule, machine_schedule
-from scheduler.planner.policy import plan
-from schemas.config.schedule import BudgetConfig, ScheduleConfig
-from schemas.errors import PlanError
-from schemas.machine import machine_budget, num_cores
+from presage.scheduler.model.plan_inputs import PlanInputs, take_snapshot
+from presage.scheduler.planner.machine_sizes import CLUSTER_CPUS, cluster_schedule, machine_schedule
+from presage.scheduler.planner.policy import plan
+from presage.schemas.config.schedule import BudgetConfig, ScheduleConfig
+from presage.schemas.errors import PlanError
+from presage.schemas.machine import machine_budget, num_cores
 
 GIB = 1 << 30
 HOST = {"proc/meminfo": "MemTotal:       33554432 kB\nMemFree: 1 kB\n"}

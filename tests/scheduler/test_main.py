@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.__main__ import main
-from scheduler.model.past_runs import read_history
-from schemas.run.records import SUMMARY
+from presage.scheduler.__main__ import main
+from presage.scheduler.model.past_runs import read_history
+from presage.schemas.run.records import SUMMARY
 from tests.scheduler.small_job import write_job, write_run
 from tests.shared import json_of, output_of, printed_by, refusal_of
 

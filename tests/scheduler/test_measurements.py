@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.__main__ import main
-from scheduler.model.measurements import parse_holdout, read_measurements
-from scheduler.model.throughput import TRAINING_TERMS
-from schemas.errors import SchemaError
+from presage.scheduler.__main__ import main
+from presage.scheduler.model.measurements import parse_holdout, read_measurements
+from presage.scheduler.model.throughput import TRAINING_TERMS
+from presage.schemas.errors import SchemaError
 from tests.shared import error_of, json_of, printed_by
 
 HEADER = "job,num_replicas,num_stores,replica_cpus,store_cpus,batch_size,samples_per_sec,site"

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.signal import lfilter
 
-from scheduler.model.pools import (
+from presage.scheduler.model.pools import (
     STORE_BASE_BYTES,
     WORKER_BASE_BYTES,
     WORKER_COPIES,
@@ -21,8 +21,13 @@ from scheduler.model.pools import (
     trainer_memory,
     worker_bytes,
 )
-from scheduler.planner.correction import MemoryForecast, forecast
-from schemas.config.train import CacheConfig, ModelConfig, SparseOptimizerConfig, TrainConfig
+from presage.scheduler.planner.correction import MemoryForecast, forecast
+from presage.schemas.config.train import (
+    CacheConfig,
+    ModelConfig,
+    SparseOptimizerConfig,
+    TrainConfig,
+)
 from tests.scheduler.small_job import FACTS
 
 TRAIN = TrainConfig(embedding_dim=16, batch_samples=1024)

@@ -13,18 +13,18 @@ import pytest
 from hypothesis import given, reject
 from hypothesis import strategies as st
 
-from scheduler.model.past_runs import BuildRecord, History
-from scheduler.model.plan_inputs import PlanInputs
-from scheduler.model.pools import Grid, store_bytes, trainer_memory, worker_bytes
-from scheduler.model.predict import TRAINER_START_SEC, fit_models, training_setting
-from scheduler.model.throughput import (
+from presage.scheduler.model.past_runs import BuildRecord, History
+from presage.scheduler.model.plan_inputs import PlanInputs
+from presage.scheduler.model.pools import Grid, store_bytes, trainer_memory, worker_bytes
+from presage.scheduler.model.predict import TRAINER_START_SEC, fit_models, training_setting
+from presage.scheduler.model.throughput import (
     WORKERS_EXPONENT,
     SegmentSetting,
     TrainingSetting,
     Window,
     observe,
 )
-from scheduler.planner.candidates import (
+from presage.scheduler.planner.candidates import (
     NOTICE_SEC,
     TIME_COST_EXPONENT,
     TOLERANCE,
@@ -35,16 +35,16 @@ from scheduler.planner.candidates import (
     predict_candidates,
     weighted_cost,
 )
-from scheduler.planner.policy import plan, reasons
-from schemas.config.job import load_job
-from schemas.config.schedule import (
+from presage.scheduler.planner.policy import plan, reasons
+from presage.schemas.config.job import load_job
+from presage.schemas.config.schedule import (
     BudgetConfig,
     PreprocessingPoolConfig,
     ScheduleConfig,
     TrainingPoolConfig,
     WorkerConfig,
 )
-from schemas.errors import PlanError, SchemaError
+from presage.schemas.errors import PlanError, SchemaError
 from tests.scheduler.small_job import FACTS, GIB, make_run, snapshot, write_job
 
 Sizes = tuple[int, int, int, int]

@@ -5,11 +5,11 @@ from datetime import timedelta
 
 import pytest
 
-from scheduler.model.past_runs import BuildRecord, History
-from scheduler.model.plan_inputs import PlanInputs
-from scheduler.model.throughput import Fit
-from scheduler.planner.policy import PlanDecision, caveats, confident, plan, reasons
-from schemas.config.schedule import (
+from presage.scheduler.model.past_runs import BuildRecord, History
+from presage.scheduler.model.plan_inputs import PlanInputs
+from presage.scheduler.model.throughput import Fit
+from presage.scheduler.planner.policy import PlanDecision, caveats, confident, plan, reasons
+from presage.schemas.config.schedule import (
     BudgetConfig,
     PreprocessingPoolConfig,
     ScheduleConfig,

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.model.pools import GIB
-from scheduler.model.predict import fit_models
-from scheduler.model.throughput import Floats
-from scheduler.planner.candidates import find_candidates, predict_candidates, preference
-from scheduler.planner.policy import plan
-from scheduler.planner.share import (
+from presage.scheduler.model.pools import GIB
+from presage.scheduler.model.predict import fit_models
+from presage.scheduler.model.throughput import Floats
+from presage.scheduler.planner.candidates import find_candidates, predict_candidates, preference
+from presage.scheduler.planner.policy import plan
+from presage.scheduler.planner.share import (
     MAX_JOBS,
     RESTART_SEC,
     RUNNING_FACTOR,
@@ -25,7 +25,7 @@ from scheduler.planner.share import (
     share_budget,
     urgencies,
 )
-from schemas.config.schedule import BudgetConfig, ScheduleConfig
+from presage.schemas.config.schedule import BudgetConfig, ScheduleConfig
 from tests.scheduler.small_job import snapshot
 
 BUDGET = BudgetConfig(cpus=32.0, memory=64 * GIB)

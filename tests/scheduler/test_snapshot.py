@@ -10,23 +10,23 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.build import build, record_build_speed
-from pipelines.cli import main as build_command
-from pipelines.demo_log.generate import GeneratorConfig, write_log
-from pipelines.prepare import BuildInput, BuildOptions, BuildRequest
-from pipelines.table.target import SegmentTarget
-from pipelines.table.verify import verify
-from scheduler.__main__ import main
-from scheduler.drivers.job_files import read_load
-from scheduler.model.past_runs import History
-from scheduler.model.plan_inputs import VALUE_BYTES, DataFacts, take_snapshot
-from schemas.config.job import Job, load_job
-from schemas.dataset.opened import open_dataset
-from schemas.dataset.run_next_uses import indexed_steps
-from schemas.oracle.cache_plan import CachePlan, summarize
-from schemas.rows import rows_of_ids
-from schemas.run.records import RUN_FILE
-from schemas.storage.location import Location
+from presage.pipelines.build import build, record_build_speed
+from presage.pipelines.cli import main as build_command
+from presage.pipelines.demo_log.generate import GeneratorConfig, write_log
+from presage.pipelines.prepare import BuildInput, BuildOptions, BuildRequest
+from presage.pipelines.table.target import SegmentTarget
+from presage.pipelines.table.verify import verify
+from presage.scheduler.__main__ import main
+from presage.scheduler.drivers.job_files import read_load
+from presage.scheduler.model.past_runs import History
+from presage.scheduler.model.plan_inputs import VALUE_BYTES, DataFacts, take_snapshot
+from presage.schemas.config.job import Job, load_job
+from presage.schemas.dataset.opened import open_dataset
+from presage.schemas.dataset.run_next_uses import indexed_steps
+from presage.schemas.oracle.cache_plan import CachePlan, summarize
+from presage.schemas.rows import rows_of_ids
+from presage.schemas.run.records import RUN_FILE
+from presage.schemas.storage.location import Location
 from tests.scheduler.small_job import paths_of, write_job, write_run
 from tests.shared import error_of, json_of, output_of
 

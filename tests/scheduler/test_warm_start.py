@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from scheduler.model.past_runs import (
+from presage.scheduler.model.past_runs import (
     PAST_JOBS,
     History,
     PastJob,
@@ -17,8 +17,8 @@ from scheduler.model.past_runs import (
     read_history,
     read_past_jobs,
 )
-from scheduler.model.plan_inputs import PlanInputs
-from scheduler.model.predict import (
+from presage.scheduler.model.plan_inputs import PlanInputs
+from presage.scheduler.model.predict import (
     default_segments,
     default_training,
     fit_models,
@@ -26,7 +26,7 @@ from scheduler.model.predict import (
     summarize_job,
     warm_start,
 )
-from scheduler.model.throughput import (
+from presage.scheduler.model.throughput import (
     ASSUMED_SPREAD,
     Fit,
     TrainingSetting,
@@ -34,9 +34,9 @@ from scheduler.model.throughput import (
     fit_window,
     observe,
 )
-from scheduler.planner.policy import caveats, plan
-from schemas.config.schedule import ScheduleConfig
-from schemas.errors import SchemaError
+from presage.scheduler.planner.policy import caveats, plan
+from presage.schemas.config.schedule import ScheduleConfig
+from presage.schemas.errors import SchemaError
 from tests.scheduler.small_job import FACTS, snapshot
 
 SIZES = TrainingSetting(num_replicas=[1, 2, 4, 8], batch_samples=256, unique_rows=5000)

@@ -18,8 +18,8 @@ from functools import cache
 from itertools import pairwise
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from schemas.config.job import Job
-from schemas.config.schedule import UNLIMITED_CPUS, UNLIMITED_MEMORY
+from presage.schemas.config.job import Job
+from presage.schemas.config.schedule import UNLIMITED_CPUS, UNLIMITED_MEMORY
 from tests.documents import anchor
 
 INTRODUCTION = """\

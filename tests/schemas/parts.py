@@ -8,12 +8,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from schemas import layout
-from schemas.arrays import Jagged, is_list, large_list, offsets_of
-from schemas.config.job import parse_job
-from schemas.dataset.checked_files import ListFiles
-from schemas.dataset.files import FileEntry, describe_file, sha256_of, write_files
-from schemas.dataset.manifest import (
+from presage.schemas import layout
+from presage.schemas.arrays import Jagged, is_list, large_list, offsets_of
+from presage.schemas.config.job import parse_job
+from presage.schemas.dataset.checked_files import ListFiles
+from presage.schemas.dataset.files import FileEntry, describe_file, sha256_of, write_files
+from presage.schemas.dataset.manifest import (
     DatasetManifest,
     IndexEntry,
     IndexManifest,
@@ -24,13 +24,13 @@ from schemas.dataset.manifest import (
     shuffle_key_of,
     write_manifest,
 )
-from schemas.dataset.opened import OpenDataset, Segment, access_lists
-from schemas.dataset.order import Order
-from schemas.features import FeatureSet
-from schemas.kernels.oracle import FirstUseNumbering
-from schemas.oracle.next_uses import from_gaps, sorted_gaps
-from schemas.oracle.reuse import reuse_bounds
-from schemas.storage.location import Location
+from presage.schemas.dataset.opened import OpenDataset, Segment, access_lists
+from presage.schemas.dataset.order import Order
+from presage.schemas.features import FeatureSet
+from presage.schemas.kernels.oracle import FirstUseNumbering
+from presage.schemas.oracle.next_uses import from_gaps, sorted_gaps
+from presage.schemas.oracle.reuse import reuse_bounds
+from presage.schemas.storage.location import Location
 from tests.schemas.reference import next_use
 
 

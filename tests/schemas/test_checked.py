@@ -9,12 +9,18 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipelines.clustering.storage_layout import open_writer
-from schemas.dataset.checked_files import CheckedFile
-from schemas.dataset.files import describe_file, find_damaged_files, parse_files
-from schemas.dataset.manifest import read_dataset
-from schemas.dataset.opened import IndexPart, Segment, committed_segment, open_dataset, version_name
-from schemas.errors import SchemaError
+from presage.pipelines.clustering.storage_layout import open_writer
+from presage.schemas.dataset.checked_files import CheckedFile
+from presage.schemas.dataset.files import describe_file, find_damaged_files, parse_files
+from presage.schemas.dataset.manifest import read_dataset
+from presage.schemas.dataset.opened import (
+    IndexPart,
+    Segment,
+    committed_segment,
+    open_dataset,
+    version_name,
+)
+from presage.schemas.errors import SchemaError
 from tests.schemas.tiny import JOB, SCHEMA, write_dataset
 
 SEGMENT = "segments/00000-tiny"

@@ -8,8 +8,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from schemas.arrays import comparable, jagged_of, large_list, numpy_of, unique_tuples
-from schemas.errors import SchemaError
+from presage.schemas.arrays import comparable, jagged_of, large_list, numpy_of, unique_tuples
+from presage.schemas.errors import SchemaError
 from tests.schemas.reference import dedup
 
 # Type to values that are easily taken for each other: nulls and zeros, empty texts, empty lists.

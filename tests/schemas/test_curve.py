@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.oracle.miss_ratio import (
+from presage.schemas.oracle.miss_ratio import (
     count_smaller_before,
     lru_hit_rates,
     next_positions,

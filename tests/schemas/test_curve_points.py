@@ -5,7 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.oracle.miss_ratio import approximate_concave, lru_curve, lru_hit_rates, optimal_curve
+from presage.schemas.oracle.miss_ratio import (
+    approximate_concave,
+    lru_curve,
+    lru_hit_rates,
+    optimal_curve,
+)
 from tests.schemas.reference import belady_hits, lru_hits
 from tests.schemas.tiny import optimal_hit_rates
 

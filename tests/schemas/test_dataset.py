@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from schemas.dataset.accesses import TableAccesses, num_unique_rows
-from schemas.dataset.opened import OpenDataset, open_dataset, select_segments
-from schemas.dataset.run_next_uses import indexed_steps
-from schemas.errors import SchemaError
+from presage.schemas.dataset.accesses import TableAccesses, num_unique_rows
+from presage.schemas.dataset.opened import OpenDataset, open_dataset, select_segments
+from presage.schemas.dataset.run_next_uses import indexed_steps
+from presage.schemas.errors import SchemaError
 from tests.schemas.reference import next_use
 from tests.schemas.tiny import GROUPS, PLACES, TABLES, lookups_of, samples_of, write_dataset
 
@@ -115,7 +115,7 @@ def test_index_for_another_order_names_the_command_that_builds_it(
 ) -> None:
     message = (
         "dataset has no index for batch_samples=64, epochs=2, shuffle=none, seed=0, closest: "
-        f"batch_samples=32 in {root}; run python -m pipelines oracle {root} "
+        f"batch_samples=32 in {root}; run python -m presage.pipelines oracle {root} "
         "--reindex --batch-samples 64 --epochs 2 --shuffle none --seed 0"
     )
     with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):

@@ -9,9 +9,9 @@ from typing import Literal
 
 import pytest
 
-from schemas.config.parse import read_yaml
-from schemas.errors import SchemaError
-from schemas.typed_values import parse_duration, parse_size
+from presage.schemas.config.parse import read_yaml
+from presage.schemas.errors import SchemaError
+from presage.schemas.typed_values import parse_duration, parse_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

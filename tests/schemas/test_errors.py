@@ -5,7 +5,13 @@ import re
 
 import pytest
 
-from schemas.errors import PlanError, SchemaError, check_at_least, suggest_name, suggest_name_or
+from presage.schemas.errors import (
+    PlanError,
+    SchemaError,
+    check_at_least,
+    suggest_name,
+    suggest_name_or,
+)
 
 LINES = {
     "no location": (SchemaError("a must b, got c; do d"), "a must b, got c; do d"),

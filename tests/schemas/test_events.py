@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from schemas.errors import SchemaError
-from schemas.run.records import (
+from presage.schemas.errors import SchemaError
+from presage.schemas.run.records import (
     PHASES,
     Decision,
     LedgerEntry,

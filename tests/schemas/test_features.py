@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from schemas.errors import SchemaError
-from schemas.features import ROLES, Feature, load_features
+from presage.schemas.errors import SchemaError
+from presage.schemas.features import ROLES, Feature, load_features
 
 
 def load(tmp_path: Path, text: str):

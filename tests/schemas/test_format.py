@@ -11,10 +11,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from schemas import layout
-from schemas.arrays import comparable, hash_keys
-from schemas.dataset.manifest import DatasetManifest, IndexManifest, SegmentManifest
-from schemas.hashing import hash_rows, slot_of_row
+from presage.schemas import layout
+from presage.schemas.arrays import comparable, hash_keys
+from presage.schemas.dataset.manifest import DatasetManifest, IndexManifest, SegmentManifest
+from presage.schemas.hashing import hash_rows, slot_of_row
 from tests.schemas.tiny import write_dataset
 
 MASK = (1 << 64) - 1

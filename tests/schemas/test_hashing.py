@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.config.job import TableConfig
-from schemas.errors import SchemaError
-from schemas.hashing import NUM_SLOTS, hash_rows, slot_of_row, splitmix64
-from schemas.rows import ids_of, rows_of_ids, rows_of_values
+from presage.schemas.config.job import TableConfig
+from presage.schemas.errors import SchemaError
+from presage.schemas.hashing import NUM_SLOTS, hash_rows, slot_of_row, splitmix64
+from presage.schemas.rows import ids_of, rows_of_ids, rows_of_values
 from tests.schemas.reference import hash_text
 
 IDS = np.array([0, 1, 2, 3, -1, 7, 10**6, 2**63 - 1, -(2**63), 123456789])

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from schemas.dataset.hints import TableHints, read_hints, write_hints
-from schemas.errors import SchemaError
+from presage.schemas.dataset.hints import TableHints, read_hints, write_hints
+from presage.schemas.errors import SchemaError
 
 HINTS = {
     name: TableHints(
@@ -59,7 +59,7 @@ def test_read_hints_of_other_files_raises(change: str, tmp_path: Path) -> None:
     path.write_text(changed(json.loads(path.read_text()), change))
     message = (
         f"file does not hold sharding hints: {REFUSALS[change]} in {path}; write it with "
-        "`python -m pipelines oracle DATASET --hints FILE`"
+        "`python -m presage.pipelines oracle DATASET --hints FILE`"
     )
     with pytest.raises(SchemaError, match=f"^{re.escape(message)}$"):
         read_hints(path)

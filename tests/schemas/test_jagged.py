@@ -8,8 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.arrays import Jagged, check_inverse, dedup, expand, offsets_of, ranges, unique_tuples
-from schemas.errors import SchemaError
+from presage.schemas.arrays import (
+    Jagged,
+    check_inverse,
+    dedup,
+    expand,
+    offsets_of,
+    ranges,
+    unique_tuples,
+)
+from presage.schemas.errors import SchemaError
 from tests.schemas import reference
 
 # Few distinct values, so that rows repeat.

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import yaml
 
-from schemas.config.job import load_job
-from schemas.config.schedule import UNLIMITED_CPUS, UNLIMITED_MEMORY, BudgetConfig
-from schemas.errors import SchemaError
-from schemas.features import ROLES, load_features
-from schemas.hashing import MAX_ROW
-from schemas.typed_values import from_json
+from presage.schemas.config.job import load_job
+from presage.schemas.config.schedule import UNLIMITED_CPUS, UNLIMITED_MEMORY, BudgetConfig
+from presage.schemas.errors import SchemaError
+from presage.schemas.features import ROLES, load_features
+from presage.schemas.hashing import MAX_ROW
+from presage.schemas.typed_values import from_json
 from tests.schemas.job_reference import GUIDES, default_text, heading, page, sections, sentences
 
 SMALLEST: dict[str, Any] = {

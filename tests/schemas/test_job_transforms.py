@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from schemas.config.job import load_job
-from schemas.config.transforms import TransformConfig, num_ids_of_transform
-from schemas.errors import SchemaError
+from presage.schemas.config.job import load_job
+from presage.schemas.config.transforms import TransformConfig, num_ids_of_transform
+from presage.schemas.errors import SchemaError
 from tests.schemas.test_job import SMALLEST, merged, write
 
 # Sentence to what is added to the smallest job, and the message without its place.

@@ -15,10 +15,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipelines.quality import column_statistics as statistics
-from pipelines.quality.column_statistics import column_statistics, exact_sums, mean_and_deviation
-from pipelines.samples.tuples import unique_in_ranges
-from schemas.arrays import (
+from presage.pipelines.quality import column_statistics as statistics
+from presage.pipelines.quality.column_statistics import (
+    column_statistics,
+    exact_sums,
+    mean_and_deviation,
+)
+from presage.pipelines.samples.tuples import unique_in_ranges
+from presage.schemas.arrays import (
     Jagged,
     comparable_tuple,
     numpy_of,
@@ -27,12 +31,12 @@ from schemas.arrays import (
     take_rows,
     unique_tuples,
 )
-from schemas.config.job import TableConfig
-from schemas.errors import SchemaError
-from schemas.hashing import hash_rows, salt_of, splitmix64
-from schemas.kernels import arrays as kernels
-from schemas.oracle.next_uses import distinct
-from schemas.rows import distinct_rows, rows_of_ids
+from presage.schemas.config.job import TableConfig
+from presage.schemas.errors import SchemaError
+from presage.schemas.hashing import hash_rows, salt_of, splitmix64
+from presage.schemas.kernels import arrays as kernels
+from presage.schemas.oracle.next_uses import distinct
+from presage.schemas.rows import distinct_rows, rows_of_ids
 from tests.schemas import reference
 
 VALUES = {

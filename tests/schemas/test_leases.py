@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from schemas.errors import SchemaError
-from schemas.storage.leases import LEASES, Lease, live_leases, remove_expired
-from schemas.storage.location import Location
-from schemas.storage.probes import store_time
+from presage.schemas.errors import SchemaError
+from presage.schemas.storage.leases import LEASES, Lease, live_leases, remove_expired
+from presage.schemas.storage.location import Location
+from presage.schemas.storage.probes import store_time
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from schemas.arrays import Jagged, offsets_of
-from schemas.dataset.checked_files import CheckedFile, DecodedListCache, ListFiles
+from presage.schemas.arrays import Jagged, offsets_of
+from presage.schemas.dataset.checked_files import CheckedFile, DecodedListCache, ListFiles
 
 
 @dataclass

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from schemas.arrays import Jagged, offsets_of
-from schemas.config.job import OrderConfig
-from schemas.dataset.accesses import REUSE_BINS, count_distances, slot_accesses
-from schemas.dataset.order import Order
-from schemas.hashing import slot_of_row
-from schemas.oracle.next_uses import next_use
+from presage.schemas.arrays import Jagged, offsets_of
+from presage.schemas.config.job import OrderConfig
+from presage.schemas.dataset.accesses import REUSE_BINS, count_distances, slot_accesses
+from presage.schemas.dataset.order import Order
+from presage.schemas.hashing import slot_of_row
+from presage.schemas.oracle.next_uses import next_use
 from tests.schemas import reference
 from tests.schemas.tiny import merge_blocks
 from tests.shared import in_pairs

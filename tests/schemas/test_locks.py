@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from schemas.errors import SchemaError
-from schemas.storage.locks import LOCK, directory_lock, is_locked, lock_file
+from presage.schemas.errors import SchemaError
+from presage.schemas.storage.locks import LOCK, directory_lock, is_locked, lock_file
 from tests.conftest import REPOSITORY
 
 _HOLD = """
 import sys, time
 from pathlib import Path
-from schemas.storage.locks import directory_lock
+from presage.schemas.storage.locks import directory_lock
 with directory_lock(Path(sys.argv[1]), "", ""):
     print("held", flush=True)
     time.sleep(600)

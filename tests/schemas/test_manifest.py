@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from schemas.dataset.files import replace_bytes
-from schemas.dataset.manifest import (
+from presage.schemas.dataset.files import replace_bytes
+from presage.schemas.dataset.manifest import (
     DatasetManifest,
     GroupCounts,
     IndexManifest,
@@ -27,7 +27,7 @@ from schemas.dataset.manifest import (
     read_segment,
     write_manifest,
 )
-from schemas.errors import SchemaError
+from presage.schemas.errors import SchemaError
 
 SEGMENT = SegmentManifest(
     num_samples=3,
@@ -240,7 +240,7 @@ def test_replace_bytes_that_cannot_be_written_leaves_the_old_file(
     def fail(descriptor: int) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr("schemas.dataset.files.os.fsync", fail)
+    monkeypatch.setattr("presage.schemas.dataset.files.os.fsync", fail)
     with pytest.raises(OSError, match="no space left"):
         replace_bytes(path, b"new")
     assert path.read_bytes() == b"old"

@@ -12,12 +12,12 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from schemas.config.job import TableConfig
-from schemas.dataset.manifest import canonical_json, hash_of
-from schemas.errors import SchemaError
-from schemas.layout import MANIFEST
-from schemas.rows import initial_rows
-from schemas.run.model_file import (
+from presage.schemas.config.job import TableConfig
+from presage.schemas.dataset.manifest import canonical_json, hash_of
+from presage.schemas.errors import SchemaError
+from presage.schemas.layout import MANIFEST
+from presage.schemas.rows import initial_rows
+from presage.schemas.run.model_file import (
     PROGRAM,
     Lineage,
     ModelManifest,
@@ -25,8 +25,8 @@ from schemas.run.model_file import (
     rows_paths,
     write_model,
 )
-from schemas.run.model_inputs import MIN_SAMPLES, PADDING, ModelInputs, build_inputs
-from schemas.storage.location import Location
+from presage.schemas.run.model_inputs import MIN_SAMPLES, PADDING, ModelInputs, build_inputs
+from presage.schemas.storage.location import Location
 
 INPUTS = ModelInputs(
     dense=("price",),
@@ -173,7 +173,7 @@ def test_model_with_a_changed_byte_is_refused_or_means_the_same(
 
 def test_model_that_is_cut_or_missing_is_refused(model: Path, tmp_path: Path) -> None:
     path = tmp_path / "model"
-    message = f"model is missing in {path}; create it with python -m trainer export"
+    message = f"model is missing in {path}; create it with python -m presage.trainer export"
     with pytest.raises(SchemaError) as error:
         open_model(path)
     assert str(error.value) == message

@@ -11,16 +11,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from schemas.arrays import Jagged
-from schemas.config.train import CacheConfig
-from schemas.dataset import accesses
-from schemas.dataset.accesses import TableAccesses, num_unique_rows
-from schemas.dataset.checked_files import CheckedFile
-from schemas.dataset.opened import OpenDataset, select_segments, step_distances
-from schemas.dataset.run_next_uses import NextUses, indexed_steps, next_steps
-from schemas.errors import SchemaError
-from schemas.oracle.cache_plan import required_rows
-from schemas.oracle.reuse import next_bound, peak_cache_rows
+from presage.schemas.arrays import Jagged
+from presage.schemas.config.train import CacheConfig
+from presage.schemas.dataset import accesses
+from presage.schemas.dataset.accesses import TableAccesses, num_unique_rows
+from presage.schemas.dataset.checked_files import CheckedFile
+from presage.schemas.dataset.opened import OpenDataset, select_segments, step_distances
+from presage.schemas.dataset.run_next_uses import NextUses, indexed_steps, next_steps
+from presage.schemas.errors import SchemaError
+from presage.schemas.oracle.cache_plan import required_rows
+from presage.schemas.oracle.reuse import next_bound, peak_cache_rows
 from tests.schemas import reference
 from tests.schemas.parts import write_lists
 from tests.shared import in_pairs
@@ -126,7 +126,7 @@ def test_next_uses_in_a_temporary_file_are_the_same(
 ) -> None:
     segments = random_segments(np.random.default_rng(5), 4)
     dataset = write_lists(tmp_path / "dataset", segments, (32, 2, "none", 0))
-    monkeypatch.setattr("schemas.dataset.run_next_uses.HEAP_BYTES", 0)
+    monkeypatch.setattr("presage.schemas.dataset.run_next_uses.HEAP_BYTES", 0)
     check(dataset, segments)
 
 
@@ -145,11 +145,11 @@ def test_accesses_and_next_uses_keep_one_decoded_row_group_each(
 
         return decode_and_remember
 
-    monkeypatch.setattr("schemas.dataset.run_next_uses.DECODED_CACHE_BYTES", 0)
+    monkeypatch.setattr("presage.schemas.dataset.run_next_uses.DECODED_CACHE_BYTES", 0)
     monkeypatch.setattr(
-        "schemas.dataset.accesses._decode_narrow", remember(accesses._decode_narrow)
+        "presage.schemas.dataset.accesses._decode_narrow", remember(accesses._decode_narrow)
     )
-    monkeypatch.setattr("schemas.dataset.opened.step_distances", remember(step_distances))
+    monkeypatch.setattr("presage.schemas.dataset.opened.step_distances", remember(step_distances))
     steps = indexed_steps(dataset, dataset.open_index(dataset.manifest.indexes[0]), "items")
     for _ in steps:
         assert sum(each() is not None for each in decoded) <= 2

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.arrays import Jagged, offsets_of
-from schemas.dataset.accesses import merge_dictionaries
-from schemas.kernels.oracle import FirstUseNumbering
-from schemas.oracle.next_uses import (
+from presage.schemas.arrays import Jagged, offsets_of
+from presage.schemas.dataset.accesses import merge_dictionaries
+from presage.schemas.kernels.oracle import FirstUseNumbering
+from presage.schemas.oracle.next_uses import (
     NEVER,
     EpochUses,
     from_gaps,
@@ -164,7 +164,7 @@ def test_stitch_numbers_the_joined_segments_by_first_use(
     at_once: int, segments: list[list[int]]
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("schemas.dataset.accesses.MERGE_CHUNK_ROWS", at_once)
+        patch.setattr("presage.schemas.dataset.accesses.MERGE_CHUNK_ROWS", at_once)
         numbers, rows = merge_dictionaries([np.array(rows, np.int64) for rows in segments])
     joined = [row for rows in segments for row in rows]
     assert rows.tolist() == list(dict.fromkeys(joined))

@@ -12,8 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from schemas.config.job import OrderConfig
-from schemas.dataset.order import NUM_LANES, SHUFFLED_ROW_GROUPS, Order, block_order, blocks_of_rank
+from presage.schemas.config.job import OrderConfig
+from presage.schemas.dataset.order import (
+    NUM_LANES,
+    SHUFFLED_ROW_GROUPS,
+    Order,
+    block_order,
+    blocks_of_rank,
+)
 from tests.schemas import reference
 
 SEGMENTS = st.lists(st.integers(0, 12), min_size=1, max_size=4)

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from schemas.entry import process_variables
-from schemas.errors import SchemaError
-from schemas.paths import (
+from presage.schemas.entry import process_variables
+from presage.schemas.errors import SchemaError
+from presage.schemas.paths import (
     ArgumentParser,
     find_mount,
     is_below,

@@ -11,16 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.config.train import CacheConfig
-from schemas.errors import PlanError
-from schemas.oracle.cache_plan import (
+from presage.schemas.config.train import CacheConfig
+from presage.schemas.errors import PlanError
+from presage.schemas.oracle.cache_plan import (
     CachePlan,
     PlanStep,
     check_cache_size,
     required_rows,
     summarize,
 )
-from schemas.oracle.next_uses import next_use
+from presage.schemas.oracle.next_uses import next_use
 from tests.schemas.reference import fewest_fetches, next_step, plan_ref
 
 NUM_NUMBERS = 9

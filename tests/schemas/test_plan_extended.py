@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.config.train import CacheConfig
-from schemas.oracle.cache_plan import CachePlan, IndexStep, required_rows
-from schemas.oracle.next_uses import clip_to_horizon, next_use
+from presage.schemas.config.train import CacheConfig
+from presage.schemas.oracle.cache_plan import CachePlan, IndexStep, required_rows
+from presage.schemas.oracle.next_uses import clip_to_horizon, next_use
 
 
 def indexed(trace: list[np.ndarray], first: int, until: int) -> list[IndexStep]:

@@ -10,14 +10,14 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from pipelines.clustering.storage_layout import open_writer
-from schemas.dataset.accesses import TableAccesses
-from schemas.dataset.checked_files import CheckedFile
-from schemas.dataset.files import FileEntry, describe_file, find_damaged_files, sha256_of
-from schemas.dataset.opened import open_dataset
-from schemas.dataset.run_next_uses import NextUses
-from schemas.errors import SchemaError
-from schemas.storage.location import Location
+from presage.pipelines.clustering.storage_layout import open_writer
+from presage.schemas.dataset.accesses import TableAccesses
+from presage.schemas.dataset.checked_files import CheckedFile
+from presage.schemas.dataset.files import FileEntry, describe_file, find_damaged_files, sha256_of
+from presage.schemas.dataset.opened import open_dataset
+from presage.schemas.dataset.run_next_uses import NextUses
+from presage.schemas.errors import SchemaError
+from presage.schemas.storage.location import Location
 from tests.fault_proxy import Faults
 from tests.object_store import Store
 from tests.schemas.tiny import write_dataset
@@ -79,7 +79,7 @@ def test_files_of_accesses_are_requested_once_for_each_use(
     epochs: int, whole_bytes: int, tmp_path: Path, s3_store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of several files the footers are requested first, to count their rows; small ones whole."""
-    monkeypatch.setattr("schemas.dataset.checked_files._WHOLE_BYTES", whole_bytes)
+    monkeypatch.setattr("presage.schemas.dataset.checked_files._WHOLE_BYTES", whole_bytes)
     here = Location.parse(tmp_path / "tiny")
     write_dataset(tmp_path / "tiny")
     requests = Requests()

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from schemas.errors import SchemaError
-from schemas.run.records import METRICS, SUMMARY
-from schemas.run.run_manifest import (
+from presage.schemas.errors import SchemaError
+from presage.schemas.run.records import METRICS, SUMMARY
+from presage.schemas.run.run_manifest import (
     OBJECTS,
     RunLogTail,
     RunManifest,
@@ -19,7 +19,7 @@ from schemas.run.run_manifest import (
     read_newest_state,
     read_run_file,
 )
-from schemas.storage.location import Location
+from presage.schemas.storage.location import Location
 
 
 class Written:

@@ -8,13 +8,13 @@ from pathlib import Path
 import pyarrow as pa
 import pytest
 
-from pipelines.build import build
-from schemas.dataset.checked_files import CheckedFile
-from schemas.dataset.opened import OpenDataset, open_dataset
-from schemas.dataset.samples import column_names, read_columns, read_samples
-from schemas.errors import SchemaError
-from schemas.layout import EVALUATION, TRAIN, inverse_column
-from schemas.storage.location import Location
+from presage.pipelines.build import build
+from presage.schemas.dataset.checked_files import CheckedFile
+from presage.schemas.dataset.opened import OpenDataset, open_dataset
+from presage.schemas.dataset.samples import column_names, read_columns, read_samples
+from presage.schemas.errors import SchemaError
+from presage.schemas.layout import EVALUATION, TRAIN, inverse_column
+from presage.schemas.storage.location import Location
 from tests.pipelines.logs import SCHEMA, built, request
 from tests.pipelines.shifting import JOB, STORAGES, shifting_log, stored_as
 from tests.schemas.test_remote_files import copied
@@ -124,7 +124,7 @@ def test_ranges_of_the_columns_alone_are_requested(
 
     monkeypatch.setattr(Location, "read_ranges", counted)
     monkeypatch.setattr(
-        "schemas.dataset.checked_files._WHOLE_BYTES", 0
+        "presage.schemas.dataset.checked_files._WHOLE_BYTES", 0
     )  # else a small file is one request
     expected = whole(open_dataset(shop)).select(["label"])
     assert pa.concat_tables(read_columns(dataset, ["label"])).equals(expected)

@@ -4,7 +4,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from schemas.arrays import NULL, combine_hashes, hash_values
+from presage.schemas.arrays import NULL, combine_hashes, hash_values
 from tests.schemas.reference import hash_text, splitmix64
 
 MASK = (1 << 64) - 1

@@ -25,10 +25,10 @@ import pytest
 from hypothesis import given, reject
 from hypothesis import strategies as st
 
-from schemas.errors import SchemaError
-from schemas.storage import store_client
-from schemas.storage.location import Location, StorageError, local_copy, new_folder
-from schemas.storage.probes import check_conditional_put, store_time
+from presage.schemas.errors import SchemaError
+from presage.schemas.storage import store_client
+from presage.schemas.storage.location import Location, StorageError, local_copy, new_folder
+from presage.schemas.storage.probes import check_conditional_put, store_time
 from tests.fault_proxy import FAULTS, Faults
 from tests.object_store import BUCKET, SECRET_KEY, Store, gcs_server
 
@@ -78,7 +78,7 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> Generator[None]:
 def impatient(monkeypatch: pytest.MonkeyPatch) -> Generator[None]:
     """Clients that give up soon; tests of errors need not wait for all attempts."""
     monkeypatch.setattr(store_client, "MAX_RETRIES", 2)
-    for module in ("schemas.storage.location", "schemas.storage.store_client"):
+    for module in ("presage.schemas.storage.location", "presage.schemas.storage.store_client"):
         monkeypatch.setattr(f"{module}.RETRY_SEC", 0)
     store_client.open_store.cache_clear()
     yield
@@ -205,7 +205,7 @@ def test_file_is_copied_between_stores_in_chunks(
     (root / "source").write_bytes(data)
     other = Location.parse(f"memory://{uuid.uuid4().hex}")
     with monkeypatch.context() as patch:
-        patch.setattr("schemas.storage.location.CHUNK_BYTES", 3_000)
+        patch.setattr("presage.schemas.storage.location.CHUNK_BYTES", 3_000)
         patch.delattr(Location, "write_bytes")  # of whole files
         (other / "copy").copy_from(root / "source")
         (root / "back").copy_from(other / "copy")
@@ -213,7 +213,7 @@ def test_file_is_copied_between_stores_in_chunks(
 
 
 def test_open_file_is_read_and_sought(root: Location, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("schemas.storage.location._READ_BYTES", 100)
+    monkeypatch.setattr("presage.schemas.storage.location._READ_BYTES", 100)
     data = random.Random(9).randbytes(1_000)
     (root / "file").write_bytes(data)
     rng = random.Random(10)
@@ -239,7 +239,7 @@ def test_children_are_those_of_one_level(root: Location) -> None:
 def test_copies_of_files_and_directories_are_equal(
     root: Location, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("schemas.storage.location.CHUNK_BYTES", 3)
+    monkeypatch.setattr("presage.schemas.storage.location.CHUNK_BYTES", 3)
     with new_folder(root / "a") as folder:
         folder.mkdir(exist_ok=True, parents=True)
         (folder / "b").mkdir()
@@ -343,7 +343,7 @@ def test_exactly_one_of_many_threads_creates_a_file(root: Location) -> None:
 
 RACE = """
 import sys
-from schemas.storage.location import Location
+from presage.schemas.storage.location import Location
 for line in sys.stdin:
     url = line.strip()
     print(url, Location.parse(url).create(sys.argv[1].encode()), flush=True)
@@ -785,7 +785,7 @@ def child_result(root: Location) -> bytes:
 
 FORKED = """
 import sys
-from schemas.storage.location import Location
+from presage.schemas.storage.location import Location
 from tests.schemas.test_storage import child_result
 root = Location.parse(sys.argv[1])
 print(child_result(root))
@@ -912,7 +912,7 @@ def test_local_listing_leaves_out_incomplete_and_dangling_files(tmp_path: Path) 
 
 def test_killed_writers_leave_no_file_and_removal_takes_their_rests(tmp_path: Path) -> None:
     root = Location.parse(tmp_path / "root")
-    code = "import os, sys; from schemas.storage.location import Location\n" + (
+    code = "import os, sys; from presage.schemas.storage.location import Location\n" + (
         "with Location.parse(sys.argv[1]).new_file() as p: p.write_text('x'); os._exit(9)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(root / "a")], check=False)

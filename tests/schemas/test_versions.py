@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from schemas.errors import SchemaError
-from schemas.storage.location import MANIFESTS, Location, StorageError
-from schemas.storage.versions import HINT, Versions, backoff, writer_id
+from presage.schemas.errors import SchemaError
+from presage.schemas.storage.location import MANIFESTS, Location, StorageError
+from presage.schemas.storage.versions import HINT, Versions, backoff, writer_id
 
 
 @pytest.fixture(params=["local", "memory"])
@@ -118,7 +118,7 @@ def test_first_version_needs_a_store_with_conditional_puts(
 def test_backoff_begins_at_once_and_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     pauses: list[float] = []
     sleep: Callable[[float], None] = pauses.append
-    monkeypatch.setattr("schemas.storage.versions.time.sleep", sleep)
+    monkeypatch.setattr("presage.schemas.storage.versions.time.sleep", sleep)
     attempts: Iterator[int] = backoff()
     assert [next(attempts) for _ in range(12)] == list(range(12))
     assert len(pauses) == 11

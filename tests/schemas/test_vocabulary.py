@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.dataset import fitted as module
-from schemas.dataset.fitted import (
+from presage.schemas.dataset import fitted as module
+from presage.schemas.dataset.fitted import (
     Vocabulary,
     encode_version,
     merge_versions,
@@ -21,7 +21,7 @@ from schemas.dataset.fitted import (
     value_type,
     version_path,
 )
-from schemas.errors import SchemaError
+from presage.schemas.errors import SchemaError
 
 INTS = st.integers(-(2**63), 2**63 - 1)
 VALUES = {

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.arrays import Jagged, offsets_of
-from schemas.dataset import group_files as windows
-from schemas.dataset.group_files import NULL_LENGTH, Windows, to_windows, window_ranges
-from schemas.errors import SchemaError
+from presage.schemas.arrays import Jagged, offsets_of
+from presage.schemas.dataset import group_files as windows
+from presage.schemas.dataset.group_files import NULL_LENGTH, Windows, to_windows, window_ranges
+from presage.schemas.errors import SchemaError
 from tests.schemas import reference
 
 Lists = list[list[int] | None]

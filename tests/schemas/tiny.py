@@ -9,10 +9,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from schemas import layout
-from schemas.arrays import Jagged, comparable_tuple, large_list, unique_tuples
-from schemas.dataset.files import describe_file, write_files
-from schemas.dataset.manifest import (
+from presage.schemas import layout
+from presage.schemas.arrays import Jagged, comparable_tuple, large_list, unique_tuples
+from presage.schemas.dataset.files import describe_file, write_files
+from presage.schemas.dataset.manifest import (
     DatasetManifest,
     GroupCounts,
     InputFile,
@@ -24,11 +24,11 @@ from schemas.dataset.manifest import (
     new_index,
     write_manifest,
 )
-from schemas.dataset.opened import open_root, version_name
-from schemas.hashing import hash_rows
-from schemas.oracle.miss_ratio import OptimalCache
-from schemas.oracle.next_uses import unique_per_block
-from schemas.storage.location import Location
+from presage.schemas.dataset.opened import open_root, version_name
+from presage.schemas.hashing import hash_rows
+from presage.schemas.oracle.miss_ratio import OptimalCache
+from presage.schemas.oracle.next_uses import unique_per_block
+from presage.schemas.storage.location import Location
 from tests.schemas.parts import gaps_of, num_entries, numbered, write_index
 
 JOB = """\

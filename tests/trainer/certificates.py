@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from trainer.stores.remote.wire import Certificate
+from presage.trainer.stores.remote.wire import Certificate
 
 
 def make_certificate(folder: Path) -> Certificate:

@@ -26,7 +26,7 @@ def reference() -> Path:
 def patience() -> Iterator[None]:
     """Wait for agents of checkpoints in this process until they have written and ended."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trainer.checkpoint.manager._AGENT_EXIT_SEC", 300.0)
+        patch.setattr("presage.trainer.checkpoint.manager._AGENT_EXIT_SEC", 300.0)
         yield
 
 
@@ -39,6 +39,9 @@ def uploads(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         shapes.append(tuple(block.shape))
         return to_fake_device(block)
 
-    for where in ("trainer.data.transfer.upload", "trainer.embedding.device_embedding.upload"):
+    for where in (
+        "presage.trainer.data.transfer.upload",
+        "presage.trainer.embedding.device_embedding.upload",
+    ):
         monkeypatch.setattr(where, upload)
     return shapes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from schemas.run.records import RunSummary
+from presage.schemas.run.records import RunSummary
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import run_job
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from trainer.evaluation.metrics import auc_by_key, loss_sums
+from presage.trainer.evaluation.metrics import auc_by_key, loss_sums
 
 
 def columns(*arrays: ArrayLike | None) -> list[NDArray[np.float64]]:

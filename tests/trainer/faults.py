@@ -1,6 +1,7 @@
 """Kill, delay or cut off a replica at a given point of a given step.
 
-`python -m tests.trainer.faulty` is `python -m trainer` with the faults of an environment variable.
+`python -m tests.trainer.faulty` is `python -m presage.trainer` with the faults of an environment
+variable.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ FAULTY = ("tests.trainer.faulty",)
 DONE = "faults"
 """Folder of the run with a file for each fault that happened."""
 _IMPORTS = {"OMP_WAIT_POLICY": "PASSIVE", "PYTORCH_NVML_BASED_CUDA_CHECK": "1", "RUST_LOG": "warn"}
-"""What `trainer.__main__` sets before it imports what `faulty.py` imports first."""
+"""What `presage.trainer.__main__` sets before it imports what `faulty.py` imports first."""
 _BYTES = 1 << 16
 
 

@@ -12,15 +12,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from schemas.entry import process_variables
+from presage.schemas.entry import process_variables
+from presage.trainer.__main__ import main
+from presage.trainer.compute import MicrobatchCompute
+from presage.trainer.data.microbatches import Microbatches
+from presage.trainer.elastic.membership import ReplicaOptions
+from presage.trainer.elastic.replica import ReplicaPeers
+from presage.trainer.loop import StepTotal
+from presage.trainer.run.output import RunOutput
 from tests.trainer.faults import DONE, FAULTS, FaultInjector, Faults
-from trainer.__main__ import main
-from trainer.compute import MicrobatchCompute
-from trainer.data.microbatches import Microbatches
-from trainer.elastic.membership import ReplicaOptions
-from trainer.elastic.replica import ReplicaPeers
-from trainer.loop import StepTotal
-from trainer.run.output import RunOutput
 
 
 def wrap(owner: type, name: str, wrapper: Callable[..., Any]) -> None:

@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from schemas.run.records import RunSummary
+from presage.schemas.run.records import RunSummary
+from presage.trainer.elastic.launcher import LocalReplicas
+from presage.trainer.recovery import Drain
 from tests.trainer.growing import Versions
 from tests.trainer.processes import num_steps, wait_for
 from tests.trainer.replica_runs import run_replicas
 from tests.trainer.runs import checkpoint_at
-from trainer.elastic.launcher import LocalReplicas
-from trainer.recovery import Drain
 
 WAITS = (12, 16, 19, 20)
 """Steps before which replicas wait while the next version is not committed."""

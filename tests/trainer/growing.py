@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from schemas.dataset.manifest import commit_root, find_root, read_dataset
-from schemas.layout import JOB, SCHEMA, SEGMENTS
-from schemas.run.records import RunSummary, StepMetric
-from schemas.storage.location import Location
+from presage.schemas.dataset.manifest import commit_root, find_root, read_dataset
+from presage.schemas.layout import JOB, SCHEMA, SEGMENTS
+from presage.schemas.run.records import RunSummary, StepMetric
+from presage.schemas.storage.location import Location
+from presage.trainer.options import TrainOptions
+from presage.trainer.recovery import Drain
+from presage.trainer.train import train
 from tests.shared import make_once
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import with_keys
 from tests.trainer.runs import run_job
-from trainer.options import TrainOptions
-from trainer.recovery import Drain
-from trainer.train import train
 
 ONCE = {"epochs": "1"}
 GROWING = [[(400, 50), (333, 30)], [(250, 0)], [(180, 40)], [(64, 0)], [(120, 60)]]

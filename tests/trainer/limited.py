@@ -14,7 +14,7 @@ from pathlib import Path
 
 from tests import fork_server
 
-COMMANDS = {"trainer": "trainer.__main__", "pipelines": "pipelines.cli"}
+COMMANDS = {"trainer": "presage.trainer.__main__", "pipelines": "presage.pipelines.cli"}
 
 
 def main(arguments: Sequence[str]) -> int:

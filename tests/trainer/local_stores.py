@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pyarrow.flight as fl
 
-from schemas.hashing import slot_of_row
+from presage.schemas.hashing import slot_of_row
+from presage.trainer.stores.remote.server import StoreOptions, StoreServer
+from presage.trainer.stores.remote.shard import Shard
 from tests.trainer.stores import LAYOUT, TOKEN
-from trainer.stores.remote.server import StoreOptions, StoreServer
-from trainer.stores.remote.shard import Shard
 
 MESSAGE_BYTES = 4096
 """A hundred rows a message: a move is many of them."""

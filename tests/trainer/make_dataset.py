@@ -14,10 +14,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from schemas.arrays import large_list, offsets_of, unique_tuples
-from schemas.config.job import Job, load_job
-from schemas.dataset.files import describe_file, sha256_of, write_files
-from schemas.dataset.manifest import (
+from presage.schemas.arrays import large_list, offsets_of, unique_tuples
+from presage.schemas.config.job import Job, load_job
+from presage.schemas.dataset.files import describe_file, sha256_of, write_files
+from presage.schemas.dataset.manifest import (
     DatasetManifest,
     Reference,
     SegmentManifest,
@@ -28,8 +28,8 @@ from schemas.dataset.manifest import (
     read_root,
     write_manifest,
 )
-from schemas.dataset.opened import open_root, version_name
-from schemas.layout import (
+from presage.schemas.dataset.opened import open_root, version_name
+from presage.schemas.layout import (
     BLOCK,
     BLOCKS,
     FILE_SHIFT,
@@ -45,9 +45,9 @@ from schemas.layout import (
     num_unique_column,
     part_path,
 )
-from schemas.oracle.next_uses import unique_per_block
-from schemas.rows import rows_of_ids
-from schemas.storage.location import Location
+from presage.schemas.oracle.next_uses import unique_per_block
+from presage.schemas.rows import rows_of_ids
+from presage.schemas.storage.location import Location
 from tests.schemas.parts import gaps_of, num_entries, numbered, write_index
 
 BLOCK_SAMPLES = 16

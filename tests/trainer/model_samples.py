@@ -9,10 +9,10 @@ from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from schemas.config.train import ModelConfig, TrainConfig
-from schemas.dataset.order import Step
-from trainer.data.collate import CollatedBatch
-from trainer.data.lookup import Inverse
+from presage.schemas.config.train import ModelConfig, TrainConfig
+from presage.schemas.dataset.order import Step
+from presage.trainer.data.collate import CollatedBatch
+from presage.trainer.data.lookup import Inverse
 
 DIM = 8
 NUM_DENSE = 3

@@ -1,4 +1,4 @@
-"""`python -m tests.trainer.paused PIPE STEP ...`: `python -m trainer`, paused at a step.
+"""`python -m tests.trainer.paused PIPE STEP ...`: `python -m presage.trainer`, paused at a step.
 
 It waits behind the commit of the step until the pipe is written to.
 """
@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from trainer.__main__ import main as train
-from trainer.run.ledger import LogWriter
+from presage.trainer.__main__ import main as train
+from presage.trainer.run.ledger import LogWriter
 
 
 def paused_at(pipe: Path, step: int) -> tuple[str, str, str]:

@@ -9,10 +9,10 @@ import torch
 from hypothesis import strategies as st
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from schemas.arrays import offsets_of
-from schemas.dataset.order import Step
-from trainer.data.collate import CollatedBatch
-from trainer.data.lookup import KeyedBags, inverse_of, table_lookups, vector_layout
+from presage.schemas.arrays import offsets_of
+from presage.schemas.dataset.order import Step
+from presage.trainer.data.collate import CollatedBatch
+from presage.trainer.data.lookup import KeyedBags, inverse_of, table_lookups, vector_layout
 
 NUM_ROWS = 6
 TABLES = {"items": ("item", "clicked"), "users": ("user",)}

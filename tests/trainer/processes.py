@@ -11,8 +11,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from schemas.run.records import METRICS
-from schemas.storage.location import Location
+from presage.schemas.run.records import METRICS
+from presage.schemas.storage.location import Location
 from tests.conftest import REPOSITORY
 from tests.fork_server import forked_children
 from tests.trainer.faults import FAULTY, Faults
@@ -36,7 +36,7 @@ def start_training(
     module: Sequence[str] = ("trainer",),
     faults: Faults | None = None,
 ) -> subprocess.Popen[str]:
-    """Start `python -m trainer train`, or by another module with its own arguments."""
+    """Start `python -m presage.trainer train`, or by another module with its own arguments."""
     if faults is not None:
         module = FAULTY
     command = [sys.executable, "-m", *module, "train", str(job), "--dataset", str(dataset)]

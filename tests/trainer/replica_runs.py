@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from schemas.run.records import LEDGER, RunSummary, StepMetric
-from schemas.storage.location import Location
+from presage.schemas.run.records import LEDGER, RunSummary, StepMetric
+from presage.schemas.storage.location import Location
+from presage.trainer.elastic.launcher import LaunchOptions, LocalReplicas, train_replicas
+from presage.trainer.options import TrainOptions
+from presage.trainer.recovery import Drain
+from presage.trainer.run.folder import read_ledger
 from tests.trainer.faults import Faults
 from tests.trainer.runs import small_dataset
-from trainer.elastic.launcher import LaunchOptions, LocalReplicas, train_replicas
-from trainer.options import TrainOptions
-from trainer.recovery import Drain
-from trainer.run.folder import read_ledger
 
 
 def run_replicas(

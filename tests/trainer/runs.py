@@ -9,24 +9,24 @@ from typing import Any
 import numpy as np
 import torch
 
-from schemas.config.job import load_job
-from schemas.dataset.opened import open_dataset
-from schemas.run.records import CHECKPOINTS, METRICS, RunSummary, read_metrics
-from schemas.storage.location import Location
+from presage.schemas.config.job import load_job
+from presage.schemas.dataset.opened import open_dataset
+from presage.schemas.run.records import CHECKPOINTS, METRICS, RunSummary, read_metrics
+from presage.schemas.storage.location import Location
+from presage.trainer.checkpoint.files import complete_checkpoints, read_checkpoint_manifest
+from presage.trainer.checkpoint.format import ROW_FILES
+from presage.trainer.checkpoint.load import read_dense, require_checkpoint
+from presage.trainer.components import Components, build_components, order_of
+from presage.trainer.data.collate import CollatedBatch
+from presage.trainer.data.decode import spec_of
+from presage.trainer.data.reader import Reader
+from presage.trainer.embedding.module import Embedding
+from presage.trainer.options import TrainOptions
+from presage.trainer.run.compare import compare_runs
+from presage.trainer.run.folder import verify_run
+from presage.trainer.train import train
 from tests.shared import make_once
 from tests.trainer.make_dataset import make_dataset, write_job
-from trainer.checkpoint.files import complete_checkpoints, read_checkpoint_manifest
-from trainer.checkpoint.format import ROW_FILES
-from trainer.checkpoint.load import read_dense, require_checkpoint
-from trainer.components import Components, build_components, order_of
-from trainer.data.collate import CollatedBatch
-from trainer.data.decode import spec_of
-from trainer.data.reader import Reader
-from trainer.embedding.module import Embedding
-from trainer.options import TrainOptions
-from trainer.run.compare import compare_runs
-from trainer.run.folder import verify_run
-from trainer.train import train
 
 SEGMENTS = [[(400, 50), (333, 30)], [(250, 0)]]
 """Training and evaluation samples of each file of each segment."""

@@ -8,13 +8,13 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from schemas.config.job import load_job
-from schemas.dataset.opened import open_dataset
-from schemas.dataset.samples import read_joined_row_group, row_groups
-from schemas.layout import EVALUATION
+from presage.schemas.config.job import load_job
+from presage.schemas.dataset.opened import open_dataset
+from presage.schemas.dataset.samples import read_joined_row_group, row_groups
+from presage.schemas.layout import EVALUATION
+from presage.trainer.checkpoint.load import load_checkpoint, verify_checkpoint
+from presage.trainer.components import uses_shared_features
 from tests.trainer.runs import parts_of, reader_of
-from trainer.checkpoint.load import load_checkpoint, verify_checkpoint
-from trainer.components import uses_shared_features
 
 LAYERS = "bottom_layers: [16], top_layers: [16]"
 MODELS = {

@@ -19,12 +19,17 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.trainer.processes import children_of, suspend
-from trainer.elastic.membership import Membership, ReplicaOptions
-from trainer.stores.remote.client import RemoteStore, open_remote_store
-from trainer.stores.remote.connection import Access
-from trainer.stores.remote.ownership import Ranges, ShardControl, SlotMap, mask_of, slot_map_of
-from trainer.stores.store import (
+from presage.trainer.elastic.membership import Membership, ReplicaOptions
+from presage.trainer.stores.remote.client import RemoteStore, open_remote_store
+from presage.trainer.stores.remote.connection import Access
+from presage.trainer.stores.remote.ownership import (
+    Ranges,
+    ShardControl,
+    SlotMap,
+    mask_of,
+    slot_map_of,
+)
+from presage.trainer.stores.store import (
     Records,
     RowsAndRecords,
     Store,
@@ -33,6 +38,7 @@ from trainer.stores.store import (
     concat_records,
     empty_records,
 )
+from tests.trainer.processes import children_of, suspend
 
 TOKEN = "a-token-of-tests"
 ACCESS = Access(token=TOKEN, timeout_sec=120.0)
@@ -61,7 +67,7 @@ class StoreProcess:
 def start_store(
     directory: Path, *options: str, token: str = TOKEN, file_bytes: int | None = None
 ) -> StoreProcess:
-    """Start `python -m trainer store` and wait for its announcement.
+    """Start `python -m presage.trainer store` and wait for its announcement.
 
     Args:
         directory: of the store; the token file lies beside it.

@@ -13,6 +13,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from presage.trainer.data.attention_layout import bucket_queries
+from presage.trainer.models import attention
+from presage.trainer.models.attention import AttentionModel
 from tests.trainer.model_samples import (
     CONFIG,
     DIM,
@@ -27,9 +30,6 @@ from tests.trainer.model_samples import (
     gradients,
     random_samples,
 )
-from trainer.data.attention_layout import bucket_queries
-from trainer.models import attention
-from trainer.models.attention import AttentionModel
 
 
 def attention_model(num_dense: int = NUM_DENSE) -> AttentionModel:

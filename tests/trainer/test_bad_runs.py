@@ -10,22 +10,22 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from schemas.dataset.opened import open_dataset
-from schemas.errors import SchemaError
-from schemas.layout import JOB, MANIFEST, SCHEMA, part_path
-from schemas.run.records import CHECKPOINTS, METRICS, RUN_FILE, SUMMARY, StepMetric
-from schemas.storage.location import Location
-from schemas.storage.locks import LOCK
+from presage.schemas.dataset.opened import open_dataset
+from presage.schemas.errors import SchemaError
+from presage.schemas.layout import JOB, MANIFEST, SCHEMA, part_path
+from presage.schemas.run.records import CHECKPOINTS, METRICS, RUN_FILE, SUMMARY, StepMetric
+from presage.schemas.storage.location import Location
+from presage.schemas.storage.locks import LOCK
+from presage.trainer.__main__ import main
+from presage.trainer.checkpoint.files import NewCheckpoint, complete_checkpoints
+from presage.trainer.data.decode import SAMPLES, BlockCounts, decode, spec_of
+from presage.trainer.options import TrainOptions
+from presage.trainer.run.folder import verify_run
+from presage.trainer.stores.remote.wal import ShardLog
+from presage.trainer.train import train
 from tests.foreign import add_foreign, assert_untouched
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import run_job
-from trainer.__main__ import main
-from trainer.checkpoint.files import NewCheckpoint, complete_checkpoints
-from trainer.data.decode import SAMPLES, BlockCounts, decode, spec_of
-from trainer.options import TrainOptions
-from trainer.run.folder import verify_run
-from trainer.stores.remote.wal import ShardLog
-from trainer.train import train
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def test_decode_refuses_numbers_without_a_loss(
 def test_train_names_the_step_whose_loss_is_not_finite(
     job: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.compute.MicrobatchCompute.update", lambda *_: float("nan"))
+    monkeypatch.setattr("presage.trainer.compute.MicrobatchCompute.update", lambda *_: float("nan"))
     with pytest.raises(SchemaError, match=r"^loss must be finite, got nan at step 0; lower the "):
         run_job(job, dataset, tmp_path / "run")
 
@@ -147,7 +147,7 @@ def test_batch_size_other_than_that_of_the_index_is_logged_or_refused(
     )
     message = (
         "dataset has no index for batch_samples=32, epochs=1, shuffle=blocks, seed=5, closest: "
-        f"batch_samples=64 in {dataset}; run python -m pipelines oracle {dataset} "
+        f"batch_samples=64 in {dataset}; run python -m presage.pipelines oracle {dataset} "
         "--reindex --batch-samples 32 --epochs 1 --shuffle blocks --seed 5"
     )
     given = ["train", str(other), "--dataset", str(dataset), "--steps", "1", "--output"]

@@ -11,13 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.arrays import offsets_of
-from schemas.config.job import TableConfig
-from schemas.dataset.order import Step
-from trainer.data import batch, collate, shared
-from trainer.data.collate import RowGroupBlocks
-from trainer.data.decode import BatchSpec, Lists, RowGroup, padding_row_group
-from trainer.data.lookup import (
+from presage.schemas.arrays import offsets_of
+from presage.schemas.config.job import TableConfig
+from presage.schemas.dataset.order import Step
+from presage.trainer.data import batch, collate, shared
+from presage.trainer.data.collate import RowGroupBlocks
+from presage.trainer.data.decode import BatchSpec, Lists, RowGroup, padding_row_group
+from presage.trainer.data.lookup import (
     Inverse,
     KeyedBags,
     TableLookup,
@@ -26,7 +26,7 @@ from trainer.data.lookup import (
     table_lookups,
     vector_layout,
 )
-from trainer.data.shared import find_shared_features
+from presage.trainer.data.shared import find_shared_features
 
 TABLES = {"items": ("item", "clicked"), "users": ("user",)}
 FEATURES = ("clicked", "user", "item")

@@ -9,24 +9,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from schemas.config.job import load_job
-from schemas.dataset.opened import open_dataset
-from schemas.dataset.run_next_uses import SharedNextUses
-from schemas.run.records import CHECKPOINTS
+from presage.schemas.config.job import load_job
+from presage.schemas.dataset.opened import open_dataset
+from presage.schemas.dataset.run_next_uses import SharedNextUses
+from presage.schemas.run.records import CHECKPOINTS
+from presage.trainer.checkpoint.files import step_of_newest
+from presage.trainer.checkpoint.manager import CHECKPOINT_LOG
+from presage.trainer.checkpoint.save import save_checkpoint
+from presage.trainer.checkpoint.snapshot import SnapshotMemory, memory_path
+from presage.trainer.components import build_components, order_of
+from presage.trainer.data.decode import spec_of
+from presage.trainer.elastic.peer_state import MemoryRows
+from presage.trainer.options import TrainOptions
+from presage.trainer.run.checkpoints import RunCheckpoints
+from presage.trainer.run.run_context import RunContext
+from presage.trainer.steps import Horizon, Span, StepReader
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import agents_of_run, is_gone, wait_for
 from tests.trainer.runs import rows_in, steps_of
-from trainer.checkpoint.files import step_of_newest
-from trainer.checkpoint.manager import CHECKPOINT_LOG
-from trainer.checkpoint.save import save_checkpoint
-from trainer.checkpoint.snapshot import SnapshotMemory, memory_path
-from trainer.components import build_components, order_of
-from trainer.data.decode import spec_of
-from trainer.elastic.peer_state import MemoryRows
-from trainer.options import TrainOptions
-from trainer.run.checkpoints import RunCheckpoints
-from trainer.run.run_context import RunContext
-from trainer.steps import Horizon, Span, StepReader
 
 TABLE = "items"
 

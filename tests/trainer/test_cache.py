@@ -9,17 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schemas.arrays import Jagged, offsets_of
-from schemas.config.train import CacheConfig
-from schemas.errors import PlanError, SchemaError
-from schemas.oracle.cache_plan import CachePlan, required_rows
-from schemas.oracle.next_uses import next_use
+from presage.schemas.arrays import Jagged, offsets_of
+from presage.schemas.config.train import CacheConfig
+from presage.schemas.errors import PlanError, SchemaError
+from presage.schemas.oracle.cache_plan import CachePlan, required_rows
+from presage.schemas.oracle.next_uses import next_use
+from presage.trainer.embedding.cache import DirectSource, PlannedCache, RowSource, TablePlan
+from presage.trainer.embedding.unplanned import LruCache
+from presage.trainer.stores.local import memory_store
+from presage.trainer.stores.store import Records, TableLayout
 from tests.schemas.parts import numbered
 from tests.trainer.stores import as_records, whole
-from trainer.embedding.cache import DirectSource, PlannedCache, RowSource, TablePlan
-from trainer.embedding.unplanned import LruCache
-from trainer.stores.local import memory_store
-from trainer.stores.store import Records, TableLayout
 
 LAYOUT = TableLayout(table="items", dim=2, state_width=1, dtype="float64", seed=0)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from schemas.errors import SchemaError
+from presage.schemas.errors import SchemaError
 from tests.trainer.drawn_faults import CHANCES, draw
 from tests.trainer.faults import Faults
 from tests.trainer.following_replicas import FollowingReplicas

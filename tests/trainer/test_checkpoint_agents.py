@@ -13,7 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from schemas.errors import SchemaError
+from presage.schemas.errors import SchemaError
+from presage.trainer.__main__ import main
+from presage.trainer.checkpoint import manager
+from presage.trainer.checkpoint.manager import CHECKPOINT_LOG, BackgroundSaver
+from presage.trainer.checkpoint.snapshot import SnapshotMemory, memory_path
 from tests.trainer.make_dataset import write_job
 from tests.trainer.processes import children_of, is_gone, suspend, wait_for
 from tests.trainer.runs import (
@@ -27,10 +31,6 @@ from tests.trainer.runs import (
     small_dataset,
     steps_of,
 )
-from trainer.__main__ import main
-from trainer.checkpoint import manager
-from trainer.checkpoint.manager import CHECKPOINT_LOG, BackgroundSaver
-from trainer.checkpoint.snapshot import SnapshotMemory, memory_path
 
 ROOT = Path(__file__).resolve().parents[2]
 STARTED: list[subprocess.Popen[bytes]] = []

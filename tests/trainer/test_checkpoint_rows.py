@@ -11,19 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schemas.errors import SchemaError
-from tests.trainer.stores import as_records, largest_file
-from trainer.checkpoint import files as manifests
-from trainer.checkpoint.agent import MAX_PARTS, write_snapshot
-from trainer.checkpoint.files import (
+from presage.schemas.errors import SchemaError
+from presage.trainer.checkpoint import files as manifests
+from presage.trainer.checkpoint.agent import MAX_PARTS, write_snapshot
+from presage.trainer.checkpoint.files import (
     complete_checkpoints,
     lock_checkpoints,
     read_checkpoint_manifest,
     verify_files,
 )
-from trainer.checkpoint.format import RowPart
-from trainer.checkpoint.load import CheckpointTable
-from trainer.checkpoint.snapshot import (
+from presage.trainer.checkpoint.format import RowPart
+from presage.trainer.checkpoint.load import CheckpointTable
+from presage.trainer.checkpoint.snapshot import (
     COMMITTED,
     DATA_OFFSET,
     DENSE,
@@ -35,9 +34,16 @@ from trainer.checkpoint.snapshot import (
     max_changed_rows,
     memory_path,
 )
-from trainer.embedding.changes import Changes, EvictedDirtyRows, UsedPositions
-from trainer.stores.local import MappedArena
-from trainer.stores.store import GatheredRows, Records, RowsInPlace, TableLayout, merge_newest
+from presage.trainer.embedding.changes import Changes, EvictedDirtyRows, UsedPositions
+from presage.trainer.stores.local import MappedArena
+from presage.trainer.stores.store import (
+    GatheredRows,
+    Records,
+    RowsInPlace,
+    TableLayout,
+    merge_newest,
+)
+from tests.trainer.stores import as_records, largest_file
 
 LAYOUT = TableLayout(table="items", dim=3, state_width=1, dtype="float32", seed=3)
 OTHER = TableLayout(table="users", dim=3, state_width=1, dtype="float32", seed=3)

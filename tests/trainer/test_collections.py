@@ -19,14 +19,14 @@ from torchrec.modules.embedding_modules import EmbeddingCollection as TheirLists
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from schemas.config.train import SparseOptimizerConfig
-from trainer.embedding.collections import (
+from presage.schemas.config.train import SparseOptimizerConfig
+from presage.trainer.embedding.collections import (
     EmbeddingBagCollection,
     EmbeddingCollection,
     rows_of,
     set_rows,
 )
-from trainer.embedding.state_tensor import unpack
+from presage.trainer.embedding.state_tensor import unpack
 
 NUM_ROWS = 20
 RATE, EPS = 0.1, 1e-6

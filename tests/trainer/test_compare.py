@@ -10,13 +10,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from schemas.run.records import METRICS
+from presage.schemas.run.records import METRICS
+from presage.trainer.__main__ import main
+from presage.trainer.checkpoint.files import (
+    DENSE_FILE,
+    read_checkpoint_manifest,
+    write_checkpoint_manifest,
+)
+from presage.trainer.checkpoint.format import from_bytes, to_buffers
+from presage.trainer.checkpoint.load import newest_checkpoint
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import run_job
-from trainer.__main__ import main
-from trainer.checkpoint.files import DENSE_FILE, read_checkpoint_manifest, write_checkpoint_manifest
-from trainer.checkpoint.format import from_bytes, to_buffers
-from trainer.checkpoint.load import newest_checkpoint
 
 
 @pytest.fixture(scope="module")

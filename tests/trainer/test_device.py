@@ -12,13 +12,28 @@ import torch
 from torch.utils._pytree import tree_map
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from schemas.config.job import Job, load_job
-from schemas.config.train import DenseOptimizerConfig, ModelConfig
-from schemas.dataset.opened import OpenDataset, open_dataset
-from schemas.dataset.run_next_uses import SharedNextUses
-from schemas.errors import SchemaError
-from schemas.run.records import SUMMARY, read_summary
-from schemas.storage.location import Location
+from presage.schemas.config.job import Job, load_job
+from presage.schemas.config.train import DenseOptimizerConfig, ModelConfig
+from presage.schemas.dataset.opened import OpenDataset, open_dataset
+from presage.schemas.dataset.run_next_uses import SharedNextUses
+from presage.schemas.errors import SchemaError
+from presage.schemas.run.records import SUMMARY, read_summary
+from presage.schemas.storage.location import Location
+from presage.trainer.components import build_components, order_of, uses_shared_features
+from presage.trainer.compute import MicrobatchCompute, train_batch
+from presage.trainer.data.collate import CollatedBatch, move_batch
+from presage.trainer.data.decode import spec_of
+from presage.trainer.data.kjt_lookups import batch_from_kjt
+from presage.trainer.data.transfer import to_device
+from presage.trainer.device_compute import DeviceMicrobatchCompute
+from presage.trainer.embedding.device_embedding import DeviceLookups
+from presage.trainer.embedding.kernels.interface import ArenaRows
+from presage.trainer.embedding.module import MicrobatchLookups
+from presage.trainer.evaluation.evaluate import evaluate_run
+from presage.trainer.options import TrainOptions
+from presage.trainer.run.checkpoints import copy_bytes_of
+from presage.trainer.step import PhaseTimer
+from presage.trainer.steps import Horizon, Span, StepReader
 from tests.trainer.device_jobs import MODELS, with_device
 from tests.trainer.fake_device import (
     DEVICE,
@@ -29,21 +44,6 @@ from tests.trainer.fake_device import (
 )
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import assert_same_bits, losses_of, parts_of, reader_of, run_job
-from trainer.components import build_components, order_of, uses_shared_features
-from trainer.compute import MicrobatchCompute, train_batch
-from trainer.data.collate import CollatedBatch, move_batch
-from trainer.data.decode import spec_of
-from trainer.data.kjt_lookups import batch_from_kjt
-from trainer.data.transfer import to_device
-from trainer.device_compute import DeviceMicrobatchCompute
-from trainer.embedding.device_embedding import DeviceLookups
-from trainer.embedding.kernels.interface import ArenaRows
-from trainer.embedding.module import MicrobatchLookups
-from trainer.evaluation.evaluate import evaluate_run
-from trainer.options import TrainOptions
-from trainer.run.checkpoints import copy_bytes_of
-from trainer.step import PhaseTimer
-from trainer.steps import Horizon, Span, StepReader
 
 TIMER = PhaseTimer(perf_counter)
 
@@ -112,13 +112,13 @@ def fake_device(monkeypatch: pytest.MonkeyPatch, uploads: list[tuple[int, ...]])
 
     monkeypatch.setattr("torch.save", from_here)
     for where in (
-        "trainer.components.device_of",
-        "trainer.evaluation.evaluate.device_of",
-        "trainer.train.device_of",
-        "trainer.steps.device_of",
+        "presage.trainer.components.device_of",
+        "presage.trainer.evaluation.evaluate.device_of",
+        "presage.trainer.train.device_of",
+        "presage.trainer.steps.device_of",
     ):
         monkeypatch.setattr(where, named)
-    monkeypatch.setattr("trainer.components.dense_optimizer", unfused)
+    monkeypatch.setattr("presage.trainer.components.dense_optimizer", unfused)
 
 
 @pytest.mark.slow

@@ -12,8 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from schemas.layout import SEGMENTS
-from schemas.run.records import CHECKPOINTS, RUN_FILE, SUMMARY
+from presage.schemas.layout import SEGMENTS
+from presage.schemas.run.records import CHECKPOINTS, RUN_FILE, SUMMARY
+from presage.trainer.checkpoint.load import newest_checkpoint
+from presage.trainer.recovery import Drain, DrainInterrupt, resume_hint
+from presage.trainer.run.compare import compare_runs
 from tests.trainer.growing import commit
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.paused import paused_at, resumed
@@ -26,9 +29,6 @@ from tests.trainer.processes import (
     with_keys,
 )
 from tests.trainer.runs import assert_equal
-from trainer.checkpoint.load import newest_checkpoint
-from trainer.recovery import Drain, DrainInterrupt, resume_hint
-from trainer.run.compare import compare_runs
 
 SEGMENT = [[(2000, 1500)]]
 EPOCHS = {"epochs": "2"}
@@ -245,7 +245,7 @@ def test_handlers_are_restored() -> None:
 
 SIGNALLED_AT_EACH_LINE = """
 import signal, sys
-from trainer.recovery import Drain
+from presage.trainer.recovery import Drain
 
 def sleep(line):
     "Sleep, with a signal at a line of the sleep; return whether it has so many."

@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from schemas.errors import SchemaError
-from schemas.hashing import slot_of_row
+from presage.schemas.errors import SchemaError
+from presage.schemas.hashing import slot_of_row
+from presage.trainer.stores.remote import members as members_module
+from presage.trainer.stores.remote.client import RemoteStore, open_remote_store
+from presage.trainer.stores.remote.processes import migrate_slots
+from presage.trainer.stores.store import RowsLostError, SlotMapChangedError, StoreUnavailableError
 from tests.trainer.local_stores import LocalStore
 from tests.trainer.processes import wait_for
 from tests.trainer.stores import ACCESS, LAYOUT, TableOf, record_of, whole
-from trainer.stores.remote import members as members_module
-from trainer.stores.remote.client import RemoteStore, open_remote_store
-from trainer.stores.remote.processes import migrate_slots
-from trainer.stores.store import RowsLostError, SlotMapChangedError, StoreUnavailableError
 
 NUM_ROWS, NUM_EVENTS = 600, 6
 PATIENT = replace(ACCESS, timeout_sec=60.0)

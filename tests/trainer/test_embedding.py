@@ -7,17 +7,17 @@ import pytest
 import torch
 from torch import nn
 
-from schemas.config.job import load_job
-from schemas.config.train import SparseOptimizerConfig
+from presage.schemas.config.job import load_job
+from presage.schemas.config.train import SparseOptimizerConfig
+from presage.trainer.data.collate import CollatedBatch
+from presage.trainer.data.lookup import take_unsorted
+from presage.trainer.data.microbatches import single_microbatch
+from presage.trainer.embedding.kernels.interface import rule_at, state_width
+from presage.trainer.embedding.kernels.torch_ops import update_rows
+from presage.trainer.embedding.module import Embedding
+from presage.trainer.stores.store import Store
 from tests.trainer.make_dataset import write_job
 from tests.trainer.runs import parts_of, reader_of, row_gradients
-from trainer.data.collate import CollatedBatch
-from trainer.data.lookup import take_unsorted
-from trainer.data.microbatches import single_microbatch
-from trainer.embedding.kernels.interface import rule_at, state_width
-from trainer.embedding.kernels.torch_ops import update_rows
-from trainer.embedding.module import Embedding
-from trainer.stores.store import Store
 
 NUM_ITEMS = 300
 

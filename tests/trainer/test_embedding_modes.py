@@ -9,10 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from schemas.config.job import load_job
-from schemas.errors import PlanError, SchemaError
-from schemas.layout import MANIFEST
-from schemas.run.records import SUMMARY, read_summary
+from presage.schemas.config.job import load_job
+from presage.schemas.errors import PlanError, SchemaError
+from presage.schemas.layout import MANIFEST
+from presage.schemas.run.records import SUMMARY, read_summary
+from presage.trainer.checkpoint.files import PLAN_FILE, read_checkpoint_manifest
+from presage.trainer.checkpoint.format import to_buffers
+from presage.trainer.checkpoint.load import read_cached
+from presage.trainer.options import TrainOptions
 from tests.trainer.embedding_modes import MODES
 from tests.trainer.make_dataset import write_job
 from tests.trainer.runs import (
@@ -26,10 +30,6 @@ from tests.trainer.runs import (
     run_job,
 )
 from tests.trainer.stores import TOKEN, running, start_store
-from trainer.checkpoint.files import PLAN_FILE, read_checkpoint_manifest
-from trainer.checkpoint.format import to_buffers
-from trainer.checkpoint.load import read_cached
-from trainer.options import TrainOptions
 
 OPTIMIZERS = ("rowwise_adagrad", "adam", "sgd", "adagrad")
 

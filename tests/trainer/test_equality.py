@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 
+from presage.trainer.checkpoint.load import load_checkpoint, verify_checkpoint
+from presage.trainer.data.microbatches import single_microbatch
+from presage.trainer.models.torchrec_models import DlrmModel
+from presage.trainer.step import loss_of
 from tests.shared import in_pairs
 from tests.trainer.make_dataset import write_job
 from tests.trainer.runs import checkpoint_at, losses_of, parts_of, reader_of, row_gradients, run_job
-from trainer.checkpoint.load import load_checkpoint, verify_checkpoint
-from trainer.data.microbatches import single_microbatch
-from trainer.models.torchrec_models import DlrmModel
-from trainer.step import loss_of
 
 MODELS = {
     "dlrm": "{top_layers: [16]}",

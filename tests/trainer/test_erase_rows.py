@@ -13,21 +13,21 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from schemas.config.job import load_job
-from schemas.dataset.opened import open_dataset
-from schemas.dataset.tombstones import encode_tombstones, merge_tombstones
-from schemas.errors import SchemaError
-from schemas.layout import tombstones_path
-from schemas.rows import rows_of_ids
-from schemas.run.records import CHECKPOINTS
+from presage.schemas.config.job import load_job
+from presage.schemas.dataset.opened import open_dataset
+from presage.schemas.dataset.tombstones import encode_tombstones, merge_tombstones
+from presage.schemas.errors import SchemaError
+from presage.schemas.layout import tombstones_path
+from presage.schemas.rows import rows_of_ids
+from presage.schemas.run.records import CHECKPOINTS
+from presage.trainer.__main__ import main
+from presage.trainer.checkpoint.files import complete_checkpoints, read_checkpoint_manifest
+from presage.trainer.checkpoint.load import verify_checkpoint
+from presage.trainer.run import erase as erasure
 from tests.id_search import files_with_id
 from tests.schemas.reference import hash_text
 from tests.trainer.make_dataset import change_root, write_job
 from tests.trainer.runs import reader_of, rows_in, run_job, small_dataset
-from trainer.__main__ import main
-from trainer.checkpoint.files import complete_checkpoints, read_checkpoint_manifest
-from trainer.checkpoint.load import verify_checkpoint
-from trainer.run import erase as erasure
 
 
 @pytest.fixture(scope="module")

@@ -9,23 +9,23 @@ import pytest
 import torch
 from torch import nn
 
-from schemas.config.job import load_job
-from schemas.dataset.manifest import canonical_json
-from schemas.dataset.opened import open_dataset
-from schemas.layout import BLOCK, EVALUATION, TRAIN
-from schemas.storage.location import Location
+from presage.schemas.config.job import load_job
+from presage.schemas.dataset.manifest import canonical_json
+from presage.schemas.dataset.opened import open_dataset
+from presage.schemas.layout import BLOCK, EVALUATION, TRAIN
+from presage.schemas.storage.location import Location
+from presage.trainer.components import Components
+from presage.trainer.compute import train_batch
+from presage.trainer.data.reader import Reader, prefetch
+from presage.trainer.evaluation.evaluate import evaluate, evaluate_run
+from presage.trainer.evaluation.metrics import Evaluation, columns_of
+from presage.trainer.run.folder import verify_run
+from presage.trainer.step import PhaseTimer
 from tests.trainer.exact_metrics import auc, calibration, gauc, normalized_entropy
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import parts_of, reader_of, run_job
 from tests.trainer.stores import TableOf, whole
 from tests.trainer.test_metrics import session_auc_by_hand
-from trainer.components import Components
-from trainer.compute import train_batch
-from trainer.data.reader import Reader, prefetch
-from trainer.evaluation.evaluate import evaluate, evaluate_run
-from trainer.evaluation.metrics import Evaluation, columns_of
-from trainer.run.folder import verify_run
-from trainer.step import PhaseTimer
 
 
 def evaluate_now(job: Path, dataset: Path, components: Components, reader: Reader) -> Evaluation:

@@ -8,17 +8,17 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from schemas.errors import SchemaError
-from schemas.layout import SCHEMA
-from schemas.rows import initial_rows
-from schemas.run.model_file import open_model
-from schemas.run.model_inputs import PADDING, build_inputs
-from schemas.run.scoring import load_model, probabilities
+from presage.schemas.errors import SchemaError
+from presage.schemas.layout import SCHEMA
+from presage.schemas.rows import initial_rows
+from presage.schemas.run.model_file import open_model
+from presage.schemas.run.model_inputs import PADDING, build_inputs
+from presage.schemas.run.scoring import load_model, probabilities
+from presage.trainer.__main__ import main
+from presage.trainer.serve.export import export_run
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, checkpoint_at, rows_in, run_job
 from tests.trainer.served import MODELS, evaluation_logits, evaluation_table
-from trainer.__main__ import main
-from trainer.serve.export import export_run
 
 WEIGHTS = ", clicked_weights"
 

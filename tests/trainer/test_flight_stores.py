@@ -12,9 +12,14 @@ import pyarrow as pa
 import pyarrow.flight as fl
 import pytest
 
-from schemas.errors import SchemaError
-from schemas.hashing import MAX_ROW
-from schemas.rows import initial_rows
+from presage.schemas.errors import SchemaError
+from presage.schemas.hashing import MAX_ROW
+from presage.schemas.rows import initial_rows
+from presage.trainer.__main__ import main
+from presage.trainer.stores.local import memory_store
+from presage.trainer.stores.remote import connection as connection_module
+from presage.trainer.stores.remote.connection import Access, StoreConnection
+from presage.trainer.stores.store import Records, StoreUnavailableError, TableLayout
 from tests.trainer.certificates import make_certificate
 from tests.trainer.processes import PATIENCE
 from tests.trainer.stores import (
@@ -28,11 +33,6 @@ from tests.trainer.stores import (
     start_store,
     whole,
 )
-from trainer.__main__ import main
-from trainer.stores.local import memory_store
-from trainer.stores.remote import connection as connection_module
-from trainer.stores.remote.connection import Access, StoreConnection
-from trainer.stores.store import Records, StoreUnavailableError, TableLayout
 
 SHAPES = {
     "float32 with row state": LAYOUT,

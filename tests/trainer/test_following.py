@@ -10,11 +10,13 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 
-from schemas.dataset.manifest import DatasetManifest, read_dataset
-from schemas.errors import PlanError, SchemaError
-from schemas.layout import BLOCKS
-from schemas.run.records import METRICS, RUN_FILE, StepMetric, read_metrics
-from schemas.storage.location import MANIFESTS
+from presage.schemas.dataset.manifest import DatasetManifest, read_dataset
+from presage.schemas.errors import PlanError, SchemaError
+from presage.schemas.layout import BLOCKS
+from presage.schemas.run.records import METRICS, RUN_FILE, StepMetric, read_metrics
+from presage.schemas.storage.location import MANIFESTS
+from presage.trainer.run.compare import compare_runs
+from presage.trainer.run.folder import verify_run
 from tests.shared import in_pairs
 from tests.trainer.growing import (
     GROWING,
@@ -31,8 +33,6 @@ from tests.trainer.growing import (
 )
 from tests.trainer.make_dataset import change_root, write_job
 from tests.trainer.runs import assert_equal, run_job, steps_of
-from trainer.run.compare import compare_runs
-from trainer.run.folder import verify_run
 
 __all__ = ["job", "versions", "whole"]
 
@@ -187,7 +187,7 @@ def test_run_waits_for_a_dataset_that_does_not_exist_yet(
     assert pipeline.messages[0] == f"waiting at step 0: {dataset} does not exist yet"
     assert pipeline.messages[1] == (
         f"waiting at step 12: 1 segments are committed, the last is {ids[0]}, and the dataset is "
-        f"not sealed; append segments, or run python -m pipelines seal {dataset}"
+        f"not sealed; append segments, or run python -m presage.pipelines seal {dataset}"
     )
     assert len(pipeline.messages) == len(GROWING)
     assert_equal(tmp_path / "run", whole)
@@ -322,7 +322,7 @@ def test_run_waits_for_the_index_of_a_segment_and_refuses_a_sealed_dataset_witho
     with pytest.raises(SchemaError, match=r"^dataset has no index for batch_samples=64"):
         follow_job(job, dataset, run, pipeline, **CACHED)
     assert pipeline.messages[1].startswith("waiting at step 12: dataset has no index for batch")
-    assert "python -m pipelines oracle" in pipeline.messages[1]
+    assert "python -m presage.pipelines oracle" in pipeline.messages[1]
     assert len(read_metrics(run / METRICS)) == 12
     commit(versions[-1], dataset)
     follow_job(job, dataset, run, Pipeline([], dataset), resume=True, **CACHED)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from schemas.run.records import SUMMARY
+from presage.schemas.run.records import SUMMARY
 from tests.trainer.faults import Faults
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import (

@@ -12,18 +12,25 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.config.job import OrderConfig, load_job
-from schemas.config.train import FollowConfig
-from schemas.dataset.order import Order
-from schemas.errors import PlanError
-from schemas.storage.location import Location
+from presage.schemas.config.job import OrderConfig, load_job
+from presage.schemas.config.train import FollowConfig
+from presage.schemas.dataset.order import Order
+from presage.schemas.errors import PlanError
+from presage.schemas.storage.location import Location
+from presage.trainer.growing.follow import FollowedDataset
+from presage.trainer.growing.frontier import DatasetRefusedError, Frontier
+from presage.trainer.options import TrainOptions
+from presage.trainer.recovery import Drain
+from presage.trainer.steps import (
+    DatasetExtent,
+    Horizon,
+    Span,
+    common_extent,
+    horizon_of,
+    next_action,
+)
+from presage.trainer.stores.store import BehindError
 from tests.trainer.growing import Versions, grown_versions
-from trainer.growing.follow import FollowedDataset
-from trainer.growing.frontier import DatasetRefusedError, Frontier
-from trainer.options import TrainOptions
-from trainer.recovery import Drain
-from trainer.steps import DatasetExtent, Horizon, Span, common_extent, horizon_of, next_action
-from trainer.stores.store import BehindError
 
 FIRST = DatasetExtent(num_segments=1, sealed=False)
 PREFETCH_STEPS = 3

@@ -10,14 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from schemas.errors import SchemaError
+from presage.schemas.errors import SchemaError
+from presage.trainer.elastic.launcher import start_replica
+from presage.trainer.stores.local import MappedTable, mmap_store
+from presage.trainer.stores.store import Records, TableLayout
 from tests.trainer.make_dataset import write_job
 from tests.trainer.replica_runs import run_replicas
 from tests.trainer.runs import assert_equal, checkpoint_at, losses_of, run_job
 from tests.trainer.stores import as_records, largest_file
-from trainer.elastic.launcher import start_replica
-from trainer.stores.local import MappedTable, mmap_store
-from trainer.stores.store import Records, TableLayout
 
 LAYOUT = TableLayout(table="items", dim=4, state_width=1, dtype="float32", seed=0)
 

@@ -11,18 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schemas.config.train import CacheConfig
-from schemas.errors import PlanError, SchemaError
-from schemas.oracle.cache_plan import NEVER_AGAIN, required_rows
-from schemas.rows import initial_rows
+from presage.schemas.config.train import CacheConfig
+from presage.schemas.errors import PlanError, SchemaError
+from presage.schemas.oracle.cache_plan import NEVER_AGAIN, required_rows
+from presage.schemas.rows import initial_rows
+from presage.trainer.checkpoint.format import NpyFile
+from presage.trainer.embedding.cache import DirectSource, PlannedCache, RowsOfTables
+from presage.trainer.stores.bucket_files import BucketFiles, Entries, SortedRuns
+from presage.trainer.stores.future_log import FutureLog
+from presage.trainer.stores.local import memory_store, mmap_store
+from presage.trainer.stores.store import GatheredRows, Store, TableLayout, WriteBack
 from tests.trainer.stores import TableOf, as_records, largest_file, whole
 from tests.trainer.test_cache import LAYOUT, index_of, plan_of, run_source
-from trainer.checkpoint.format import NpyFile
-from trainer.embedding.cache import DirectSource, PlannedCache, RowsOfTables
-from trainer.stores.bucket_files import BucketFiles, Entries, SortedRuns
-from trainer.stores.future_log import FutureLog
-from trainer.stores.local import memory_store, mmap_store
-from trainer.stores.store import GatheredRows, Store, TableLayout, WriteBack
 
 
 def log_in(folder: Path, bucket_steps: int, buffer_bytes: int, fan_out: int = 64) -> FutureLog:

@@ -6,20 +6,20 @@ import numpy as np
 import pytest
 import torch
 
-from schemas.config.job import load_job
-from schemas.run.records import SUMMARY, read_summary
-from schemas.storage.location import Location
+from presage.schemas.config.job import load_job
+from presage.schemas.run.records import SUMMARY, read_summary
+from presage.schemas.storage.location import Location
+from presage.trainer.components import uses_shared_features
+from presage.trainer.compute import WholeBatchCompute, train_batch
+from presage.trainer.data.collate import move_batch
+from presage.trainer.data.microbatches import single_microbatch
+from presage.trainer.evaluation.evaluate import evaluate_run
+from presage.trainer.step import PhaseTimer
 from tests.fork_server import without_forking
 from tests.trainer.device_jobs import MODELS, with_device
 from tests.trainer.make_dataset import write_job
 from tests.trainer.processes import train_to_end
 from tests.trainer.runs import assert_same_bits, losses_of, parts_of, reader_of, run_job
-from trainer.components import uses_shared_features
-from trainer.compute import WholeBatchCompute, train_batch
-from trainer.data.collate import move_batch
-from trainer.data.microbatches import single_microbatch
-from trainer.evaluation.evaluate import evaluate_run
-from trainer.step import PhaseTimer
 
 pytestmark = pytest.mark.gpu
 

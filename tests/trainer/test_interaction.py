@@ -9,11 +9,11 @@ import torch
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
-from trainer.data.lookup import Inverse, inverse_of
-from trainer.embedding.kernels.compiled import CompiledInteractions
-from trainer.embedding.kernels.interface import Vectors
-from trainer.embedding.kernels.torch_ops import TorchInteractions
-from trainer.models.torchrec_models import interact
+from presage.trainer.data.lookup import Inverse, inverse_of
+from presage.trainer.embedding.kernels.compiled import CompiledInteractions
+from presage.trainer.embedding.kernels.interface import Vectors
+from presage.trainer.embedding.kernels.torch_ops import TorchInteractions
+from presage.trainer.models.torchrec_models import interact
 
 COMPILED, TORCH = CompiledInteractions(), TorchInteractions()
 Interactions = CompiledInteractions | TorchInteractions
@@ -40,7 +40,7 @@ def products_by(
     kernel: Interactions, tensors: Sequence, inverse: Inverse
 ) -> tuple[torch.Tensor, torch.Tensor]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("trainer.models.torchrec_models.CompiledInteractions", lambda: kernel)
+        patch.setattr("presage.trainer.models.torchrec_models.CompiledInteractions", lambda: kernel)
         return interact(Vectors(*tensors[:2]), Vectors(*tensors[2:]), inverse)
 
 

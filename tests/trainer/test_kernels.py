@@ -13,12 +13,10 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schemas.config.train import SparseOptimizerConfig
-from tests.shared import in_pairs
-from tests.trainer.pooled_cases import FEATURES, NUM_ROWS, TABLES, Case, cases, flat
-from trainer.data.collate import CollatedBatch
-from trainer.embedding.kernels import compiled
-from trainer.embedding.kernels.interface import (
+from presage.schemas.config.train import SparseOptimizerConfig
+from presage.trainer.data.collate import CollatedBatch
+from presage.trainer.embedding.kernels import compiled
+from presage.trainer.embedding.kernels.interface import (
     ArenaRows,
     RowRule,
     RowSums,
@@ -26,7 +24,9 @@ from trainer.embedding.kernels.interface import (
     rule_at,
     state_width,
 )
-from trainer.embedding.pooling import Pooling
+from presage.trainer.embedding.pooling import Pooling
+from tests.shared import in_pairs
+from tests.trainer.pooled_cases import FEATURES, NUM_ROWS, TABLES, Case, cases, flat
 
 RATE, EPS = 0.1, 1e-6
 TABLE_OF = {feature: table for table, features in TABLES.items() for feature in features}

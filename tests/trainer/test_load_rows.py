@@ -9,21 +9,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from schemas.errors import SchemaError
-from schemas.oracle.cache_plan import NEVER_AGAIN
-from tests.trainer.stores import as_records
-from trainer.checkpoint import read_rows
-from trainer.checkpoint.files import (
+from presage.schemas.errors import SchemaError
+from presage.schemas.oracle.cache_plan import NEVER_AGAIN
+from presage.trainer.checkpoint import read_rows
+from presage.trainer.checkpoint.files import (
     FileChecksum,
     NewCheckpoint,
     folder_name,
     read_checkpoint_manifest,
 )
-from trainer.checkpoint.format import ROW_FILES, RowsAndRecords
-from trainer.checkpoint.load import load_rows, verify_checkpoint
-from trainer.stores.future_log import log_store
-from trainer.stores.local import memory_store, mmap_store
-from trainer.stores.store import Records, Store, TableLayout
+from presage.trainer.checkpoint.format import ROW_FILES, RowsAndRecords
+from presage.trainer.checkpoint.load import load_rows, verify_checkpoint
+from presage.trainer.stores.future_log import log_store
+from presage.trainer.stores.local import memory_store, mmap_store
+from presage.trainer.stores.store import Records, Store, TableLayout
+from tests.trainer.stores import as_records
 
 LAYOUTS = {
     name: TableLayout(table=name, dim=3, state_width=width, dtype="float32", seed=0)
@@ -100,7 +100,7 @@ def load(saved: Saved, store: Store) -> None:
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let small files have several blocks, and parts several chunks."""
     monkeypatch.setattr(read_rows, "_BLOCK_BYTES", 100)
-    monkeypatch.setattr("trainer.stores.store._CHUNK_ROWS", 16)
+    monkeypatch.setattr("presage.trainer.stores.store._CHUNK_ROWS", 16)
 
 
 @pytest.mark.parametrize("kind", STORES)

@@ -17,8 +17,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schemas.errors import SchemaError
-from schemas.hashing import slot_of_row
+from presage.schemas.errors import SchemaError
+from presage.schemas.hashing import slot_of_row
+from presage.trainer.stores.remote import shard as shard_module
+from presage.trainer.stores.remote.ownership import ShardControl
+from presage.trainer.stores.remote.shard import Shard
+from presage.trainer.stores.remote.wal import (
+    Entry,
+    RecordLog,
+    RowsEntry,
+    ShardLog,
+    entry_to_buffers,
+    read_entries,
+    read_records,
+)
+from presage.trainer.stores.remote.wire import ARRIVING, WRITE, Request
+from presage.trainer.stores.store import Records
 from tests.trainer.processes import wait_for
 from tests.trainer.stores import (
     LAYOUT,
@@ -28,20 +42,6 @@ from tests.trainer.stores import (
     log_files,
     one_store_map,
 )
-from trainer.stores.remote import shard as shard_module
-from trainer.stores.remote.ownership import ShardControl
-from trainer.stores.remote.shard import Shard
-from trainer.stores.remote.wal import (
-    Entry,
-    RecordLog,
-    RowsEntry,
-    ShardLog,
-    entry_to_buffers,
-    read_entries,
-    read_records,
-)
-from trainer.stores.remote.wire import ARRIVING, WRITE, Request
-from trainer.stores.store import Records
 
 ALL, LOW, HIGH = ((0, 4096),), ((0, 2048),), ((2048, 4096),)
 TABLES = {name: replace(LAYOUT, table=name) for name in ("items", "users")}

@@ -11,19 +11,26 @@ from pathlib import Path
 
 import pytest
 
-from schemas.errors import SchemaError
-from schemas.run.records import CHECKPOINTS, LEDGER, METRICS, LedgerEntry, StepMetric, to_line
-from schemas.storage.locks import lock_file
+from presage.schemas.errors import SchemaError
+from presage.schemas.run.records import (
+    CHECKPOINTS,
+    LEDGER,
+    METRICS,
+    LedgerEntry,
+    StepMetric,
+    to_line,
+)
+from presage.schemas.storage.locks import lock_file
+from presage.trainer.checkpoint.files import NewCheckpoint, complete_checkpoints
+from presage.trainer.run.folder import verify_run
+from presage.trainer.run.ledger import LogWriter, truncate_logs
+from presage.trainer.run.setup import resumable_checkpoint
 from tests.trainer.daily import DATES, make_days
 from tests.trainer.faults import Faults
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.replica_runs import run_replicas
 from tests.trainer.runs import SEGMENTS, assert_equal, checkpoint_at, run_job
 from tests.trainer.stores import largest_file
-from trainer.checkpoint.files import NewCheckpoint, complete_checkpoints
-from trainer.run.folder import verify_run
-from trainer.run.ledger import LogWriter, truncate_logs
-from trainer.run.setup import resumable_checkpoint
 
 pytestmark = pytest.mark.nightly
 
@@ -267,7 +274,7 @@ def test_replica_s_line_that_ends_with_the_disk_is_refused_and_written_again(emp
 def test_next_writer_does_not_wait_for_ever_for_one_that_is_stopped(
     empty: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.run.ledger.LOCK_SEC", 0.05)
+    monkeypatch.setattr("presage.trainer.run.ledger.LOCK_SEC", 0.05)
     writer = LogWriter(empty)
     with (empty / METRICS).open("rb") as stopped:
         assert lock_file(stopped)

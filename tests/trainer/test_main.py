@@ -11,16 +11,23 @@ import numpy as np
 import pytest
 import torch
 
-from schemas import machine
-from schemas.config.job import load_job
-from schemas.config.schedule import BudgetConfig
-from schemas.errors import pluralize
-from schemas.run.records import LEDGER, METRICS, PHASES, RUN_FILE, read_metrics, read_summary
+from presage.schemas import machine
+from presage.schemas.config.job import load_job
+from presage.schemas.config.schedule import BudgetConfig
+from presage.schemas.errors import pluralize
+from presage.schemas.run.records import (
+    LEDGER,
+    METRICS,
+    PHASES,
+    RUN_FILE,
+    read_metrics,
+    read_summary,
+)
+from presage.trainer.__main__ import _set_threads, _warn_if_worse_than_mean, main
+from presage.trainer.elastic.launcher import _threads_each
 from tests.conftest import REPOSITORY
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS
-from trainer.__main__ import _set_threads, _warn_if_worse_than_mean, main
-from trainer.elastic.launcher import _threads_each
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +196,7 @@ def test_input_and_output_are_checked_before_torch_is_imported(
     words += ["--dataset", str(tmp_path / "none"), *command[1:], str(tmp_path / "run")]
     program = f"""
 import sys
-from trainer.__main__ import main
+from presage.trainer.__main__ import main
 assert main({words!r}) == 1
 assert "torch" not in sys.modules
 """
@@ -217,7 +224,10 @@ def test_port_that_is_in_use_is_refused(
 @pytest.mark.skipif(os.getuid() != 0, reason="takes a network namespace of its own")
 def test_address_that_cannot_be_reached_is_refused() -> None:
     """Without an interface: `unshare -n`."""
-    code = "from trainer.stores.remote.wire import check_address; check_address('127.0.0.1', 0)"
+    code = (
+        "from presage.trainer.stores.remote.wire import check_address; "
+        "check_address('127.0.0.1', 0)"
+    )
     ended = subprocess.run(
         ["unshare", "-n", sys.executable, "-c", code],
         cwd=REPOSITORY,

@@ -17,12 +17,12 @@ import pytest
 import yaml
 
 from benchmarks.common.control_groups import GROUPS, group
-from pipelines.cli import main as pipelines
-from schemas.machine import SHARED_MEMORY
-from schemas.run.records import CHECKPOINTS
+from presage.pipelines.cli import main as pipelines
+from presage.schemas.machine import SHARED_MEMORY
+from presage.schemas.run.records import CHECKPOINTS
+from presage.trainer.checkpoint.files import complete_checkpoints, read_checkpoint_manifest
 from tests.conftest import REPOSITORY
 from tests.shared import make_once
-from trainer.checkpoint.files import complete_checkpoints, read_checkpoint_manifest
 
 pytestmark = pytest.mark.nightly
 

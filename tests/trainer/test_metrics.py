@@ -17,8 +17,7 @@ from torchrec.metrics.calibration import compute_calibration, get_calibration_st
 from torchrec.metrics.gauc import compute_gauc_3d
 from torchrec.metrics.ne import compute_ne, get_ne_states
 
-from tests.trainer.exact_metrics import auc, calibration, gauc, normalized_entropy
-from trainer.evaluation.metrics import (
+from presage.trainer.evaluation.metrics import (
     GroupAuc,
     LossSums,
     SessionAuc,
@@ -26,6 +25,7 @@ from trainer.evaluation.metrics import (
     loss_sums,
     ordered_bits,
 )
+from tests.trainer.exact_metrics import auc, calibration, gauc, normalized_entropy
 
 Array = NDArray[Any]
 

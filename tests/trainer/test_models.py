@@ -9,7 +9,9 @@ from torch import nn
 from torchrec.models.dlrm import DLRM
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from schemas.config.train import ModelConfig, TrainConfig
+from presage.schemas.config.train import ModelConfig, TrainConfig
+from presage.trainer.models import attention, torchrec_models
+from presage.trainer.models.torchrec_models import build_dlrm
 from tests.trainer.model_samples import (
     CONFIG,
     DIM,
@@ -21,8 +23,6 @@ from tests.trainer.model_samples import (
     gradients,
     random_samples,
 )
-from trainer.models import attention, torchrec_models
-from trainer.models.torchrec_models import build_dlrm
 
 
 def collection() -> EmbeddingBagCollection:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from presage.trainer.runtime import is_readable
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, run_job
-from trainer.runtime import is_readable
 
 MANY = 1100
 """More files than `select` can tell apart."""

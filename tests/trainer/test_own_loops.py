@@ -11,15 +11,15 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 
-from schemas.config.job import load_job
-from schemas.dataset.opened import open_dataset
-from schemas.errors import SchemaError
+from presage.schemas.config.job import load_job
+from presage.schemas.dataset.opened import open_dataset
+from presage.schemas.errors import SchemaError
+from presage.trainer.data.decode import spec_of
+from presage.trainer.data.microbatches import single_microbatch
+from presage.trainer.embedding.collections import EmbeddingBagCollection, rows_of
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, losses_of, parts_of, reader_of, row_gradients, run_job
 from tests.trainer.test_collections import config_of, score
-from trainer.data.decode import spec_of
-from trainer.data.microbatches import single_microbatch
-from trainer.embedding.collections import EmbeddingBagCollection, rows_of
 
 JOB_TABLES = {"users": ["user"], "articles": ["viewed", "clicked", "item"], "pages": ["page"]}
 
@@ -54,7 +54,7 @@ def test_batches_train_alike_with_and_without_the_look_ups_of_the_reader(
             with monkeypatch.context() as patch:
                 if case == "unique":
                     patch.setattr(
-                        "trainer.data.kjt_lookups.table_lookups", None
+                        "presage.trainer.data.kjt_lookups.table_lookups", None
                     )  # must not be called
                 values = collection(sparse).values()
             kept.append(values.detach())
@@ -168,7 +168,7 @@ def test_weighted_collection_uses_the_look_ups_of_the_reader(
     sparse = reader_of(job, weighted).read(0).sparse
     plain = unweighted(sparse)["clicked"]
     with monkeypatch.context() as patch:
-        patch.setattr("trainer.data.kjt_lookups.table_lookups", None)
+        patch.setattr("presage.trainer.data.kjt_lookups.table_lookups", None)
         found = collection(sparse)["clicked"]
     assert not torch.equal(found, plain)
     sparse.found = None  # type: ignore[attr-defined]

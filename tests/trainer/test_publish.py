@@ -11,23 +11,23 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from schemas.dataset.manifest import canonical_json, hash_of
-from schemas.errors import SchemaError
-from schemas.layout import MANIFEST
-from schemas.run.model_file import changed_path, open_changes
-from tests.trainer.make_dataset import write_job
-from tests.trainer.runs import checkpoint_at, rows_in, run_job
-from trainer.__main__ import main
-from trainer.checkpoint.files import (
+from presage.schemas.dataset.manifest import canonical_json, hash_of
+from presage.schemas.errors import SchemaError
+from presage.schemas.layout import MANIFEST
+from presage.schemas.run.model_file import changed_path, open_changes
+from presage.trainer.__main__ import main
+from presage.trainer.checkpoint.files import (
     checksum_of,
     folder_name,
     read_checkpoint_manifest,
     write_checkpoint_manifest,
 )
-from trainer.checkpoint.format import RowPart, read_parts, write_part
-from trainer.serve.export import export_run
-from trainer.serve.publish import Published, apply_changes, publish
-from trainer.stores.store import concat_records
+from presage.trainer.checkpoint.format import RowPart, read_parts, write_part
+from presage.trainer.serve.export import export_run
+from presage.trainer.serve.publish import Published, apply_changes, publish
+from presage.trainer.stores.store import concat_records
+from tests.trainer.make_dataset import write_job
+from tests.trainer.runs import checkpoint_at, rows_in, run_job
 
 STEPS = (4, 8, 12, 16, 20)
 TABLES = ("users", "items", "pages")

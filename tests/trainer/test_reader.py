@@ -8,18 +8,18 @@ import pyarrow as pa
 import pytest
 import torch
 
-from schemas.arrays import Jagged
-from schemas.config.job import TableConfig, load_job
-from schemas.dataset.opened import open_dataset
-from schemas.errors import SchemaError
-from schemas.layout import part_path
-from schemas.rows import rows_of_ids
+from presage.schemas.arrays import Jagged
+from presage.schemas.config.job import TableConfig, load_job
+from presage.schemas.dataset.opened import open_dataset
+from presage.schemas.errors import SchemaError
+from presage.schemas.layout import part_path
+from presage.schemas.rows import rows_of_ids
+from presage.trainer.data.collate import CollatedBatch
+from presage.trainer.data.decode import SAMPLES, BlockCounts, decode, spec_of
+from presage.trainer.data.reader import prefetch
 from tests.shared import hard_links
 from tests.trainer.make_dataset import make_samples, write_job
 from tests.trainer.runs import SEGMENTS, reader_of
-from trainer.data.collate import CollatedBatch
-from trainer.data.decode import SAMPLES, BlockCounts, decode, spec_of
-from trainer.data.reader import prefetch
 
 SPARSE = ("user", "clicked", "item", "page", "viewed")
 
@@ -96,7 +96,7 @@ def test_few_files_stay_mapped_whatever_is_read(
 ) -> None:
     expected = [samples_of(reader_of(job, dataset).read(step)) for step in range(32)]
     dataset = hard_links(dataset, tmp_path / "dataset")  # not those of other tests' readers
-    monkeypatch.setattr("trainer.data.reader.OPEN_FILES", 3)
+    monkeypatch.setattr("presage.trainer.data.reader.OPEN_FILES", 3)
     reader = reader_of(job, dataset)
     for step in range(32):
         assert samples_of(reader.read(step)) == expected[step]

@@ -24,6 +24,13 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 from torchrec.modules.embedding_modules import EmbeddingBagCollection as TheirBags
 
+from presage.trainer.embedding.collections import (
+    EmbeddingBagCollection,
+    rows_of,
+    set_learning_rate,
+    set_rows,
+)
+from presage.trainer.embedding.optimizer import RowOptimizer
 from tests.trainer.test_collections import (
     NUM_ROWS,
     OPTIMIZERS,
@@ -36,13 +43,6 @@ from tests.trainer.test_collections import (
     lists_of,
     score,
 )
-from trainer.embedding.collections import (
-    EmbeddingBagCollection,
-    rows_of,
-    set_learning_rate,
-    set_rows,
-)
-from trainer.embedding.optimizer import RowOptimizer
 
 TABLES = ("articles", "users", "countries")
 
@@ -271,7 +271,7 @@ def with_source(loop: Loop) -> None:
 
 CHANGED = (
     "gradients were changed after the backward pass, which had updated the rows by them, as by "
-    "GradScaler or clip_grad_norm_; update rows by trainer.embedding.optimizer.RowOptimizer"
+    "GradScaler or clip_grad_norm_; update rows by presage.trainer.embedding.optimizer.RowOptimizer"
 )
 FUSED, DEFERRED, BOTH = "in the backward pass", "by `RowOptimizer`", "both"
 
@@ -358,7 +358,8 @@ RECIPES = [
         with_source,
         BOTH,
         "collection with a source cannot be copied or pickled: table 'countries'; "
-        "make the copy without source, and set its rows by trainer.embedding.collections.set_rows",
+        "make the copy without source, and set its rows by "
+        "presage.trainer.embedding.collections.set_rows",
     ),
 ]
 

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from schemas.errors import SchemaError
-from schemas.run.records import LEDGER, StepMetric
+from presage.schemas.errors import SchemaError
+from presage.schemas.run.records import LEDGER, StepMetric
+from presage.trainer.elastic.launcher import LocalReplicas, start_replica
+from presage.trainer.recovery import Drain, DrainInterrupt
+from presage.trainer.run.folder import read_ledger
 from tests.shared import with_long
 from tests.trainer.faults import Faults
 from tests.trainer.make_dataset import write_job
 from tests.trainer.processes import PATIENCE
 from tests.trainer.replica_runs import run_replicas, steps_by_life
 from tests.trainer.runs import assert_equal, reference_run
-from trainer.elastic.launcher import LocalReplicas, start_replica
-from trainer.recovery import Drain, DrainInterrupt
-from trainer.run.folder import read_ledger
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

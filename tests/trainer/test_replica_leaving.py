@@ -12,7 +12,13 @@ from typing import Any
 
 import pytest
 
-from schemas.run.records import LEDGER, SUMMARY
+from presage.schemas.run.records import LEDGER, SUMMARY
+from presage.trainer.agreement import LeaveOutcome, leave_outcome
+from presage.trainer.elastic.launcher import LocalReplicas
+from presage.trainer.elastic.membership import Lighthouse, Member
+from presage.trainer.elastic.sums import SplitPlanner
+from presage.trainer.recovery import Drain, DrainInterrupt
+from presage.trainer.run.folder import read_ledger
 from tests.trainer.faults import Faults
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import num_steps, run_until, start_training, train_to_end, wait_for_end
@@ -21,12 +27,6 @@ from tests.trainer.runs import assert_equal, steps_of
 from tests.trainer.stores import member_of
 from tests.trainer.test_draining import SEGMENT
 from tests.trainer.test_replicas import agreed, status
-from trainer.agreement import LeaveOutcome, leave_outcome
-from trainer.elastic.launcher import LocalReplicas
-from trainer.elastic.membership import Lighthouse, Member
-from trainer.elastic.sums import SplitPlanner
-from trainer.recovery import Drain, DrainInterrupt
-from trainer.run.folder import read_ledger
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
 

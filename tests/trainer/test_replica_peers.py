@@ -17,26 +17,26 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from schemas.run.records import StepMetric
-from schemas.storage.location import Location
-from tests.trainer.certificates import make_certificate
-from trainer.__main__ import main
-from trainer.elastic.attempt import Rendezvous, write_rendezvous
-from trainer.elastic.peer_state import (
+from presage.schemas.run.records import StepMetric
+from presage.schemas.storage.location import Location
+from presage.trainer.__main__ import main
+from presage.trainer.elastic.attempt import Rendezvous, write_rendezvous
+from presage.trainer.elastic.peer_state import (
     CommittedStep,
     PeerClient,
     PeerError,
     PeerServer,
     rows_from_arrays,
 )
-from trainer.elastic.state_copy import RowsCopy
-from trainer.elastic.sums import GlooGroup, LostPeerError
-from trainer.embedding.cache import DirectSource
-from trainer.steps import DatasetExtent
-from trainer.stores.local import memory_store
-from trainer.stores.remote.connection import Access
-from trainer.stores.remote.wire import Certificate
-from trainer.stores.store import RowsInPlace, TableLayout
+from presage.trainer.elastic.state_copy import RowsCopy
+from presage.trainer.elastic.sums import GlooGroup, LostPeerError
+from presage.trainer.embedding.cache import DirectSource
+from presage.trainer.steps import DatasetExtent
+from presage.trainer.stores.local import memory_store
+from presage.trainer.stores.remote.connection import Access
+from presage.trainer.stores.remote.wire import Certificate
+from presage.trainer.stores.store import RowsInPlace, TableLayout
+from tests.trainer.certificates import make_certificate
 
 ACCESS = Access(token="secret", timeout_sec=20.0)
 EXTENT = DatasetExtent(num_segments=2, sealed=False)
@@ -111,13 +111,13 @@ import sys, tracemalloc
 from pathlib import Path
 from types import SimpleNamespace
 import numpy as np
-from schemas.config.train import TrainConfig
-from trainer.elastic.peer_state import MemoryRows, PeerServer
-from trainer.embedding.cache import DirectSource
-from trainer.embedding.module import Embedding
-from trainer.stores.store import Records, TableLayout
-from trainer.stores.local import memory_store
-from trainer.stores.remote.connection import Access
+from presage.schemas.config.train import TrainConfig
+from presage.trainer.elastic.peer_state import MemoryRows, PeerServer
+from presage.trainer.embedding.cache import DirectSource
+from presage.trainer.embedding.module import Embedding
+from presage.trainer.stores.store import Records, TableLayout
+from presage.trainer.stores.local import memory_store
+from presage.trainer.stores.remote.connection import Access
 
 layout = TableLayout(table="items", dim={DIM}, state_width=1, dtype="float32", seed=0)
 store, rows = memory_store({{"items": layout}}), np.random.default_rng(0).permutation({NUM_ROWS})

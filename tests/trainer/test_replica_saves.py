@@ -12,18 +12,22 @@ from pathlib import Path
 
 import pytest
 
-from schemas.errors import SchemaError
-from schemas.run.records import CHECKPOINTS
+from presage.schemas.errors import SchemaError
+from presage.schemas.run.records import CHECKPOINTS
+from presage.trainer.checkpoint.files import (
+    complete_checkpoints,
+    read_checkpoint_manifest,
+    verify_files,
+)
+from presage.trainer.checkpoint.manager import CHECKPOINT_LOG
+from presage.trainer.checkpoint.snapshot import memory_path
+from presage.trainer.run import checkpoints as run_checkpoints
 from tests.shared import with_long
 from tests.trainer.faults import Faults
 from tests.trainer.make_dataset import write_job
 from tests.trainer.processes import agents_of_run, is_gone, is_stopped, suspend, wait_for
 from tests.trainer.replica_runs import run_replicas
 from tests.trainer.runs import assert_equal, checkpoint_at, run_job, small_dataset, steps_of
-from trainer.checkpoint.files import complete_checkpoints, read_checkpoint_manifest, verify_files
-from trainer.checkpoint.manager import CHECKPOINT_LOG
-from trainer.checkpoint.snapshot import memory_path
-from trainer.run import checkpoints as run_checkpoints
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -10,7 +10,12 @@ from typing import Any
 
 import pytest
 
-from schemas.run.records import EXIT_LOST_ROWS, RunSummary, StepMetric
+from presage.schemas.run.records import EXIT_LOST_ROWS, RunSummary, StepMetric
+from presage.trainer.checkpoint.manager import CHECKPOINT_LOG
+from presage.trainer.elastic.launcher import LocalReplicas, start_replica
+from presage.trainer.stores.factory import STORE
+from presage.trainer.stores.remote.ownership import ShardControl
+from presage.trainer.stores.remote.wal import read_entries
 from tests.shared import with_long
 from tests.trainer.faults import Faults
 from tests.trainer.make_dataset import write_job
@@ -18,11 +23,6 @@ from tests.trainer.processes import PATIENCE, with_keys
 from tests.trainer.replica_runs import run_replicas, steps_by_life
 from tests.trainer.runs import assert_equal, bits_of, checkpoint_at, plain_run, steps_of
 from tests.trainer.stores import kill_stores, log_files
-from trainer.checkpoint.manager import CHECKPOINT_LOG
-from trainer.elastic.launcher import LocalReplicas, start_replica
-from trainer.stores.factory import STORE
-from trainer.stores.remote.ownership import ShardControl
-from trainer.stores.remote.wal import read_entries
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
 EVERY = 12

@@ -16,16 +16,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.errors import SchemaError
-from schemas.run.records import LEDGER, METRICS, LedgerEntry, StepMetric, read_metrics
-from tests.trainer.faults import FaultInjector, Faults
-from tests.trainer.processes import suspend
-from tests.trainer.stores import member_of
-from trainer.agreement import Agreement, Member, ReplicaStatus
-from trainer.compute import smooth_speed
-from trainer.elastic.membership import Lighthouse
-from trainer.elastic.peer_state import PeerClient, PeerError
-from trainer.elastic.sums import (
+from presage.schemas.errors import SchemaError
+from presage.schemas.run.records import LEDGER, METRICS, LedgerEntry, StepMetric, read_metrics
+from presage.trainer.agreement import Agreement, Member, ReplicaStatus
+from presage.trainer.compute import smooth_speed
+from presage.trainer.elastic.membership import Lighthouse
+from presage.trainer.elastic.peer_state import PeerClient, PeerError
+from presage.trainer.elastic.sums import (
     GlooGroup,
     LostPeerError,
     MeetingStore,
@@ -35,10 +32,13 @@ from trainer.elastic.sums import (
     split_microbatches,
     unpack_sums,
 )
-from trainer.embedding.kernels.interface import RowSums
-from trainer.run.ledger import LogWriter
-from trainer.step import Node, PartialSums
-from trainer.stores.remote.connection import Access
+from presage.trainer.embedding.kernels.interface import RowSums
+from presage.trainer.run.ledger import LogWriter
+from presage.trainer.step import Node, PartialSums
+from presage.trainer.stores.remote.connection import Access
+from tests.trainer.faults import FaultInjector, Faults
+from tests.trainer.processes import suspend
+from tests.trainer.stores import member_of
 
 speeds = st.dictionaries(st.text("abcdef", min_size=1), st.floats(0.1, 10), min_size=1, max_size=5)
 
@@ -299,8 +299,8 @@ def test_member_that_answers_pings_is_waited_for_and_another_is_not() -> None:
 @pytest.mark.slow
 def test_stopped_process_does_not_answer_pings() -> None:
     code = (
-        "import sys; from trainer.elastic.peer_state import PeerServer; "
-        "from trainer.stores.remote.connection import Access; "
+        "import sys; from presage.trainer.elastic.peer_state import PeerServer; "
+        "from presage.trainer.stores.remote.connection import Access; "
         "server = PeerServer('127.0.0.1', Access(token='t'), None); "
         "print(server.address, flush=True); sys.stdin.read()"
     )

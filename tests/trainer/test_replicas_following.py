@@ -14,10 +14,15 @@ from typing import Any
 
 import pytest
 
-from schemas.dataset.manifest import read_dataset
-from schemas.errors import SchemaError
-from schemas.run.records import LEDGER
-from schemas.storage.location import Location
+from presage.schemas.dataset.manifest import read_dataset
+from presage.schemas.errors import SchemaError
+from presage.schemas.run.records import LEDGER
+from presage.schemas.storage.location import Location
+from presage.trainer.elastic.attempt import read_rendezvous, write_rendezvous
+from presage.trainer.elastic.launcher import start_replica
+from presage.trainer.elastic.peer_state import REPLICAS
+from presage.trainer.recovery import Drain, DrainInterrupt
+from presage.trainer.run.folder import read_ledger
 from tests.shared import with_long
 from tests.trainer.faults import Faults
 from tests.trainer.following_replicas import WAITS, FollowingReplicas
@@ -26,11 +31,6 @@ from tests.trainer.make_dataset import change_root, write_job
 from tests.trainer.processes import num_steps, run_until, start_training, train_to_end, wait_for_end
 from tests.trainer.runs import assert_equal, checkpoint_at, run_job
 from tests.trainer.stores import kill_stores
-from trainer.elastic.attempt import read_rendezvous, write_rendezvous
-from trainer.elastic.launcher import start_replica
-from trainer.elastic.peer_state import REPLICAS
-from trainer.recovery import Drain, DrainInterrupt
-from trainer.run.folder import read_ledger
 
 __all__ = ["job", "versions", "whole"]
 

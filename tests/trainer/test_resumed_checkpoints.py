@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from schemas.errors import SchemaError
-from schemas.layout import MANIFEST
-from schemas.run.records import METRICS
-from schemas.storage.location import Location
+from presage.schemas.errors import SchemaError
+from presage.schemas.layout import MANIFEST
+from presage.schemas.run.records import METRICS
+from presage.schemas.storage.location import Location
+from presage.trainer.__main__ import main
+from presage.trainer.checkpoint.files import read_checkpoint_manifest
+from presage.trainer.checkpoint.load import verify_checkpoint
+from presage.trainer.evaluation.evaluate import evaluate_run
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, checkpoint_at, losses_of, run_job
-from trainer.__main__ import main
-from trainer.checkpoint.files import read_checkpoint_manifest
-from trainer.checkpoint.load import verify_checkpoint
-from trainer.evaluation.evaluate import evaluate_run
 
 pytestmark = pytest.mark.nightly
 

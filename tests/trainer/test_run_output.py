@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from schemas.run.records import METRICS, SUMMARY
-from schemas.storage.location import Location
+from presage.schemas.run.records import METRICS, SUMMARY
+from presage.schemas.storage.location import Location
+from presage.trainer.run.output import ROWS_LOST, RunOutput
+from presage.trainer.run.upload import RunUploader, SupersededError, begin_attempt
+from presage.trainer.stores.store import RowsLostError
 from tests.shared import hard_links
 from tests.trainer.runs import plain_run
 from tests.trainer.url_runs import check_objects, memory_url, newest_of
-from trainer.run.output import ROWS_LOST, RunOutput
-from trainer.run.upload import RunUploader, SupersededError, begin_attempt
-from trainer.stores.store import RowsLostError
 
 
 @pytest.fixture

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from presage.trainer.checkpoint.format import from_bytes
+from presage.trainer.checkpoint.load import newest_checkpoint
 from tests.trainer.make_dataset import write_job
 from tests.trainer.runs import rows_in, run_job
-from trainer.checkpoint.format import from_bytes
-from trainer.checkpoint.load import newest_checkpoint
 
 KINDS = {"F32": "<f4", "F64": "<f8", "I64": "<i8", "I32": "<i4", "U8": "u1", "BOOL": "?"}
 

@@ -7,8 +7,8 @@ from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
-from schemas.dataset.hints import TableHints
-from trainer.embedding.collections import OracleCacheStatistics, planner_constraints
+from presage.schemas.dataset.hints import TableHints
+from presage.trainer.embedding.collections import OracleCacheStatistics, planner_constraints
 
 HINTS = {
     "products": TableHints(

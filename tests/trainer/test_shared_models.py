@@ -12,7 +12,16 @@ from torch import nn
 from torchrec.models.deepfm import SimpleDeepFMNN
 from torchrec.models.dlrm import DLRM_DCN
 
-from schemas.config.train import ModelConfig, TrainConfig
+from presage.schemas.config.train import ModelConfig, TrainConfig
+from presage.trainer.data.collate import CollatedBatch
+from presage.trainer.data.lookup import inverse_of
+from presage.trainer.data.microbatches import single_microbatch
+from presage.trainer.data.shared import find_shared_features
+from presage.trainer.embedding.module import Embedding
+from presage.trainer.models import torchrec_models
+from presage.trainer.models.shared_compute import dense_vectors, first_layer
+from presage.trainer.models.torchrec_models import top_columns
+from presage.trainer.step import loss_of
 from tests.trainer.make_dataset import write_job
 from tests.trainer.model_samples import (
     CONFIG,
@@ -26,15 +35,6 @@ from tests.trainer.model_samples import (
     random_samples,
 )
 from tests.trainer.runs import parts_of, reader_of, row_gradients
-from trainer.data.collate import CollatedBatch
-from trainer.data.lookup import inverse_of
-from trainer.data.microbatches import single_microbatch
-from trainer.data.shared import find_shared_features
-from trainer.embedding.module import Embedding
-from trainer.models import torchrec_models
-from trainer.models.shared_compute import dense_vectors, first_layer
-from trainer.models.torchrec_models import top_columns
-from trainer.step import loss_of
 
 ONE = ModelConfig(name="deepfm", bottom_layers=(6,), top_layers=(5,))
 DEEP = ModelConfig(name="dcn", bottom_layers=(6, 7), top_layers=(16, 4), cross_layers=3)

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from schemas.dataset.opened import open_dataset
-from schemas.storage.locks import lock_file
-from trainer.data import reader, shared_row_groups
-from trainer.data.decode import RowGroup, spec_of
-from trainer.data.reader import Reader
-from trainer.data.shared_row_groups import SharedRowGroups
+from presage.schemas.dataset.opened import open_dataset
+from presage.schemas.storage.locks import lock_file
+from presage.trainer.data import reader, shared_row_groups
+from presage.trainer.data.decode import RowGroup, spec_of
+from presage.trainer.data.reader import Reader
+from presage.trainer.data.shared_row_groups import SharedRowGroups
 
 
 @pytest.fixture
@@ -84,7 +84,7 @@ def test_row_group_is_decoded_where_shared_memory_is_full_or_small(
 
 def test_directory_is_removed_when_no_process_uses_it(memory: Path) -> None:
     code = "import sys, time; from pathlib import Path\n"
-    code += "from trainer.data.shared_row_groups import SharedRowGroups\n"
+    code += "from presage.trainer.data.shared_row_groups import SharedRowGroups\n"
     code += (
         "used = SharedRowGroups(Path(sys.argv[1]), 'theirs'); print(1, flush=True); time.sleep(60)"
     )

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from schemas.typed_values import from_json
-from tests.trainer.stores import LAYOUT
-from trainer.stores.remote.ownership import (
+from presage.schemas.typed_values import from_json
+from presage.trainer.stores.remote.ownership import (
     Descriptions,
     MoveRequest,
     Ranges,
@@ -27,6 +26,7 @@ from trainer.stores.remote.ownership import (
     ranges_of,
     slot_map_of,
 )
+from tests.trainer.stores import LAYOUT
 
 ALL, LOW, HIGH = ((0, 4096),), ((0, 2048),), ((2048, 4096),)
 SESSION = "process"

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from torch import nn
 
-from schemas.errors import SchemaError
-from trainer.checkpoint.dense_state import load_state, state_of
-from trainer.checkpoint.format import from_bytes, to_buffers
+from presage.schemas.errors import SchemaError
+from presage.trainer.checkpoint.dense_state import load_state, state_of
+from presage.trainer.checkpoint.format import from_bytes, to_buffers
 
 DTYPES = ["float64", "float32", "float16", "int64", "int32", "uint8", "bool"]
 SMALL = {"a": np.arange(3), "b": np.full((1, 1), 1.5, np.float32)}

@@ -12,10 +12,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from schemas.config.train import StoresConfig, TrainConfig
-from schemas.errors import SchemaError, StorageError
-from schemas.run.records import STORE_ADDRESS
-from schemas.storage.location import Location
+from presage.schemas.config.train import StoresConfig, TrainConfig
+from presage.schemas.errors import SchemaError, StorageError
+from presage.schemas.run.records import STORE_ADDRESS
+from presage.schemas.storage.location import Location
+from presage.trainer.__main__ import main
+from presage.trainer.elastic.shared_rows import launch_shared_stores
+from presage.trainer.stores.factory import store_access
+from presage.trainer.stores.remote.client import open_remote_store
+from presage.trainer.stores.remote.connection import (
+    FILE,
+    Access,
+    StoreConnection,
+    publish_address,
+    resolve_address,
+)
 from tests.conftest import REPOSITORY
 from tests.object_store import Store
 from tests.trainer.certificates import make_certificate
@@ -29,17 +40,6 @@ from tests.trainer.stores import (
     running,
     start_store,
     whole,
-)
-from trainer.__main__ import main
-from trainer.elastic.shared_rows import launch_shared_stores
-from trainer.stores.factory import store_access
-from trainer.stores.remote.client import open_remote_store
-from trainer.stores.remote.connection import (
-    FILE,
-    Access,
-    StoreConnection,
-    publish_address,
-    resolve_address,
 )
 
 

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 
-from schemas.errors import SchemaError
-from schemas.run.records import read_summary
+from presage.schemas.errors import SchemaError
+from presage.schemas.run.records import read_summary
+from presage.trainer.run.ledger import LogWriter
+from presage.trainer.stores.factory import STORE
+from presage.trainer.stores.remote.connection import read_access, resolve_address
+from presage.trainer.stores.remote.processes import TOKEN, migrate_slots
 from tests.trainer.make_dataset import write_job
 from tests.trainer.processes import suspend, with_keys
 from tests.trainer.runs import assert_equal, reference_run, run_job, small_dataset
 from tests.trainer.stores import kill_stores, log_bytes, log_files, stores_of
-from trainer.run.ledger import LogWriter
-from trainer.stores.factory import STORE
-from trainer.stores.remote.connection import read_access, resolve_address
-from trainer.stores.remote.processes import TOKEN, migrate_slots
 
 pytestmark = pytest.mark.slow
 EVERY = 6

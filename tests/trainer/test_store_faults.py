@@ -14,7 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from schemas.errors import SchemaError
+from presage.schemas.errors import SchemaError
+from presage.trainer.stores.remote import server as server_module
+from presage.trainer.stores.remote.client import RemoteStore
+from presage.trainer.stores.remote.connection import StoreConnection
+from presage.trainer.stores.remote.server import StoreOptions, StoreServer
+from presage.trainer.stores.remote.shard import Shard
+from presage.trainer.stores.remote.wire import Request, rows_batch
+from presage.trainer.stores.store import BehindError, SlotMapChangedError
 from tests.trainer.processes import is_gone, wait_for
 from tests.trainer.stores import (
     ACCESS,
@@ -31,13 +38,6 @@ from tests.trainer.stores import (
     start_store,
     whole,
 )
-from trainer.stores.remote import server as server_module
-from trainer.stores.remote.client import RemoteStore
-from trainer.stores.remote.connection import StoreConnection
-from trainer.stores.remote.server import StoreOptions, StoreServer
-from trainer.stores.remote.shard import Shard
-from trainer.stores.remote.wire import Request, rows_batch
-from trainer.stores.store import BehindError, SlotMapChangedError
 
 NUM_ROWS = 200
 ALL = ((0, 4096),)
@@ -233,7 +233,7 @@ def test_server_holds_no_more_messages_than_its_budget_while_many_call(
 PARENT = """\
 import sys
 from pathlib import Path
-from trainer.stores.remote.processes import StoreProcesses
+from presage.trainer.stores.remote.processes import StoreProcesses
 with StoreProcesses(2, Path(sys.argv[1])) as stores:
     print(*stores.pids, flush=True)
     sys.stdin.read()

@@ -15,8 +15,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from schemas.errors import SchemaError
-from schemas.hashing import slot_of_row
+from presage.schemas.errors import SchemaError
+from presage.schemas.hashing import slot_of_row
+from presage.trainer.__main__ import main
+from presage.trainer.stores.remote import shard as shard_module
+from presage.trainer.stores.remote.client import RemoteStore
+from presage.trainer.stores.remote.connection import read_access
+from presage.trainer.stores.remote.ownership import MoveRequest, ranges_of
+from presage.trainer.stores.remote.processes import migrate_slots
+from presage.trainer.stores.remote.shard import Shard
+from presage.trainer.stores.remote.wire import ARRIVING, CONTENTS, LEAVING, WRITE, Request
+from presage.trainer.stores.store import RowsLostError, SlotMapChangedError
 from tests.trainer.local_stores import LocalStore
 from tests.trainer.processes import wait_for
 from tests.trainer.stores import (
@@ -32,15 +41,6 @@ from tests.trainer.stores import (
     start_store,
     whole,
 )
-from trainer.__main__ import main
-from trainer.stores.remote import shard as shard_module
-from trainer.stores.remote.client import RemoteStore
-from trainer.stores.remote.connection import read_access
-from trainer.stores.remote.ownership import MoveRequest, ranges_of
-from trainer.stores.remote.processes import migrate_slots
-from trainer.stores.remote.shard import Shard
-from trainer.stores.remote.wire import ARRIVING, CONTENTS, LEAVING, WRITE, Request
-from trainer.stores.store import RowsLostError, SlotMapChangedError
 
 NUM_ROWS = 3000
 HALF = ((0, 2048),)

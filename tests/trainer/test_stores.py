@@ -9,12 +9,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from schemas.rows import initial_bound, initial_rows
+from presage.schemas.rows import initial_bound, initial_rows
+from presage.trainer.embedding.cache import CacheSlots
+from presage.trainer.stores import store as api
+from presage.trainer.stores.local import (
+    DENSE_MAP_ROWS,
+    ArrayTable,
+    RowMap,
+    memory_store,
+    mmap_store,
+)
+from presage.trainer.stores.store import Records, empty_records, grown
 from tests.trainer.stores import LAYOUT, as_records, record_of, whole
-from trainer.embedding.cache import CacheSlots
-from trainer.stores import store as api
-from trainer.stores.local import DENSE_MAP_ROWS, ArrayTable, RowMap, memory_store, mmap_store
-from trainer.stores.store import Records, empty_records, grown
 
 
 def table_of(kind: str, folder: Path) -> ArrayTable:

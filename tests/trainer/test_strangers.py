@@ -16,7 +16,11 @@ from typing import Any
 import pyarrow.flight as fl
 import pytest
 
-from schemas.run.records import RENDEZVOUS
+from presage.schemas.run.records import RENDEZVOUS
+from presage.trainer.elastic.membership import MAX_DEPARTED, Lighthouse, connect_lighthouse
+from presage.trainer.elastic.peer_state import PeerClient, PeerError, PeerServer
+from presage.trainer.run.compare import compare_runs
+from presage.trainer.stores.remote.connection import Access
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.processes import train_to_end, wait_for
 from tests.trainer.replica_runs import run_replicas
@@ -24,10 +28,6 @@ from tests.trainer.stores import member_of
 from tests.trainer.test_draining import SEGMENT
 from tests.trainer.test_replica_leaving import NEVER_SEC
 from tests.trainer.test_replicas import status
-from trainer.elastic.membership import MAX_DEPARTED, Lighthouse, connect_lighthouse
-from trainer.elastic.peer_state import PeerClient, PeerError, PeerServer
-from trainer.run.compare import compare_runs
-from trainer.stores.remote.connection import Access
 
 ACCESS = Access(token="secret", timeout_sec=20.0)
 FAR_STEP = 1_000_000

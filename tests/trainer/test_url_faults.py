@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from schemas.run.run_manifest import read_newest_state
-from schemas.storage.location import Location
+from presage.schemas.run.run_manifest import read_newest_state
+from presage.schemas.storage.location import Location
+from presage.trainer.run import upload
 from tests.fault_proxy import Faults
 from tests.object_store import Store
 from tests.shared import make_once
 from tests.trainer.processes import PATIENCE, start_training, train_to_end, wait_for, wait_for_end
 from tests.trainer.url_hosts import Hosts
 from tests.trainer.url_runs import check_equal, check_objects, newest_of, train_at, write_saved_run
-from trainer.run import upload
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from schemas.config.job import load_job
-from schemas.errors import SchemaError
-from schemas.run.records import (
+from presage.schemas.config.job import load_job
+from presage.schemas.errors import SchemaError
+from presage.schemas.run.records import (
     EXIT_BEHIND,
     EXIT_LOST_ROWS,
     LEDGER,
@@ -18,8 +18,16 @@ from schemas.run.records import (
     RunSummary,
     read_summary,
 )
-from schemas.run.run_manifest import ALL, fetch_run, read_run_file
-from schemas.storage.location import Location
+from presage.schemas.run.run_manifest import ALL, fetch_run, read_run_file
+from presage.schemas.storage.location import Location
+from presage.trainer.__main__ import main
+from presage.trainer.elastic import launcher
+from presage.trainer.elastic.attempt import TOKEN
+from presage.trainer.elastic.launcher import request_leave
+from presage.trainer.elastic.peer_state import REPLICAS
+from presage.trainer.recovery import DrainInterrupt
+from presage.trainer.run import upload
+from presage.trainer.stores.remote.connection import resolve_address
 from tests.object_store import Store
 from tests.shared import make_once
 from tests.trainer.faults import Faults
@@ -39,14 +47,6 @@ from tests.trainer.runs import run_job, small_dataset
 from tests.trainer.stores import StoreProcess, running, start_store
 from tests.trainer.url_hosts import Hosts, statuses
 from tests.trainer.url_runs import check_equal, write_saved_run
-from trainer.__main__ import main
-from trainer.elastic import launcher
-from trainer.elastic.attempt import TOKEN
-from trainer.elastic.launcher import request_leave
-from trainer.elastic.peer_state import REPLICAS
-from trainer.recovery import DrainInterrupt
-from trainer.run import upload
-from trainer.stores.remote.connection import resolve_address
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(300)]
 

@@ -15,14 +15,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipelines.report.facts import read_runs
-from scheduler.model.past_runs import BUILD, read_history
-from schemas.config.train import CheckpointConfig
-from schemas.dataset.files import replace_bytes
-from schemas.dataset.manifest import encode_manifest
-from schemas.errors import SchemaError
-from schemas.run.records import CHECKPOINT_LOG, CHECKPOINTS, LEDGER, METRICS, RUN_FILE, SUMMARY
-from schemas.run.run_manifest import (
+from presage.pipelines.report.facts import read_runs
+from presage.scheduler.model.past_runs import BUILD, read_history
+from presage.schemas.config.train import CheckpointConfig
+from presage.schemas.dataset.files import replace_bytes
+from presage.schemas.dataset.manifest import encode_manifest
+from presage.schemas.errors import SchemaError
+from presage.schemas.run.records import (
+    CHECKPOINT_LOG,
+    CHECKPOINTS,
+    LEDGER,
+    METRICS,
+    RUN_FILE,
+    SUMMARY,
+)
+from presage.schemas.run.run_manifest import (
     ALL,
     OBJECTS,
     RunLogTail,
@@ -32,9 +39,17 @@ from schemas.run.run_manifest import (
     local_run,
     read_newest_state,
 )
-from schemas.run.scoring import load_model
-from schemas.storage.location import MANIFESTS, Location, StorageError
-from schemas.storage.versions import Versions
+from presage.schemas.run.scoring import load_model
+from presage.schemas.storage.location import MANIFESTS, Location, StorageError
+from presage.schemas.storage.versions import Versions
+from presage.trainer.__main__ import main
+from presage.trainer.checkpoint.files import complete_checkpoints
+from presage.trainer.checkpoint.load import newest_checkpoint, verify_checkpoint
+from presage.trainer.recovery import Drain, DrainInterrupt
+from presage.trainer.run import upload
+from presage.trainer.run.compare import compare_runs
+from presage.trainer.run.folder import read_identity
+from presage.trainer.run.upload import MERGED_BYTES, RunUploader, work_folder
 from tests.shared import hard_links, make_once
 from tests.trainer.daily import DATES, make_days, run_days
 from tests.trainer.make_dataset import write_job
@@ -47,14 +62,6 @@ from tests.trainer.url_runs import (
     newest_state,
     train_at,
 )
-from trainer.__main__ import main
-from trainer.checkpoint.files import complete_checkpoints
-from trainer.checkpoint.load import newest_checkpoint, verify_checkpoint
-from trainer.recovery import Drain, DrainInterrupt
-from trainer.run import upload
-from trainer.run.compare import compare_runs
-from trainer.run.folder import read_identity
-from trainer.run.upload import MERGED_BYTES, RunUploader, work_folder
 
 pytestmark = pytest.mark.slow
 
@@ -298,7 +305,7 @@ def test_large_objects_are_fetched_chunk_by_chunk(
 ) -> None:
     upload_state(folder / "run", url)
     for module in ("storage.location", "run.run_manifest"):
-        monkeypatch.setattr(f"schemas.{module}.CHUNK_BYTES", 1 << 12)
+        monkeypatch.setattr(f"presage.schemas.{module}.CHUNK_BYTES", 1 << 12)
     fetch_run(Location.parse(url), tmp_path / "copy", ALL)
     fetched = contents_of(tmp_path / "copy")
     assert max(map(len, fetched.values())) > 4 << 12

@@ -10,19 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from schemas.dataset.manifest import DatasetManifest, read_segment, write_manifest
-from schemas.dataset.opened import open_dataset, select_segments
-from schemas.errors import SchemaError
-from schemas.layout import JOB
-from schemas.storage.location import Location
+from presage.schemas.dataset.manifest import DatasetManifest, read_segment, write_manifest
+from presage.schemas.dataset.opened import open_dataset, select_segments
+from presage.schemas.errors import SchemaError
+from presage.schemas.layout import JOB
+from presage.schemas.storage.location import Location
+from presage.trainer.__main__ import main
+from presage.trainer.checkpoint.load import require_checkpoint
+from presage.trainer.evaluation.evaluate import evaluate_run
+from presage.trainer.run.folder import verify_run
+from presage.trainer.run.warm_start import rows_used
 from tests.trainer.daily import DATES, IN_ORDER, make_days, run_days
 from tests.trainer.make_dataset import bytes_of, change_root, make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, bits_of, losses_of, parts_of, rows_in, run_job
-from trainer.__main__ import main
-from trainer.checkpoint.load import require_checkpoint
-from trainer.evaluation.evaluate import evaluate_run
-from trainer.run.folder import verify_run
-from trainer.run.warm_start import rows_used
 
 KINDS: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
     "lazy Adam, which counts steps": ({"optimizer": "adam"}, {}),
@@ -185,7 +185,7 @@ def test_run_that_was_killed_begins_once(
         def die(*_: object, **__: object) -> None:
             raise KeyboardInterrupt
 
-        patched.setattr(f"trainer.{place}", die)
+        patched.setattr(f"presage.trainer.{place}", die)
         with pytest.raises(KeyboardInterrupt):
             run_job(job, dataset, run, start_from=old, segments=(DATES[1],))
     checkpoint = run / "checkpoints" / "00000000"

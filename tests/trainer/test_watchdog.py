@@ -14,10 +14,15 @@ from pathlib import Path
 
 import pytest
 
-from schemas.config.train import LimitsConfig
-from schemas.errors import SchemaError
-from schemas.run.records import EXIT_HUNG
-from schemas.storage.location import Location
+from presage.schemas.config.train import LimitsConfig
+from presage.schemas.errors import SchemaError
+from presage.schemas.run.records import EXIT_HUNG
+from presage.schemas.storage.location import Location
+from presage.trainer.elastic.attempt import read_rendezvous, write_rendezvous
+from presage.trainer.elastic.launcher import start_replica
+from presage.trainer.elastic.worker import replica_limits
+from presage.trainer.recovery import ActivePhase, Watchdog
+from presage.trainer.run.compare import compare_runs
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.paused import paused_at, resumed
 from tests.trainer.processes import (
@@ -34,11 +39,6 @@ from tests.trainer.processes import (
 from tests.trainer.replica_runs import run_replicas
 from tests.trainer.runs import assert_equal
 from tests.trainer.test_draining import SEGMENT, with_a_fifo
-from trainer.elastic.attempt import read_rendezvous, write_rendezvous
-from trainer.elastic.launcher import start_replica
-from trainer.elastic.worker import replica_limits
-from trainer.recovery import ActivePhase, Watchdog
-from trainer.run.compare import compare_runs
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(400)]
 

@@ -12,9 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from schemas.errors import SchemaError
-from schemas.hashing import slot_of_row
-from schemas.rows import initial_rows
+from presage.schemas.errors import SchemaError
+from presage.schemas.hashing import slot_of_row
+from presage.schemas.rows import initial_rows
+from presage.trainer.elastic.shared_rows import WriteBuffer
+from presage.trainer.stores.remote.shard import Shard, ShardTable
+from presage.trainer.stores.remote.wire import Request
+from presage.trainer.stores.store import BehindError, WriteBack
 from tests.trainer.stores import (
     LAYOUT,
     StoreProcess,
@@ -25,10 +29,6 @@ from tests.trainer.stores import (
     running,
     start_store,
 )
-from trainer.elastic.shared_rows import WriteBuffer
-from trainer.stores.remote.shard import Shard, ShardTable
-from trainer.stores.remote.wire import Request
-from trainer.stores.store import BehindError, WriteBack
 
 ROWS = np.arange(12)
 sessions = iter(range(10**9))

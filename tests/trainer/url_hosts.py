@@ -8,14 +8,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
-from schemas.run.records import CHECKPOINTS, RENDEZVOUS, RunSummary
-from schemas.storage.location import Location
+from presage.schemas.run.records import CHECKPOINTS, RENDEZVOUS, RunSummary
+from presage.schemas.storage.location import Location
+from presage.trainer.elastic.launcher import LaunchOptions, train_replicas
+from presage.trainer.options import TrainOptions
+from presage.trainer.recovery import Drain, DrainInterrupt
 from tests.trainer.faults import Faults
 from tests.trainer.processes import PATIENCE, wait_for
 from tests.trainer.url_runs import newest_of
-from trainer.elastic.launcher import LaunchOptions, train_replicas
-from trainer.options import TrainOptions
-from trainer.recovery import Drain, DrainInterrupt
 
 SLOWLY = Faults().pause(0, 0.15).pause(1, 0.15)
 """So that what is to happen at a step happens before the last one."""

@@ -8,9 +8,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from schemas.config.job import load_job
-from schemas.run.records import RunSummary
-from schemas.run.run_manifest import (
+from presage.schemas.config.job import load_job
+from presage.schemas.run.records import RunSummary
+from presage.schemas.run.run_manifest import (
     ALL,
     OBJECTS,
     RunManifest,
@@ -18,14 +18,14 @@ from schemas.run.run_manifest import (
     fetch_run,
     read_newest_state,
 )
-from schemas.storage.location import Location
-from schemas.storage.versions import Versions
+from presage.schemas.storage.location import Location
+from presage.schemas.storage.versions import Versions
+from presage.trainer.options import TrainOptions
+from presage.trainer.recovery import Drain
+from presage.trainer.run.upload import open_output
+from presage.trainer.train import train
 from tests.trainer.make_dataset import write_job
 from tests.trainer.runs import assert_equal, run_job, small_dataset
-from trainer.options import TrainOptions
-from trainer.recovery import Drain
-from trainer.run.upload import open_output
-from trainer.train import train
 
 
 def memory_url() -> str:

@@ -12,11 +12,11 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.arrays import find_sorted
-from schemas.errors import SchemaError
-from schemas.layout import MANIFEST
-from schemas.run.records import CHECKPOINTS
-from trainer.checkpoint.files import (
+from presage.schemas.arrays import find_sorted
+from presage.schemas.errors import SchemaError
+from presage.schemas.layout import MANIFEST
+from presage.schemas.run.records import CHECKPOINTS
+from presage.trainer.checkpoint.files import (
     DENSE_FILE,
     PLAN_FILE,
     CheckpointManifest,
@@ -28,8 +28,8 @@ from trainer.checkpoint.files import (
     missing_base,
     read_checkpoint_manifest,
 )
-from trainer.checkpoint.format import ROW_FILES, RowPart
-from trainer.checkpoint.snapshot import (
+from presage.trainer.checkpoint.format import ROW_FILES, RowPart
+from presage.trainer.checkpoint.snapshot import (
     COMMITTED,
     DENSE,
     FAILED,
@@ -38,8 +38,8 @@ from trainer.checkpoint.snapshot import (
     Snapshot,
     SnapshotMemory,
 )
-from trainer.runtime import is_readable
-from trainer.stores.store import RowsAndRecords, chunks_of, merge_newest, select
+from presage.trainer.runtime import is_readable
+from presage.trainer.stores.store import RowsAndRecords, chunks_of, merge_newest, select
 
 # ---- Write a snapshot as a checkpoint ----
 #

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from schemas.arrays import Array
-from schemas.errors import SchemaError, suggest_name
-from trainer.checkpoint.format import ArraySpec
+from presage.schemas.arrays import Array
+from presage.schemas.errors import SchemaError, suggest_name
+from presage.trainer.checkpoint.format import ArraySpec
 
 # ---- The dense state as named arrays ----
 #

@@ -18,18 +18,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
-from schemas.arrays import Array
-from schemas.dataset.files import replace_bytes, sha256_of, sync_file
-from schemas.dataset.manifest import decode_manifest, encode_manifest
-from schemas.errors import SchemaError, shown
-from schemas.layout import MANIFEST
-from schemas.paths import is_below
-from schemas.run.records import CHECKPOINTS, LEDGER, METRICS
-from schemas.storage.local_files import sync_directory
-from schemas.storage.location import Location
-from schemas.storage.locks import lock_file
-from trainer.checkpoint.format import ROW_FILES, record_type, to_buffers, write_part
-from trainer.stores.store import RowsAndRecords, TableLayout
+from presage.schemas.arrays import Array
+from presage.schemas.dataset.files import replace_bytes, sha256_of, sync_file
+from presage.schemas.dataset.manifest import decode_manifest, encode_manifest
+from presage.schemas.errors import SchemaError, shown
+from presage.schemas.layout import MANIFEST
+from presage.schemas.paths import is_below
+from presage.schemas.run.records import CHECKPOINTS, LEDGER, METRICS
+from presage.schemas.storage.local_files import sync_directory
+from presage.schemas.storage.location import Location
+from presage.schemas.storage.locks import lock_file
+from presage.trainer.checkpoint.format import ROW_FILES, record_type, to_buffers, write_part
+from presage.trainer.stores.store import RowsAndRecords, TableLayout
 
 DENSE_FILE, PLAN_FILE = "dense.safetensors", "plan.safetensors"
 """Files of a checkpoint: the dense state, and the state of the cache plan if there is one."""

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from schemas.config.job import Job
-from schemas.config.train import CacheConfig
-from schemas.dataset.opened import OpenDataset
-from schemas.errors import SchemaError, check_at_least, first_difference, shown
-from schemas.typed_values import DecodeError, from_json
-from trainer.checkpoint.files import CheckpointManifest
-from trainer.components import layouts_of, order_of
-from trainer.data.decode import spec_of
+from presage.schemas.config.job import Job
+from presage.schemas.config.train import CacheConfig
+from presage.schemas.dataset.opened import OpenDataset
+from presage.schemas.errors import SchemaError, check_at_least, first_difference, shown
+from presage.schemas.typed_values import DecodeError, from_json
+from presage.trainer.checkpoint.files import CheckpointManifest
+from presage.trainer.components import layouts_of, order_of
+from presage.trainer.data.decode import spec_of
 
 # ---- The fingerprint: what a checkpoint belongs to ----
 #

@@ -13,9 +13,15 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import DTypeLike
 
-from schemas.arrays import Array
-from schemas.errors import SchemaError
-from trainer.stores.store import Records, RowsAndRecords, TableLayout, chunks_of, merge_newest
+from presage.schemas.arrays import Array
+from presage.schemas.errors import SchemaError
+from presage.trainer.stores.store import (
+    Records,
+    RowsAndRecords,
+    TableLayout,
+    chunks_of,
+    merge_newest,
+)
 
 # ---- Named arrays as bytes, in the format of safetensors files, with checksums ----
 #

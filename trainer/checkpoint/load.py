@@ -9,25 +9,25 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.arrays import Array, find_sorted
-from schemas.errors import SchemaError
-from schemas.layout import MANIFEST
-from schemas.run.records import CHECKPOINTS
-from trainer.checkpoint.dense_state import load_state
-from trainer.checkpoint.files import (
+from presage.schemas.arrays import Array, find_sorted
+from presage.schemas.errors import SchemaError
+from presage.schemas.layout import MANIFEST
+from presage.schemas.run.records import CHECKPOINTS
+from presage.trainer.checkpoint.dense_state import load_state
+from presage.trainer.checkpoint.files import (
     DENSE_FILE,
     CheckpointManifest,
     complete_checkpoints,
     read_checkpoint_manifest,
     verify_files,
 )
-from trainer.checkpoint.fingerprint import check_model, check_position
-from trainer.checkpoint.format import RowPart, from_bytes, read_parts
-from trainer.checkpoint.read_rows import fill_store, verified_chunks
-from trainer.components import Components
-from trainer.embedding.cache import CachedRows, cached_of
-from trainer.stores.local import LocalStore
-from trainer.stores.store import (
+from presage.trainer.checkpoint.fingerprint import check_model, check_position
+from presage.trainer.checkpoint.format import RowPart, from_bytes, read_parts
+from presage.trainer.checkpoint.read_rows import fill_store, verified_chunks
+from presage.trainer.components import Components
+from presage.trainer.embedding.cache import CachedRows, cached_of
+from presage.trainer.stores.local import LocalStore
+from presage.trainer.stores.store import (
     Records,
     RowsAndRecords,
     Store,

@@ -13,14 +13,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from schemas.arrays import Array
-from schemas.config.train import CheckpointConfig
-from schemas.dataset.manifest import canonical_json
-from schemas.errors import SchemaError
-from schemas.run.records import CHECKPOINT_LOG
-from trainer.checkpoint.agent import recover
-from trainer.checkpoint.dense_state import state_of
-from trainer.checkpoint.snapshot import (
+from presage.schemas.arrays import Array
+from presage.schemas.config.train import CheckpointConfig
+from presage.schemas.dataset.manifest import canonical_json
+from presage.schemas.errors import SchemaError
+from presage.schemas.run.records import CHECKPOINT_LOG
+from presage.trainer.checkpoint.agent import recover
+from presage.trainer.checkpoint.dense_state import state_of
+from presage.trainer.checkpoint.snapshot import (
     COMMITTED,
     FAILED,
     WAIT_SEC,
@@ -31,11 +31,11 @@ from trainer.checkpoint.snapshot import (
     commit_snapshot,
     memory_path,
 )
-from trainer.components import Components
-from trainer.embedding.cache import arrays_of_cached
-from trainer.embedding.changes import Changes
-from trainer.run_rows import RunRows
-from trainer.runtime import close_pipes, is_readable, start_child
+from presage.trainer.components import Components
+from presage.trainer.embedding.cache import arrays_of_cached
+from presage.trainer.embedding.changes import Changes
+from presage.trainer.run_rows import RunRows
+from presage.trainer.runtime import close_pipes, is_readable, start_child
 
 logger = logging.getLogger(__name__)
 

@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from schemas.arrays import Array
-from schemas.errors import SchemaError
-from trainer.checkpoint.files import CheckpointManifest, check_file, check_hash, check_size
-from trainer.checkpoint.format import ROW_FILES, record_type
-from trainer.stores.local import ArrayTable, LocalStore
-from trainer.stores.store import RowsAndRecords, TableLayout, chunks_of, empty_records
+from presage.schemas.arrays import Array
+from presage.schemas.errors import SchemaError
+from presage.trainer.checkpoint.files import CheckpointManifest, check_file, check_hash, check_size
+from presage.trainer.checkpoint.format import ROW_FILES, record_type
+from presage.trainer.stores.local import ArrayTable, LocalStore
+from presage.trainer.stores.store import RowsAndRecords, TableLayout, chunks_of, empty_records
 
 _BLOCK_BYTES = 4 << 20
 """Bytes that are read, then hashed."""

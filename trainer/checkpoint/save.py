@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from schemas.run.records import CHECKPOINTS
-from trainer.checkpoint.dense_state import state_of
-from trainer.checkpoint.files import DENSE_FILE, PLAN_FILE, NewCheckpoint, folder_name
-from trainer.components import Components
-from trainer.embedding.cache import CachedRows, arrays_of_cached
-from trainer.stores.store import Store
+from presage.schemas.run.records import CHECKPOINTS
+from presage.trainer.checkpoint.dense_state import state_of
+from presage.trainer.checkpoint.files import DENSE_FILE, PLAN_FILE, NewCheckpoint, folder_name
+from presage.trainer.components import Components
+from presage.trainer.embedding.cache import CachedRows, arrays_of_cached
+from presage.trainer.stores.store import Store
 
 
 def save_checkpoint(

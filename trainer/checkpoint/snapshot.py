@@ -15,16 +15,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.arrays import Array
-from schemas.config.train import CacheConfig
-from schemas.dataset.opened import OpenDataset
-from schemas.dataset.run_next_uses import SharedNextUses
-from schemas.errors import SchemaError
-from schemas.machine import free_bytes
-from schemas.oracle.cache_plan import reuse_distance
-from schemas.storage.locks import lock_file
-from trainer.checkpoint.format import ROW_FILES, ArraySpec
-from trainer.stores.store import Records, RowsAndRecords, RowsInPlace, TableLayout
+from presage.schemas.arrays import Array
+from presage.schemas.config.train import CacheConfig
+from presage.schemas.dataset.opened import OpenDataset
+from presage.schemas.dataset.run_next_uses import SharedNextUses
+from presage.schemas.errors import SchemaError
+from presage.schemas.machine import free_bytes
+from presage.schemas.oracle.cache_plan import reuse_distance
+from presage.schemas.storage.locks import lock_file
+from presage.trainer.checkpoint.format import ROW_FILES, ArraySpec
+from presage.trainer.stores.store import Records, RowsAndRecords, RowsInPlace, TableLayout
 
 # ---- Memory that outlives the process that filled it: a file in /dev/shm or on a disk ----
 #

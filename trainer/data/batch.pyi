@@ -83,7 +83,7 @@ def shared_rows(
     num_samples: int,
     dense: NDArray[Any],
 ) -> tuple[list[int], bool, NDArray[np.int64], NDArray[np.int32], NDArray[np.int32]]:
-    """Choose the groups of `trainer.data.shared.find_shared_features`.
+    """Choose the groups of `presage.trainer.data.shared.find_shared_features`.
 
     Args:
         groups: of each the tuple of each sample, samples by tuple, offsets of each tuple's; and its

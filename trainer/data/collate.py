@@ -11,13 +11,13 @@ import torch
 from numpy.typing import NDArray
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from schemas.arrays import Array
-from schemas.config.train import ModelConfig
-from schemas.dataset.order import Step
-from trainer.data import batch as kernels
-from trainer.data.attention_layout import HistoryLayout, lay_out_histories
-from trainer.data.decode import BatchSpec, RowGroup
-from trainer.data.lookup import (
+from presage.schemas.arrays import Array
+from presage.schemas.config.train import ModelConfig
+from presage.schemas.dataset.order import Step
+from presage.trainer.data import batch as kernels
+from presage.trainer.data.attention_layout import HistoryLayout, lay_out_histories
+from presage.trainer.data.decode import BatchSpec, RowGroup
+from presage.trainer.data.lookup import (
     Inverse,
     KeyedBags,
     TableLookup,
@@ -27,8 +27,8 @@ from trainer.data.lookup import (
     table_lookups,
     vector_layout,
 )
-from trainer.data.shared import SharedFeatures, find_dense_group, find_shared_features
-from trainer.data.transfer import to_device
+from presage.trainer.data.shared import SharedFeatures, find_dense_group, find_shared_features
+from presage.trainer.data.transfer import to_device
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import DTypeLike, NDArray
 
-from schemas.arrays import (
+from presage.schemas.arrays import (
     Array,
     comparable,
     hash_keys,
@@ -21,14 +21,14 @@ from schemas.arrays import (
     one_chunk,
     values_of,
 )
-from schemas.config.job import DataConfig, TableConfig
-from schemas.dataset.opened import OpenDataset
-from schemas.errors import SchemaError, suggest_name
-from schemas.features import FeatureSet
-from schemas.layout import BLOCK, inverse_column, weights_column
-from schemas.rows import rows_of_values
-from schemas.run.model_inputs import check_lengths, check_range, scalar_values
-from trainer.data.batch import ListColumns
+from presage.schemas.config.job import DataConfig, TableConfig
+from presage.schemas.dataset.opened import OpenDataset
+from presage.schemas.errors import SchemaError, suggest_name
+from presage.schemas.features import FeatureSet
+from presage.schemas.layout import BLOCK, inverse_column, weights_column
+from presage.schemas.rows import rows_of_values
+from presage.schemas.run.model_inputs import check_lengths, check_range, scalar_values
+from presage.trainer.data.batch import ListColumns
 
 SAMPLES = "samples"
 """Owner of the columns that are stored once per sample."""

@@ -10,10 +10,10 @@ import torch
 from numpy.typing import NDArray
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from schemas.arrays import offsets_of
-from schemas.dataset.order import Step
-from trainer.data.collate import CollatedBatch, ReaderKeyedJaggedTensor, num_tuples
-from trainer.data.lookup import (
+from presage.schemas.arrays import offsets_of
+from presage.schemas.dataset.order import Step
+from presage.trainer.data.collate import CollatedBatch, ReaderKeyedJaggedTensor, num_tuples
+from presage.trainer.data.lookup import (
     Inverse,
     KeyedBags,
     TableLookup,

@@ -23,8 +23,8 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from schemas.arrays import Array, offsets_of
-from trainer.data import batch as kernels
+from presage.schemas.arrays import Array, offsets_of
+from presage.trainer.data import batch as kernels
 
 _INT32_MAX = 2**31 - 1
 

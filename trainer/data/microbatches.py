@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from schemas.arrays import find_sorted
-from schemas.dataset.order import Step
-from trainer.data import batch as kernels
-from trainer.data.collate import CollatedBatch
+from presage.schemas.arrays import find_sorted
+from presage.schemas.dataset.order import Step
+from presage.trainer.data import batch as kernels
+from presage.trainer.data.collate import CollatedBatch
 
 # ---- Microbatches of a step, all of them or those of one process ----
 #

@@ -19,17 +19,24 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from schemas.arrays import offsets_of
-from schemas.dataset.checked_files import CheckedFile
-from schemas.dataset.defaults import missing_column_defaults, read_with_defaults
-from schemas.dataset.group_files import read_group
-from schemas.dataset.opened import OpenDataset, Segment
-from schemas.dataset.order import Order, Step, blocks_of_rank, runs_of_ranks
-from schemas.layout import DATA_DIRECTORIES, EVALUATION, TRAIN, part_path
-from trainer.data.collate import CollatedBatch, PartOfBlock, Range, RowGroupBlocks, collate
-from trainer.data.decode import SAMPLES, BatchSpec, BlockCounts, RowGroup, decode, padding_row_group
-from trainer.data.microbatches import Microbatches, make_microbatches
-from trainer.data.shared_row_groups import SharedRowGroups, open_shared_row_groups
+from presage.schemas.arrays import offsets_of
+from presage.schemas.dataset.checked_files import CheckedFile
+from presage.schemas.dataset.defaults import missing_column_defaults, read_with_defaults
+from presage.schemas.dataset.group_files import read_group
+from presage.schemas.dataset.opened import OpenDataset, Segment
+from presage.schemas.dataset.order import Order, Step, blocks_of_rank, runs_of_ranks
+from presage.schemas.layout import DATA_DIRECTORIES, EVALUATION, TRAIN, part_path
+from presage.trainer.data.collate import CollatedBatch, PartOfBlock, Range, RowGroupBlocks, collate
+from presage.trainer.data.decode import (
+    SAMPLES,
+    BatchSpec,
+    BlockCounts,
+    RowGroup,
+    decode,
+    padding_row_group,
+)
+from presage.trainer.data.microbatches import Microbatches, make_microbatches
+from presage.trainer.data.shared_row_groups import SharedRowGroups, open_shared_row_groups
 
 CACHE_BYTES = 512 << 20
 """Decoded row groups that training keeps, besides those with blocks that are still to be read."""

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from trainer.data import batch as kernels
-from trainer.data.lookup import Inverse, inverse_of
+from presage.trainer.data import batch as kernels
+from presage.trainer.data.lookup import Inverse, inverse_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,10 +24,10 @@ from typing import Any
 
 import numpy as np
 
-from schemas.arrays import Array
-from schemas.machine import SHARED_MEMORY, free_bytes
-from schemas.storage.locks import lock_file
-from trainer.data.decode import Lists, RowGroup, whole_array
+from presage.schemas.arrays import Array
+from presage.schemas.machine import SHARED_MEMORY, free_bytes
+from presage.schemas.storage.locks import lock_file
+from presage.trainer.data.decode import Lists, RowGroup, whole_array
 
 MIN_FREE_BYTES = 2 << 30
 """Shared memory that must be free; containers often have 64 MiB."""

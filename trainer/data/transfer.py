@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from schemas.errors import SchemaError
+from presage.schemas.errors import SchemaError
 
 T = TypeVar("T")
 _ALIGNMENT = 64

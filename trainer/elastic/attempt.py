@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 
-from schemas.dataset.manifest import canonical_json
-from schemas.errors import SchemaError
-from schemas.run.records import RENDEZVOUS
-from schemas.storage.location import Location
-from schemas.typed_values import from_json
-from trainer.elastic.shared_rows import SharedStores
-from trainer.run.output import read_run_object
-from trainer.run.setup import Rollbacks
-from trainer.steps import DatasetExtent
+from presage.schemas.dataset.manifest import canonical_json
+from presage.schemas.errors import SchemaError
+from presage.schemas.run.records import RENDEZVOUS
+from presage.schemas.storage.location import Location
+from presage.schemas.typed_values import from_json
+from presage.trainer.elastic.shared_rows import SharedStores
+from presage.trainer.run.output import read_run_object
+from presage.trainer.run.setup import Rollbacks
+from presage.trainer.steps import DatasetExtent
 
 TOKEN = "token"
 """File of the run with the token of its replicas."""
@@ -75,7 +75,7 @@ def read_rendezvous(run: Location) -> Rendezvous:
     except (OSError, ValueError) as error:
         raise SchemaError(
             f"run cannot be joined by replicas: {error}; start it with "
-            "python -m trainer train --replicas 0",
+            "python -m presage.trainer train --replicas 0",
             file=str(path),
         ) from error
 

@@ -21,12 +21,16 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import IO
 
-from schemas.errors import SchemaError
-from trainer.recovery import Drain
-from trainer.runtime import close_pipes, request_leave
+from presage.schemas.errors import SchemaError
+from presage.trainer.recovery import Drain
+from presage.trainer.runtime import close_pipes, request_leave
 
 logger = logging.getLogger(__name__)
-PRELOADED = ["trainer.elastic.launcher", "trainer.elastic.worker", "trainer.train"]
+PRELOADED = [
+    "presage.trainer.elastic.launcher",
+    "presage.trainer.elastic.worker",
+    "presage.trainer.train",
+]
 
 
 class ForkedChild:
@@ -93,7 +97,7 @@ def run_restarted(
     """Train in a forked process; fork another one, which resumes, if it is killed.
 
     Args:
-        arguments: of `python -m trainer`.
+        arguments: of `python -m presage.trainer`.
         drain: passed on to the process; once asked, it is not restarted.
         restarts: maximum number.
         can_resume: returns whether there is a run to resume.
@@ -134,4 +138,4 @@ def _run(arguments: list[str], files: list[Connection]) -> None:
         os.dup2(file.fileno(), number)
         file.close()
     Path("/proc/self/comm").write_text(f"presage-{arguments[0]}", encoding="utf-8")
-    raise SystemExit(import_module("trainer.__main__").main(arguments, forked=True))
+    raise SystemExit(import_module("presage.trainer.__main__").main(arguments, forked=True))

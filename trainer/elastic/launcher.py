@@ -14,10 +14,10 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from schemas.config.job import Job, load_job
-from schemas.errors import SchemaError
-from schemas.machine import num_cores
-from schemas.run.records import (
+from presage.schemas.config.job import Job, load_job
+from presage.schemas.errors import SchemaError
+from presage.schemas.machine import num_cores
+from presage.schemas.run.records import (
     EXIT_BEHIND,
     EXIT_HUNG,
     METRICS,
@@ -26,27 +26,27 @@ from schemas.run.records import (
     StepMetric,
     read_summary,
 )
-from schemas.run.run_manifest import LOGS, SMALL_FILES, RunLogTail, fetch_run
-from schemas.storage.location import Location
-from schemas.storage.versions import writer_id
-from trainer.checkpoint.load import newest_checkpoint, step_of
-from trainer.checkpoint.manager import claim_leftovers
-from trainer.components import layouts_of
-from trainer.data.decode import spec_of
-from trainer.data.transfer import device_of
-from trainer.elastic.attempt import TOKEN, Rendezvous, remove_rendezvous, write_rendezvous
-from trainer.elastic.membership import Lighthouse
-from trainer.elastic.shared_rows import BUFFER_BYTES, SharedStores, launch_shared_stores
-from trainer.growing.follow import FollowedDataset
-from trainer.options import TrainOptions
-from trainer.recovery import Drain, DrainInterrupt, Watchdog, resume_hint
-from trainer.run.checkpoints import check_room, copy_bytes_of
-from trainer.run.folder import run_lock
-from trainer.run.ledger import truncate_logs
-from trainer.run.output import rows_are_lost
-from trainer.run.setup import Rollbacks, first_checkpoint, open_run, with_rollbacks
-from trainer.run.upload import RunUploader, SupersededError, begin_attempt, training_folder
-from trainer.runtime import (
+from presage.schemas.run.run_manifest import LOGS, SMALL_FILES, RunLogTail, fetch_run
+from presage.schemas.storage.location import Location
+from presage.schemas.storage.versions import writer_id
+from presage.trainer.checkpoint.load import newest_checkpoint, step_of
+from presage.trainer.checkpoint.manager import claim_leftovers
+from presage.trainer.components import layouts_of
+from presage.trainer.data.decode import spec_of
+from presage.trainer.data.transfer import device_of
+from presage.trainer.elastic.attempt import TOKEN, Rendezvous, remove_rendezvous, write_rendezvous
+from presage.trainer.elastic.membership import Lighthouse
+from presage.trainer.elastic.shared_rows import BUFFER_BYTES, SharedStores, launch_shared_stores
+from presage.trainer.growing.follow import FollowedDataset
+from presage.trainer.options import TrainOptions
+from presage.trainer.recovery import Drain, DrainInterrupt, Watchdog, resume_hint
+from presage.trainer.run.checkpoints import check_room, copy_bytes_of
+from presage.trainer.run.folder import run_lock
+from presage.trainer.run.ledger import truncate_logs
+from presage.trainer.run.output import rows_are_lost
+from presage.trainer.run.setup import Rollbacks, first_checkpoint, open_run, with_rollbacks
+from presage.trainer.run.upload import RunUploader, SupersededError, begin_attempt, training_folder
+from presage.trainer.runtime import (
     ChildProcess,
     close_pipes,
     end_children,
@@ -54,13 +54,13 @@ from trainer.runtime import (
     request_leave,
     start_child,
 )
-from trainer.stores.remote.wire import write_token
-from trainer.stores.store import RowsLostError
+from presage.trainer.stores.remote.wire import write_token
+from presage.trainer.stores.store import RowsLostError
 
 logger = logging.getLogger(__name__)
 
 StartChild = Callable[[Sequence[str]], ChildProcess]
-"""Starts `python -m trainer` with some arguments; the process ends with its stdin."""
+"""Starts `python -m presage.trainer` with some arguments; the process ends with its stdin."""
 _POLL_SEC, URL_POLL_SEC = 0.1, 2.0
 """Interval of polls of processes and of a run's folder, and of its URL."""
 _END_SEC = 10.0
@@ -125,7 +125,7 @@ class LocalReplicas:
 
         Args:
             run: run folder or URL with a `Rendezvous`.
-            arguments: of `python -m trainer replica`, in addition to those of each replica.
+            arguments: of `python -m presage.trainer replica`, in addition to those of each replica.
             launch: number of replicas, and how they are started.
         """
         self._run, self._arguments, self._launch = run, arguments, launch

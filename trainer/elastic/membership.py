@@ -26,11 +26,11 @@ from typing import Any
 
 from torchft.coordination import LighthouseClient, LighthouseServer, Quorum, QuorumMember
 
-from schemas.errors import SchemaError
-from schemas.typed_values import from_json
-from trainer.agreement import Agreement, Member, ReplicaStatus
-from trainer.stores.remote.connection import Access
-from trainer.stores.remote.wire import Certificate, check_address, check_host
+from presage.schemas.errors import SchemaError
+from presage.schemas.typed_values import from_json
+from presage.trainer.agreement import Agreement, Member, ReplicaStatus
+from presage.trainer.stores.remote.connection import Access
+from presage.trainer.stores.remote.wire import Certificate, check_address, check_host
 
 logger = logging.getLogger(__name__)
 _TICK_MS = 10

@@ -14,27 +14,27 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.flight as fl
 
-from schemas.arrays import Array
-from schemas.errors import SchemaError
-from schemas.storage.location import Location
-from trainer.agreement import CommittedStep
-from trainer.checkpoint.format import Buffer, from_bytes, to_buffers
-from trainer.checkpoint.load import load_rows, newest_checkpoint, step_of, verify_checkpoint
-from trainer.elastic.state_copy import RowsCopy
-from trainer.embedding.cache import DirectSource
-from trainer.embedding.module import Embedding
-from trainer.run_rows import RunRows
-from trainer.steps import Span
-from trainer.stores.local import LocalStore
-from trainer.stores.remote.connection import Access, connect
-from trainer.stores.remote.wire import (
+from presage.schemas.arrays import Array
+from presage.schemas.errors import SchemaError
+from presage.schemas.storage.location import Location
+from presage.trainer.agreement import CommittedStep
+from presage.trainer.checkpoint.format import Buffer, from_bytes, to_buffers
+from presage.trainer.checkpoint.load import load_rows, newest_checkpoint, step_of, verify_checkpoint
+from presage.trainer.elastic.state_copy import RowsCopy
+from presage.trainer.embedding.cache import DirectSource
+from presage.trainer.embedding.module import Embedding
+from presage.trainer.run_rows import RunRows
+from presage.trainer.steps import Span
+from presage.trainer.stores.local import LocalStore
+from presage.trainer.stores.remote.connection import Access, connect
+from presage.trainer.stores.remote.wire import (
     AUTHORIZATION,
     Certificate,
     TokenCheck,
     read_certificate,
     scheme_of,
 )
-from trainer.stores.store import BehindError, Records, Store, TableLayout, WriteBack
+from presage.trainer.stores.store import BehindError, Records, Store, TableLayout, WriteBack
 
 STATE, SUMS, PING = "state", "sums", "ping"
 _CHUNK_BYTES = 4 << 20

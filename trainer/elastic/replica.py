@@ -18,20 +18,32 @@ from functools import partial
 
 import numpy as np
 
-from schemas.arrays import Array
-from trainer.agreement import Agreement, CommittedStep, ReplicaStatus
-from trainer.checkpoint.dense_state import load_state, state_of
-from trainer.compute import MicrobatchCompute
-from trainer.data.microbatches import Microbatches
-from trainer.elastic.membership import Membership, ReplicaOptions
-from trainer.elastic.peer_state import MemoryRows, PeerAddresses, PeerClient, PeerError, PeerServer
-from trainer.elastic.shared_rows import SharedRows
-from trainer.elastic.sums import LostPeerError, SplitPlanner, SumsExchange, SumsShape, unpack_sums
-from trainer.loop import Agreeing, Peers, StepTotal, TrainingLoop
-from trainer.run.output import RunOutput
-from trainer.run.run_context import RunContext
-from trainer.step import PartialSums, Tree
-from trainer.steps import NO_MICROBATCHES
+from presage.schemas.arrays import Array
+from presage.trainer.agreement import Agreement, CommittedStep, ReplicaStatus
+from presage.trainer.checkpoint.dense_state import load_state, state_of
+from presage.trainer.compute import MicrobatchCompute
+from presage.trainer.data.microbatches import Microbatches
+from presage.trainer.elastic.membership import Membership, ReplicaOptions
+from presage.trainer.elastic.peer_state import (
+    MemoryRows,
+    PeerAddresses,
+    PeerClient,
+    PeerError,
+    PeerServer,
+)
+from presage.trainer.elastic.shared_rows import SharedRows
+from presage.trainer.elastic.sums import (
+    LostPeerError,
+    SplitPlanner,
+    SumsExchange,
+    SumsShape,
+    unpack_sums,
+)
+from presage.trainer.loop import Agreeing, Peers, StepTotal, TrainingLoop
+from presage.trainer.run.output import RunOutput
+from presage.trainer.run.run_context import RunContext
+from presage.trainer.step import PartialSums, Tree
+from presage.trainer.steps import NO_MICROBATCHES
 
 
 class ReplicaPeers(Peers):

@@ -11,27 +11,27 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.arrays import Array
-from schemas.config.train import TrainConfig
-from schemas.oracle.cache_plan import Keyframe
-from schemas.storage.location import Location
-from trainer.checkpoint.load import load_rows, step_of, verify_checkpoint
-from trainer.elastic.peer_state import ROWS, rows_from_arrays, rows_to_arrays
-from trainer.embedding.cache import (
+from presage.schemas.arrays import Array
+from presage.schemas.config.train import TrainConfig
+from presage.schemas.oracle.cache_plan import Keyframe
+from presage.schemas.storage.location import Location
+from presage.trainer.checkpoint.load import load_rows, step_of, verify_checkpoint
+from presage.trainer.elastic.peer_state import ROWS, rows_from_arrays, rows_to_arrays
+from presage.trainer.embedding.cache import (
     CachedRows,
     DirectSource,
     PlannedCache,
     arrays_of_cached,
     cached_of,
 )
-from trainer.embedding.changes import Changes, EvictedDirtyRows
-from trainer.embedding.module import Embedding
-from trainer.run_rows import RunRows
-from trainer.steps import Span, plans_of_span
-from trainer.stores.factory import STORE, open_store
-from trainer.stores.remote.client import RemoteStore
-from trainer.stores.remote.processes import TOKEN
-from trainer.stores.store import (
+from presage.trainer.embedding.changes import Changes, EvictedDirtyRows
+from presage.trainer.embedding.module import Embedding
+from presage.trainer.run_rows import RunRows
+from presage.trainer.steps import Span, plans_of_span
+from presage.trainer.stores.factory import STORE, open_store
+from presage.trainer.stores.remote.client import RemoteStore
+from presage.trainer.stores.remote.processes import TOKEN
+from presage.trainer.stores.store import (
     BehindError,
     Records,
     RowsAndRecords,

@@ -8,10 +8,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.embedding.cache import DirectSource
-from trainer.embedding.changes import UsedPositions
-from trainer.stores.local import LocalStore
-from trainer.stores.store import WriteBack, empty_records
+from presage.trainer.embedding.cache import DirectSource
+from presage.trainer.embedding.changes import UsedPositions
+from presage.trainer.stores.local import LocalStore
+from presage.trainer.stores.store import WriteBack, empty_records
 
 Positions = Mapping[str, NDArray[np.int32]]
 _CHUNK_ROWS = 1 << 12

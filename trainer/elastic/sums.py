@@ -21,14 +21,14 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import ProcessGroupGloo
 
-from schemas.dataset.order import split_by_work
-from trainer.agreement import Agreement
-from trainer.elastic.membership import ReplicaOptions
-from trainer.elastic.peer_state import PeerClient, PeerError
-from trainer.embedding.kernels.interface import RowSums
-from trainer.step import Node, PartialSums, Tree
-from trainer.steps import NO_MICROBATCHES
-from trainer.stores.remote.wire import check_address
+from presage.schemas.dataset.order import split_by_work
+from presage.trainer.agreement import Agreement
+from presage.trainer.elastic.membership import ReplicaOptions
+from presage.trainer.elastic.peer_state import PeerClient, PeerError
+from presage.trainer.embedding.kernels.interface import RowSums
+from presage.trainer.step import Node, PartialSums, Tree
+from presage.trainer.steps import NO_MICROBATCHES
+from presage.trainer.stores.remote.wire import check_address
 
 SPLIT_AHEAD_STEPS = 2
 """Steps that splits are fixed in advance."""

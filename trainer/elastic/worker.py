@@ -9,35 +9,35 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from schemas.config.job import Job, load_job
-from schemas.config.train import SAVE, WAIT, LimitsConfig
-from schemas.dataset.opened import OpenDataset
-from schemas.errors import PlanError, SchemaError
-from schemas.paths import path_or_url
-from schemas.run.records import PHASES
-from schemas.storage.location import Location
-from trainer.checkpoint.fingerprint import fingerprint_of
-from trainer.checkpoint.load import load_checkpoint, newest_checkpoint, verify_checkpoint
-from trainer.components import Components, build_components, layouts_of
-from trainer.compute import MicrobatchCompute, WholeBatchCompute
-from trainer.data.decode import BatchSpec
-from trainer.data.transfer import select_device
-from trainer.elastic.attempt import Rendezvous
-from trainer.elastic.membership import ReplicaOptions
-from trainer.elastic.peer_state import MemoryRows
-from trainer.elastic.replica import ReplicaPeers
-from trainer.elastic.shared_rows import SharedRows, WriteBuffer
-from trainer.growing.follow import FollowedDataset
-from trainer.growing.frontier import Frontier, extent_at_step
-from trainer.options import TrainOptions
-from trainer.recovery import Drain, Watchdog, resume_hint
-from trainer.run.folder import check_run, read_identity
-from trainer.run.output import RunOutput, replica_folder, report_lost_rows
-from trainer.step import Clock
-from trainer.stores.factory import store_access
-from trainer.stores.remote.client import open_remote_store
-from trainer.stores.store import BehindError, RowsLostError
-from trainer.train import OpenedRows, Process, ResumeHints, train_process
+from presage.schemas.config.job import Job, load_job
+from presage.schemas.config.train import SAVE, WAIT, LimitsConfig
+from presage.schemas.dataset.opened import OpenDataset
+from presage.schemas.errors import PlanError, SchemaError
+from presage.schemas.paths import path_or_url
+from presage.schemas.run.records import PHASES
+from presage.schemas.storage.location import Location
+from presage.trainer.checkpoint.fingerprint import fingerprint_of
+from presage.trainer.checkpoint.load import load_checkpoint, newest_checkpoint, verify_checkpoint
+from presage.trainer.components import Components, build_components, layouts_of
+from presage.trainer.compute import MicrobatchCompute, WholeBatchCompute
+from presage.trainer.data.decode import BatchSpec
+from presage.trainer.data.transfer import select_device
+from presage.trainer.elastic.attempt import Rendezvous
+from presage.trainer.elastic.membership import ReplicaOptions
+from presage.trainer.elastic.peer_state import MemoryRows
+from presage.trainer.elastic.replica import ReplicaPeers
+from presage.trainer.elastic.shared_rows import SharedRows, WriteBuffer
+from presage.trainer.growing.follow import FollowedDataset
+from presage.trainer.growing.frontier import Frontier, extent_at_step
+from presage.trainer.options import TrainOptions
+from presage.trainer.recovery import Drain, Watchdog, resume_hint
+from presage.trainer.run.folder import check_run, read_identity
+from presage.trainer.run.output import RunOutput, replica_folder, report_lost_rows
+from presage.trainer.step import Clock
+from presage.trainer.stores.factory import store_access
+from presage.trainer.stores.remote.client import open_remote_store
+from presage.trainer.stores.store import BehindError, RowsLostError
+from presage.trainer.train import OpenedRows, Process, ResumeHints, train_process
 
 SYNC = "sync"
 

@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.arrays import Array, find_sorted
-from schemas.errors import SchemaError
-from schemas.oracle.cache_plan import UNUSED, Keyframe, PlanStep
-from trainer.embedding.changes import Changes, UsedPositions
-from trainer.stores.local import LocalStore
-from trainer.stores.store import (
+from presage.schemas.arrays import Array, find_sorted
+from presage.schemas.errors import SchemaError
+from presage.schemas.oracle.cache_plan import UNUSED, Keyframe, PlanStep
+from presage.trainer.embedding.changes import Changes, UsedPositions
+from presage.trainer.stores.local import LocalStore
+from presage.trainer.stores.store import (
     GatheredRows,
     Records,
     RowsInPlace,

@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.arrays import Array
-from trainer.stores.local import Arena, ArrayTable, MappedArena
-from trainer.stores.store import (
+from presage.schemas.arrays import Array
+from presage.trainer.stores.local import Arena, ArrayTable, MappedArena
+from presage.trainer.stores.store import (
     GatheredRows,
     Records,
     RowsInPlace,

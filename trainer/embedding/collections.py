@@ -31,15 +31,21 @@ from torchrec.modules.embedding_modules import (
 )
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from schemas.config.train import SparseOptimizerConfig
-from schemas.dataset.hints import TableHints
-from schemas.errors import first_difference
-from trainer.data.kjt_lookups import OrderedKeyedTensor, batch_from_kjt
-from trainer.data.lookup import take_unsorted
-from trainer.embedding.fused import ExternalRows, FusedRows, PooledStep, SequenceStep, fused_outputs
-from trainer.embedding.ranks import has_ranks
-from trainer.embedding.state_tensor import pack, unpack
-from trainer.stores.store import Records
+from presage.schemas.config.train import SparseOptimizerConfig
+from presage.schemas.dataset.hints import TableHints
+from presage.schemas.errors import first_difference
+from presage.trainer.data.kjt_lookups import OrderedKeyedTensor, batch_from_kjt
+from presage.trainer.data.lookup import take_unsorted
+from presage.trainer.embedding.fused import (
+    ExternalRows,
+    FusedRows,
+    PooledStep,
+    SequenceStep,
+    fused_outputs,
+)
+from presage.trainer.embedding.ranks import has_ranks
+from presage.trainer.embedding.state_tensor import pack, unpack
+from presage.trainer.stores.store import Records
 
 _CPU = torch.device("cpu")
 T = TypeVar("T", bound="Collection")
@@ -174,7 +180,7 @@ class Collection(nn.Module):
             raise ValueError(
                 "gradients were changed after the backward pass, which had updated the rows by "
                 "them, as by GradScaler or clip_grad_norm_; update rows by "
-                "trainer.embedding.optimizer.RowOptimizer"
+                "presage.trainer.embedding.optimizer.RowOptimizer"
             )
 
     def _apply(self: T, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> T:
@@ -435,7 +441,7 @@ def _check(tables: Sequence[BaseEmbeddingConfig], device: torch.device | None) -
         if not isinstance(table.init_fn, functools.partial):
             warnings.warn(
                 f"init_fn of table {table.name!r} is ignored: initial values are a hash of the "
-                "row; set others by trainer.embedding.collections.set_rows",
+                "row; set others by presage.trainer.embedding.collections.set_rows",
                 stacklevel=3,
             )
 
@@ -471,7 +477,7 @@ def planner_constraints(tables: Mapping[str, TableHints]) -> dict[str, Parameter
     """Return constraints for `EmbeddingShardingPlanner`, by table.
 
     Args:
-        tables: from `schemas.dataset.hints.read_hints`.
+        tables: from `presage.schemas.dataset.hints.read_hints`.
     """
     return {
         name: ParameterConstraints(

@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from schemas.errors import SchemaError
-from trainer.data.transfer import to_device
-from trainer.embedding.cache import CacheSlots, PlannedCache, RowsOfTables, TablePlan
-from trainer.stores.store import (
+from presage.schemas.errors import SchemaError
+from presage.trainer.data.transfer import to_device
+from presage.trainer.embedding.cache import CacheSlots, PlannedCache, RowsOfTables, TablePlan
+from presage.trainer.stores.store import (
     GatheredRows,
     Records,
     RowsInPlace,

@@ -18,17 +18,17 @@ from itertools import groupby
 import numpy as np
 import torch
 
-from schemas.config.train import TrainConfig
-from trainer.data.collate import CollatedBatch
-from trainer.data.lookup import Inverse, segment_sums, take, transpose_on_device
-from trainer.data.microbatches import Microbatches, single_microbatch
-from trainer.data.shared import SharedFeatures
-from trainer.data.transfer import host_block, upload
-from trainer.embedding.cache import RowsOfTables, RowSource
-from trainer.embedding.device_cache import DeviceCache
-from trainer.embedding.kernels.torch_ops import update_rows
-from trainer.embedding.module import Embedding, TableSpec
-from trainer.stores.store import GatheredRows, Records, RowReader
+from presage.schemas.config.train import TrainConfig
+from presage.trainer.data.collate import CollatedBatch
+from presage.trainer.data.lookup import Inverse, segment_sums, take, transpose_on_device
+from presage.trainer.data.microbatches import Microbatches, single_microbatch
+from presage.trainer.data.shared import SharedFeatures
+from presage.trainer.data.transfer import host_block, upload
+from presage.trainer.embedding.cache import RowsOfTables, RowSource
+from presage.trainer.embedding.device_cache import DeviceCache
+from presage.trainer.embedding.kernels.torch_ops import update_rows
+from presage.trainer.embedding.module import Embedding, TableSpec
+from presage.trainer.stores.store import GatheredRows, Records, RowReader
 
 
 class HostRows:

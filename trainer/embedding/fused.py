@@ -1,7 +1,7 @@
 """Rows that collections update in the backward pass, as FBGEMM's fused optimizers do.
 
 `FusedRows` selects rows from where they are: memory, or a source such as
-`trainer.own_loops.EmbeddingRows`. With several ranks of torch.distributed, every rank has
+`presage.trainer.own_loops.EmbeddingRows`. With several ranks of torch.distributed, every rank has
 all rows and updates them by the mean gradient of all ranks. `FusedRows.defer` keeps gradients for
 an optimizer, which updates the rows later.
 """
@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 from torch import nn
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
-from schemas.arrays import Array
-from schemas.config.train import SparseOptimizerConfig
-from trainer.data.collate import CollatedBatch
-from trainer.data.lookup import inverse_of
-from trainer.embedding.cache import RowsOfTables
-from trainer.embedding.kernels import compiled
-from trainer.embedding.kernels.interface import (
+from presage.schemas.arrays import Array
+from presage.schemas.config.train import SparseOptimizerConfig
+from presage.trainer.data.collate import CollatedBatch
+from presage.trainer.data.lookup import inverse_of
+from presage.trainer.embedding.cache import RowsOfTables
+from presage.trainer.embedding.kernels import compiled
+from presage.trainer.embedding.kernels.interface import (
     ArenaRows,
     RowRule,
     TableRows,
@@ -35,11 +35,16 @@ from trainer.embedding.kernels.interface import (
     state_width,
     without_readers,
 )
-from trainer.embedding.module import MicrobatchLookups, arena_rows
-from trainer.embedding.pooling import call_with_gradients
-from trainer.embedding.ranks import RowGradients, average_over_ranks, sum_gradients, world_size
-from trainer.stores.local import memory_store
-from trainer.stores.store import (
+from presage.trainer.embedding.module import MicrobatchLookups, arena_rows
+from presage.trainer.embedding.pooling import call_with_gradients
+from presage.trainer.embedding.ranks import (
+    RowGradients,
+    average_over_ranks,
+    sum_gradients,
+    world_size,
+)
+from presage.trainer.stores.local import memory_store
+from presage.trainer.stores.store import (
     GatheredRows,
     Records,
     RowsAndRecords,
@@ -135,7 +140,7 @@ class FusedRows:
             raise ValueError(
                 "collection with a source cannot be copied or pickled: table "
                 f"{next(iter(self.layouts))!r}; make the copy without source, and set its rows by "
-                "trainer.embedding.collections.set_rows"
+                "presage.trainer.embedding.collections.set_rows"
             )
         rows = {table: self.contents(table) for table in self.layouts}
         cleared = {"_group": None, "_deferred": None, "_deferred_rows": {}}

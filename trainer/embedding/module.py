@@ -18,13 +18,13 @@ from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from schemas.config.train import TrainConfig
-from trainer.data.collate import CollatedBatch
-from trainer.data.lookup import take_unsorted
-from trainer.data.microbatches import Microbatches, single_microbatch
-from trainer.embedding.cache import RowSource
-from trainer.embedding.kernels import compiled
-from trainer.embedding.kernels.interface import (
+from presage.schemas.config.train import TrainConfig
+from presage.trainer.data.collate import CollatedBatch
+from presage.trainer.data.lookup import take_unsorted
+from presage.trainer.data.microbatches import Microbatches, single_microbatch
+from presage.trainer.embedding.cache import RowSource
+from presage.trainer.embedding.kernels import compiled
+from presage.trainer.embedding.kernels.interface import (
     ArenaRows,
     RowRule,
     RowSums,
@@ -33,8 +33,8 @@ from trainer.embedding.kernels.interface import (
     rule_at,
     without_readers,
 )
-from trainer.embedding.pooling import Pooling
-from trainer.stores.store import GatheredRows, RowReader, TableLayout, initial_records
+from presage.trainer.embedding.pooling import Pooling
+from presage.trainer.stores.store import GatheredRows, RowReader, TableLayout, initial_records
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,7 +210,7 @@ class Embedding(nn.Module):
                 return lookups
         raise ValueError(
             "KeyedJaggedTensor is not `sparse` of an open batch; pass that, or use "
-            "trainer.embedding.collections, which take any"
+            "presage.trainer.embedding.collections, which take any"
         )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.embedding.collections import Collection
+from presage.trainer.embedding.collections import Collection
 
 
 class RowOptimizer(torch.optim.Optimizer):
@@ -35,7 +35,7 @@ class RowOptimizer(torch.optim.Optimizer):
         self._rows = [rows for each in collections for rows in each.fused_rows()]
         if not self._rows:
             raise ValueError(
-                "model has no collection of trainer.embedding.collections: "
+                "model has no collection of presage.trainer.embedding.collections: "
                 f"{type(model).__name__}; use an optimizer of torch"
             )
         groups: list[dict[str, Any]] = [

@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 import torch
 from torch.autograd.function import once_differentiable
 
-from trainer.data.collate import CollatedBatch
-from trainer.data.lookup import Inverse
-from trainer.data.shared import SharedFeatures
-from trainer.embedding.kernels import compiled
-from trainer.embedding.kernels.interface import (
+from presage.trainer.data.collate import CollatedBatch
+from presage.trainer.data.lookup import Inverse
+from presage.trainer.data.shared import SharedFeatures
+from presage.trainer.embedding.kernels import compiled
+from presage.trainer.embedding.kernels.interface import (
     ArenaRows,
     FeatureBags,
     GroupSamples,

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from schemas.arrays import Array
+from presage.schemas.arrays import Array
 
 
 def pack(header: Mapping[str, Any], arrays: Mapping[str, Array]) -> torch.Tensor:

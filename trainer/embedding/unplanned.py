@@ -9,10 +9,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.errors import PlanError, SchemaError
-from trainer.embedding.cache import DirectSource, RowsOfTables, RowSource
-from trainer.stores.local import RowMap
-from trainer.stores.store import (
+from presage.schemas.errors import PlanError, SchemaError
+from presage.trainer.embedding.cache import DirectSource, RowsOfTables, RowSource
+from presage.trainer.stores.local import RowMap
+from presage.trainer.stores.store import (
     GatheredRows,
     RowsInPlace,
     Store,

@@ -7,33 +7,33 @@ from pathlib import Path
 
 import torch
 
-from schemas.config.job import Job, load_job
-from schemas.config.train import EVALUATE
-from schemas.dataset.opened import (
+from presage.schemas.config.job import Job, load_job
+from presage.schemas.config.train import EVALUATE
+from presage.schemas.dataset.opened import (
     OpenDataset,
     open_dataset,
     select_segments,
     select_segments_by_hash,
 )
-from schemas.layout import MANIFEST
-from schemas.run.records import RUN_FILE
-from schemas.storage.location import Location
-from trainer.checkpoint.fingerprint import check_model, fingerprint_of
-from trainer.checkpoint.load import (
+from presage.schemas.layout import MANIFEST
+from presage.schemas.run.records import RUN_FILE
+from presage.schemas.storage.location import Location
+from presage.trainer.checkpoint.fingerprint import check_model, fingerprint_of
+from presage.trainer.checkpoint.load import (
     load_checkpoint,
     open_rows,
     require_checkpoint,
     verify_checkpoint,
 )
-from trainer.components import Components, build_components, order_of, uses_shared_features
-from trainer.data.collate import CollatedBatch, move_batch
-from trainer.data.decode import spec_of
-from trainer.data.reader import Reader
-from trainer.data.transfer import device_of
-from trainer.evaluation.metrics import Evaluation, MetricColumns, Metrics, columns_of
-from trainer.recovery import Watchdog
-from trainer.run.folder import check_run, check_schema, read_identity
-from trainer.stores.store import RowReader
+from presage.trainer.components import Components, build_components, order_of, uses_shared_features
+from presage.trainer.data.collate import CollatedBatch, move_batch
+from presage.trainer.data.decode import spec_of
+from presage.trainer.data.reader import Reader
+from presage.trainer.data.transfer import device_of
+from presage.trainer.evaluation.metrics import Evaluation, MetricColumns, Metrics, columns_of
+from presage.trainer.recovery import Watchdog
+from presage.trainer.run.folder import check_run, check_schema, read_identity
+from presage.trainer.stores.store import RowReader
 
 
 def evaluate_run(

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from schemas.config.train import TrainConfig
-from schemas.dataset.opened import OpenDataset
-from schemas.hashing import as_bits, splitmix64
-from trainer.data.collate import CollatedBatch
+from presage.schemas.config.train import TrainConfig
+from presage.schemas.dataset.opened import OpenDataset
+from presage.schemas.hashing import as_bits, splitmix64
+from presage.trainer.data.collate import CollatedBatch
 
 Floats = NDArray[np.float64]
 

@@ -12,19 +12,19 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from schemas.config.job import Job
-from schemas.dataset.manifest import DatasetManifest, read_dataset
-from schemas.dataset.opened import OpenDataset, open_dataset, select_segments_by_hash
-from schemas.dataset.run_next_uses import SharedNextUses
-from schemas.errors import SchemaError
-from schemas.layout import TRAIN
-from schemas.storage.leases import Lease
-from schemas.storage.location import Location
-from schemas.storage.versions import Versions
-from trainer.components import order_of
-from trainer.options import TrainOptions
-from trainer.recovery import Drain
-from trainer.steps import DatasetExtent, Span, horizon_of, next_action
+from presage.schemas.config.job import Job
+from presage.schemas.dataset.manifest import DatasetManifest, read_dataset
+from presage.schemas.dataset.opened import OpenDataset, open_dataset, select_segments_by_hash
+from presage.schemas.dataset.run_next_uses import SharedNextUses
+from presage.schemas.errors import SchemaError
+from presage.schemas.layout import TRAIN
+from presage.schemas.storage.leases import Lease
+from presage.schemas.storage.location import Location
+from presage.schemas.storage.versions import Versions
+from presage.trainer.components import order_of
+from presage.trainer.options import TrainOptions
+from presage.trainer.recovery import Drain
+from presage.trainer.steps import DatasetExtent, Span, horizon_of, next_action
 
 
 class FollowedDataset:
@@ -163,7 +163,7 @@ class FollowedDataset:
         ids = [s.id for s in span.dataset.segments]
         self.wait_reason = (
             f"{len(ids)} segments are committed, the last is {ids[-1]}, and the dataset is not "
-            f"sealed; append segments, or run python -m pipelines seal {self.location}"
+            f"sealed; append segments, or run python -m presage.pipelines seal {self.location}"
         )
         return span
 

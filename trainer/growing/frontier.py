@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-from schemas.arrays import Array
-from schemas.dataset.order import Order
-from schemas.errors import PlanError, SchemaError
-from trainer.growing.follow import FollowedDataset
-from trainer.recovery import Drain
-from trainer.steps import DatasetExtent, Span, next_action
-from trainer.stores.store import BehindError
+from presage.schemas.arrays import Array
+from presage.schemas.dataset.order import Order
+from presage.schemas.errors import PlanError, SchemaError
+from presage.trainer.growing.follow import FollowedDataset
+from presage.trainer.recovery import Drain
+from presage.trainer.steps import DatasetExtent, Span, next_action
+from presage.trainer.stores.store import BehindError
 
 FRONTIER = "frontier"
 """Name of `Frontier.state` among the arrays of a state."""
@@ -221,7 +221,7 @@ def extent_at_step(order: Order, agreed: DatasetExtent, train_step: int) -> Data
         train_step: of the run.
 
     Example:
-        >>> from schemas.config.job import OrderConfig
+        >>> from presage.schemas.config.job import OrderConfig
         >>> order = Order((4, 3, 1), 2, epochs=2, config=OrderConfig())
         >>> first = DatasetExtent(num_segments=1, sealed=False)
         >>> [extent_at_step(order, first, step).num_segments for step in (2, 3, 4, 5)]

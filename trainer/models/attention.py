@@ -17,10 +17,10 @@ from torch import nn
 from torch.nn import functional as F
 from torchrec.modules.mlp import MLP
 
-from schemas.config.job import TrainConfig
-from trainer.data.attention_layout import HistoryLayout, QueryBuckets, lay_out_histories
-from trainer.data.collate import CollatedBatch
-from trainer.models.shared_compute import (
+from presage.schemas.config.job import TrainConfig
+from presage.trainer.data.attention_layout import HistoryLayout, QueryBuckets, lay_out_histories
+from presage.trainer.data.collate import CollatedBatch
+from presage.trainer.models.shared_compute import (
     DENSE,
     GroupVectors,
     columns_of,
@@ -212,7 +212,8 @@ def build(
         config: `model.history` and `model.target`, and the seed of the initial dense parameters.
         features: sparse features in concatenation order.
         num_dense: number of dense features; 0: no bottom MLP.
-        embedding: with the look-ups of `trainer.embedding.module.Embedding`, in `config.dtype`.
+        embedding: with the look-ups of `presage.trainer.embedding.module.Embedding`, in
+            `config.dtype`.
         kind: the class to build, for export.
 
     Returns:

@@ -22,9 +22,9 @@ import torch.nn.functional as F
 from torch import nn
 from torchrec.modules.mlp import MLP
 
-from trainer.data.collate import CollatedBatch
-from trainer.data.lookup import take
-from trainer.data.shared import find_dense_group
+from presage.trainer.data.collate import CollatedBatch
+from presage.trainer.data.lookup import take
+from presage.trainer.data.shared import find_dense_group
 
 DENSE = "dense features"
 """Key of dense features, or of the output of a bottom MLP, in `GroupVectors.vectors`."""

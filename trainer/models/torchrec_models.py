@@ -19,15 +19,15 @@ from torchrec.models.deepfm import SimpleDeepFMNN
 from torchrec.models.dlrm import DLRM, DLRM_DCN
 from torchrec.modules.mlp import MLP
 
-from schemas.config.train import TrainConfig
-from trainer.data.collate import CollatedBatch
-from trainer.data.lookup import Inverse, take
-from trainer.data.shared import SharedFeatures
-from trainer.data.transfer import to_device
-from trainer.embedding.kernels.compiled import CompiledInteractions
-from trainer.embedding.kernels.interface import Vectors
-from trainer.embedding.kernels.torch_ops import TorchInteractions
-from trainer.models.shared_compute import (
+from presage.schemas.config.train import TrainConfig
+from presage.trainer.data.collate import CollatedBatch
+from presage.trainer.data.lookup import Inverse, take
+from presage.trainer.data.shared import SharedFeatures
+from presage.trainer.data.transfer import to_device
+from presage.trainer.embedding.kernels.compiled import CompiledInteractions
+from presage.trainer.embedding.kernels.interface import Vectors
+from presage.trainer.embedding.kernels.torch_ops import TorchInteractions
+from presage.trainer.models.shared_compute import (
     DENSE,
     GroupVectors,
     columns_of,
@@ -88,10 +88,11 @@ def _build(config: TrainConfig, make: Callable[[], M]) -> M:
 
 # ---- DLRM ----
 #
-# A shared row is a distinct combination of unique tuples (`trainer.data.shared.SharedFeatures`).
-# Per shared row, `DlrmModel` computes the bottom MLP, the products of its own vectors, and its term
-# of the first top layer, which is a sum over its inputs. Products between a sample's vectors and
-# its shared row run row by row, for all samples of a row at once.
+# A shared row is a distinct combination of unique tuples
+# (`presage.trainer.data.shared.SharedFeatures`). Per shared row, `DlrmModel` computes the bottom
+# MLP, the products of its own vectors, and its term of the first top layer, which is a sum over its
+# inputs. Products between a sample's vectors and its shared row run row by row, for all samples of
+# a row at once.
 #
 #     combined = [bottom(dense), sparse...]          DLRM's vectors, n of them
 #     inputs   = [bottom(dense), combined_a . combined_b for a < b]

@@ -8,22 +8,22 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from schemas.config.job import Job
-from schemas.config.train import CacheConfig, CheckpointConfig
-from schemas.errors import SchemaError
-from schemas.machine import free_bytes
-from trainer.checkpoint.files import has_files, step_of_newest
-from trainer.checkpoint.fingerprint import fingerprint_of
-from trainer.checkpoint.load import newest_checkpoint, step_of
-from trainer.checkpoint.manager import BackgroundSaver, claim_leftovers, dense_bytes
-from trainer.checkpoint.save import save_checkpoint
-from trainer.checkpoint.snapshot import DATA_OFFSET, copy_bytes, no_room
-from trainer.components import Components, build_components
-from trainer.data.decode import spec_of
-from trainer.embedding.changes import Changes
-from trainer.run.run_context import RunContext
-from trainer.steps import Span
-from trainer.stores.store import RowsLostError
+from presage.schemas.config.job import Job
+from presage.schemas.config.train import CacheConfig, CheckpointConfig
+from presage.schemas.errors import SchemaError
+from presage.schemas.machine import free_bytes
+from presage.trainer.checkpoint.files import has_files, step_of_newest
+from presage.trainer.checkpoint.fingerprint import fingerprint_of
+from presage.trainer.checkpoint.load import newest_checkpoint, step_of
+from presage.trainer.checkpoint.manager import BackgroundSaver, claim_leftovers, dense_bytes
+from presage.trainer.checkpoint.save import save_checkpoint
+from presage.trainer.checkpoint.snapshot import DATA_OFFSET, copy_bytes, no_room
+from presage.trainer.components import Components, build_components
+from presage.trainer.data.decode import spec_of
+from presage.trainer.embedding.changes import Changes
+from presage.trainer.run.run_context import RunContext
+from presage.trainer.steps import Span
+from presage.trainer.stores.store import RowsLostError
 
 
 def copy_bytes_of(

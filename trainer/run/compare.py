@@ -12,13 +12,13 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.arrays import Array
-from schemas.errors import SchemaError
-from schemas.run.records import METRICS, read_metrics
-from trainer.checkpoint.files import CheckpointManifest, read_checkpoint_manifest
-from trainer.checkpoint.format import read_parts
-from trainer.checkpoint.load import read_dense, require_checkpoint
-from trainer.stores.store import RowsAndRecords, select
+from presage.schemas.arrays import Array
+from presage.schemas.errors import SchemaError
+from presage.schemas.run.records import METRICS, read_metrics
+from presage.trainer.checkpoint.files import CheckpointManifest, read_checkpoint_manifest
+from presage.trainer.checkpoint.format import read_parts
+from presage.trainer.checkpoint.load import read_dense, require_checkpoint
+from presage.trainer.stores.store import RowsAndRecords, select
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,16 +20,16 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from schemas.config.job import Job, TableConfig, load_job
-from schemas.config.train import CheckpointConfig
-from schemas.errors import SchemaError, suggest_name
-from schemas.features import load_features
-from schemas.layout import JOB, SCHEMA
-from schemas.rows import ids_of, rows_of_ids
-from schemas.run.records import CHECKPOINTS
-from schemas.storage.local_files import sync_directory
-from schemas.storage.location import Location, copy_errors_name
-from trainer.checkpoint.files import (
+from presage.schemas.config.job import Job, TableConfig, load_job
+from presage.schemas.config.train import CheckpointConfig
+from presage.schemas.errors import SchemaError, suggest_name
+from presage.schemas.features import load_features
+from presage.schemas.layout import JOB, SCHEMA
+from presage.schemas.rows import ids_of, rows_of_ids
+from presage.schemas.run.records import CHECKPOINTS
+from presage.schemas.storage.local_files import sync_directory
+from presage.schemas.storage.location import Location, copy_errors_name
+from presage.trainer.checkpoint.files import (
     PLAN_FILE,
     CheckpointManifest,
     FileChecksum,
@@ -41,13 +41,13 @@ from trainer.checkpoint.files import (
     remove_stale,
     write_checkpoint_manifest,
 )
-from trainer.checkpoint.format import RowPart, from_bytes, write_part
-from trainer.checkpoint.manager import claim_leftovers
-from trainer.run.folder import read_identity, run_lock
-from trainer.run.upload import RunUploader, work_folder
-from trainer.stores.bucket_files import clear_directory
-from trainer.stores.factory import STORE
-from trainer.stores.store import RowsAndRecords, select
+from presage.trainer.checkpoint.format import RowPart, from_bytes, write_part
+from presage.trainer.checkpoint.manager import claim_leftovers
+from presage.trainer.run.folder import read_identity, run_lock
+from presage.trainer.run.upload import RunUploader, work_folder
+from presage.trainer.stores.bucket_files import clear_directory
+from presage.trainer.stores.factory import STORE
+from presage.trainer.stores.store import RowsAndRecords, select
 
 Rows = NDArray[np.int64]
 
@@ -170,7 +170,7 @@ def trainers_of(run: Path) -> Iterator[int]:
     for folder in sorted(Path("/proc").glob("[0-9]*"), key=lambda p: int(p.name)):
         with suppress(OSError):  # it has ended, or belongs to another user
             words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")
-            if int(folder.name) == os.getpid() or "trainer" not in words:
+            if int(folder.name) == os.getpid() or not {"trainer", "presage.trainer"} & {*words}:
                 continue
             cwd = (folder / "cwd").readlink()
             if any(word and (cwd / word).resolve() == run_path for word in words):

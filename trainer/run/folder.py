@@ -15,14 +15,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from schemas.config.job import TableConfig
-from schemas.config.train import TrainConfig
-from schemas.dataset.files import replace_bytes, sync_file
-from schemas.dataset.manifest import canonical_json
-from schemas.dataset.opened import OpenDataset, read_version
-from schemas.errors import SchemaError, first_difference, shown
-from schemas.layout import BLOCKS, JOB, SCHEMA, TRAIN
-from schemas.run.records import (
+from presage.schemas.config.job import TableConfig
+from presage.schemas.config.train import TrainConfig
+from presage.schemas.dataset.files import replace_bytes, sync_file
+from presage.schemas.dataset.manifest import canonical_json
+from presage.schemas.dataset.opened import OpenDataset, read_version
+from presage.schemas.errors import SchemaError, first_difference, shown
+from presage.schemas.layout import BLOCKS, JOB, SCHEMA, TRAIN
+from presage.schemas.run.records import (
     LEDGER,
     METRICS,
     RUN_FILE,
@@ -33,10 +33,10 @@ from schemas.run.records import (
     read_metrics,
     to_line,
 )
-from schemas.run.run_manifest import LOGS, read_newest_state
-from schemas.storage.location import Location
-from schemas.storage.locks import directory_lock
-from schemas.typed_values import from_json
+from presage.schemas.run.run_manifest import LOGS, read_newest_state
+from presage.schemas.storage.location import Location
+from presage.schemas.storage.locks import directory_lock
+from presage.schemas.typed_values import from_json
 
 # ---- Identity: what must be equal for a run to be continued ----
 

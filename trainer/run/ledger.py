@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 
-from schemas.arrays import Array
-from schemas.dataset.files import replace_bytes
-from schemas.errors import SchemaError
-from schemas.run.records import LEDGER, METRICS, LedgerEntry, StepMetric, to_line
-from schemas.storage.locks import lock_file
+from presage.schemas.arrays import Array
+from presage.schemas.dataset.files import replace_bytes
+from presage.schemas.errors import SchemaError
+from presage.schemas.run.records import LEDGER, METRICS, LedgerEntry, StepMetric, to_line
+from presage.schemas.storage.locks import lock_file
 
 _BLOCK = 1 << 12
 LOCK_SEC = 10.0

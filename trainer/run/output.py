@@ -16,15 +16,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
-from schemas.config.train import CheckpointConfig
-from schemas.run.records import RENDEZVOUS
-from schemas.run.run_manifest import LOGS, SMALL_FILES, fetch_run
-from schemas.storage.location import Location
-from trainer.checkpoint.files import step_of_newest
-from trainer.checkpoint.manager import claim_leftovers
-from trainer.recovery import DrainInterrupt
-from trainer.run.upload import NEWEST, RunUploader, SupersededError, locked_folder
-from trainer.stores.store import RowsLostError
+from presage.schemas.config.train import CheckpointConfig
+from presage.schemas.run.records import RENDEZVOUS
+from presage.schemas.run.run_manifest import LOGS, SMALL_FILES, fetch_run
+from presage.schemas.storage.location import Location
+from presage.trainer.checkpoint.files import step_of_newest
+from presage.trainer.checkpoint.manager import claim_leftovers
+from presage.trainer.recovery import DrainInterrupt
+from presage.trainer.run.upload import NEWEST, RunUploader, SupersededError, locked_folder
+from presage.trainer.stores.store import RowsLostError
 
 logger = logging.getLogger(__name__)
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from schemas.config.job import Job
-from trainer.components import Components
-from trainer.options import TrainOptions
-from trainer.run_rows import RunRows
-from trainer.steps import Span, StepReader
+from presage.schemas.config.job import Job
+from presage.trainer.components import Components
+from presage.trainer.options import TrainOptions
+from presage.trainer.run_rows import RunRows
+from presage.trainer.steps import Span, StepReader
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,20 +10,25 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from schemas.config.job import Job
-from schemas.config.train import WAIT
-from schemas.dataset.opened import OpenDataset, open_dataset, segment_hashes, select_segments
-from schemas.errors import SchemaError
-from schemas.run.records import CHECKPOINTS, METRICS, RUN_FILE
-from schemas.storage.location import Location
-from trainer.checkpoint.files import complete_checkpoints, set_aside
-from trainer.checkpoint.load import newest_checkpoint, step_of, verify_checkpoint
-from trainer.checkpoint.manager import claim_leftovers
-from trainer.components import order_of
-from trainer.growing.follow import FollowedDataset
-from trainer.options import TrainOptions
-from trainer.recovery import Drain, Watchdog
-from trainer.run.folder import (
+from presage.schemas.config.job import Job
+from presage.schemas.config.train import WAIT
+from presage.schemas.dataset.opened import (
+    OpenDataset,
+    open_dataset,
+    segment_hashes,
+    select_segments,
+)
+from presage.schemas.errors import SchemaError
+from presage.schemas.run.records import CHECKPOINTS, METRICS, RUN_FILE
+from presage.schemas.storage.location import Location
+from presage.trainer.checkpoint.files import complete_checkpoints, set_aside
+from presage.trainer.checkpoint.load import newest_checkpoint, step_of, verify_checkpoint
+from presage.trainer.checkpoint.manager import claim_leftovers
+from presage.trainer.components import order_of
+from presage.trainer.growing.follow import FollowedDataset
+from presage.trainer.options import TrainOptions
+from presage.trainer.recovery import Drain, Watchdog
+from presage.trainer.run.folder import (
     RunIdentity,
     RunOrigin,
     check_no_run,
@@ -34,14 +39,14 @@ from trainer.run.folder import (
     start_run,
     write_dataset,
 )
-from trainer.run.ledger import steps_with_lines
-from trainer.run.warm_start import (
+from presage.trainer.run.ledger import steps_with_lines
+from presage.trainer.run.warm_start import (
     WarmStart,
     open_warm_start,
     untrained_segments,
     write_initial_checkpoint,
 )
-from trainer.stores.store import RowsLostError
+from presage.trainer.stores.store import RowsLostError
 
 logger = logging.getLogger(__name__)
 

@@ -30,11 +30,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
-from schemas.config.train import CheckpointConfig
-from schemas.errors import SchemaError
-from schemas.layout import MANIFEST
-from schemas.run.records import CHECKPOINTS, METRICS
-from schemas.run.run_manifest import (
+from presage.schemas.config.train import CheckpointConfig
+from presage.schemas.errors import SchemaError
+from presage.schemas.layout import MANIFEST
+from presage.schemas.run.records import CHECKPOINTS, METRICS
+from presage.schemas.run.run_manifest import (
     ALL,
     LOGS,
     OBJECTS,
@@ -47,10 +47,10 @@ from schemas.run.run_manifest import (
     matching_objects,
     read_newest_state,
 )
-from schemas.storage.location import Location, StorageError
-from schemas.storage.locks import lock_file
-from schemas.storage.versions import Versions, backoff, writer_id
-from trainer.checkpoint.files import (
+from presage.schemas.storage.location import Location, StorageError
+from presage.schemas.storage.locks import lock_file
+from presage.schemas.storage.versions import Versions, backoff, writer_id
+from presage.trainer.checkpoint.files import (
     FileChecksum,
     checksum_of,
     complete_checkpoints,
@@ -58,9 +58,9 @@ from trainer.checkpoint.files import (
     read_checkpoint_manifest,
     step_of_newest,
 )
-from trainer.checkpoint.manager import claim_leftovers
-from trainer.recovery import Drain, DrainInterrupt
-from trainer.run.folder import check_no_run, has_run
+from presage.trainer.checkpoint.manager import claim_leftovers
+from presage.trainer.recovery import Drain, DrainInterrupt
+from presage.trainer.run.folder import check_no_run, has_run
 
 logger = logging.getLogger(__name__)
 

@@ -18,18 +18,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.arrays import find_sorted
-from schemas.config.job import Job
-from schemas.dataset.files import sha256_of
-from schemas.dataset.manifest import previous_names
-from schemas.dataset.opened import OpenDataset, Segment, all_segment_hashes
-from schemas.errors import SchemaError
-from schemas.layout import MANIFEST
-from schemas.run.records import CHECKPOINTS, RUN_FILE
-from schemas.run.run_manifest import local_run
-from schemas.storage.location import Location
-from trainer.checkpoint.dense_state import load_state
-from trainer.checkpoint.files import (
+from presage.schemas.arrays import find_sorted
+from presage.schemas.config.job import Job
+from presage.schemas.dataset.files import sha256_of
+from presage.schemas.dataset.manifest import previous_names
+from presage.schemas.dataset.opened import OpenDataset, Segment, all_segment_hashes
+from presage.schemas.errors import SchemaError
+from presage.schemas.layout import MANIFEST
+from presage.schemas.run.records import CHECKPOINTS, RUN_FILE
+from presage.schemas.run.run_manifest import local_run
+from presage.schemas.storage.location import Location
+from presage.trainer.checkpoint.dense_state import load_state
+from presage.trainer.checkpoint.files import (
     DENSE_FILE,
     CheckpointManifest,
     NewCheckpoint,
@@ -37,12 +37,17 @@ from trainer.checkpoint.files import (
     folder_name,
     remove_checkpoint,
 )
-from trainer.checkpoint.fingerprint import check_model, fingerprint_of, parse_fingerprint
-from trainer.checkpoint.load import read_dense, require_checkpoint, table_rows, verify_checkpoint
-from trainer.components import build_components, layouts_of
-from trainer.data.decode import spec_of
-from trainer.run.folder import RunIdentity, RunOrigin, check_schema, read_identity
-from trainer.stores.store import RowsAndRecords, TableLayout
+from presage.trainer.checkpoint.fingerprint import check_model, fingerprint_of, parse_fingerprint
+from presage.trainer.checkpoint.load import (
+    read_dense,
+    require_checkpoint,
+    table_rows,
+    verify_checkpoint,
+)
+from presage.trainer.components import build_components, layouts_of
+from presage.trainer.data.decode import spec_of
+from presage.trainer.run.folder import RunIdentity, RunOrigin, check_schema, read_identity
+from presage.trainer.stores.store import RowsAndRecords, TableLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

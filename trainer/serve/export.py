@@ -23,15 +23,15 @@ from torch import nn
 from torch.export import Dim, ExportedProgram, export, save
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
-from schemas.arrays import Array
-from schemas.config.job import Job, load_job
-from schemas.config.train import TrainConfig
-from schemas.dataset.files import sha256_of
-from schemas.errors import SchemaError
-from schemas.features import load_features
-from schemas.layout import JOB, MANIFEST, SCHEMA
-from schemas.run.model_file import PROGRAM, Lineage, ModelManifest, rows_paths, write_model
-from schemas.run.model_inputs import (
+from presage.schemas.arrays import Array
+from presage.schemas.config.job import Job, load_job
+from presage.schemas.config.train import TrainConfig
+from presage.schemas.dataset.files import sha256_of
+from presage.schemas.errors import SchemaError
+from presage.schemas.features import load_features
+from presage.schemas.layout import JOB, MANIFEST, SCHEMA
+from presage.schemas.run.model_file import PROGRAM, Lineage, ModelManifest, rows_paths, write_model
+from presage.schemas.run.model_inputs import (
     DENSE,
     HISTORY,
     MIN_SAMPLES,
@@ -41,27 +41,27 @@ from schemas.run.model_inputs import (
     rows_key,
     weights_key,
 )
-from schemas.run.records import RUN_FILE
-from schemas.run.run_manifest import local_run
-from schemas.storage.location import Location
-from trainer.checkpoint.dense_state import load_state
-from trainer.checkpoint.files import DENSE_FILE, CheckpointManifest
-from trainer.checkpoint.format import NpyFile
-from trainer.checkpoint.load import (
+from presage.schemas.run.records import RUN_FILE
+from presage.schemas.run.run_manifest import local_run
+from presage.schemas.storage.location import Location
+from presage.trainer.checkpoint.dense_state import load_state
+from presage.trainer.checkpoint.files import DENSE_FILE, CheckpointManifest
+from presage.trainer.checkpoint.format import NpyFile
+from presage.trainer.checkpoint.load import (
     CheckpointTable,
     read_dense,
     require_checkpoint,
     table_rows,
     verify_checkpoint,
 )
-from trainer.components import build_model, layouts_of, table_specs
-from trainer.data.attention_layout import QueryBuckets
-from trainer.data.decode import BatchSpec, spec_of_columns
-from trainer.embedding.cache import DirectSource
-from trainer.embedding.module import Embedding
-from trainer.models.attention import AttentionModel, build
-from trainer.run.folder import has_run, read_identity
-from trainer.stores.local import memory_store
+from presage.trainer.components import build_model, layouts_of, table_specs
+from presage.trainer.data.attention_layout import QueryBuckets
+from presage.trainer.data.decode import BatchSpec, spec_of_columns
+from presage.trainer.embedding.cache import DirectSource
+from presage.trainer.embedding.module import Embedding
+from presage.trainer.models.attention import AttentionModel, build
+from presage.trainer.run.folder import has_run, read_identity
+from presage.trainer.stores.local import memory_store
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -252,7 +252,7 @@ class ServedLookups:
     """Look-ups as named tensors, in place of a KeyedJaggedTensor.
 
     Attributes:
-        inputs: by the names of `schemas.run.model_inputs`.
+        inputs: by the names of `presage.schemas.run.model_inputs`.
     """
 
     inputs: Tensors
@@ -279,7 +279,7 @@ class ServedVectors:
 
 @dataclass(frozen=True, slots=True)
 class ServedBatch:
-    """The part of an expanded `trainer.data.collate.CollatedBatch` that models read."""
+    """The part of an expanded `presage.trainer.data.collate.CollatedBatch` that models read."""
 
     dense: torch.Tensor
     sparse: ServedLookups

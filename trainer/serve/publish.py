@@ -18,10 +18,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from schemas.dataset.files import sha256_of
-from schemas.errors import SchemaError
-from schemas.layout import JOB, MANIFEST, SCHEMA
-from schemas.run.model_file import (
+from presage.schemas.dataset.files import sha256_of
+from presage.schemas.errors import SchemaError
+from presage.schemas.layout import JOB, MANIFEST, SCHEMA
+from presage.schemas.run.model_file import (
     PROGRAM,
     TEXTS,
     ChangesManifest,
@@ -38,11 +38,11 @@ from schemas.run.model_file import (
     write_changes_manifest,
     write_model,
 )
-from schemas.run.records import RUN_FILE
-from schemas.run.run_manifest import local_run
-from schemas.storage.location import Location, local_copy, new_folder
-from trainer.checkpoint.format import RowPart
-from trainer.serve.export import (
+from presage.schemas.run.records import RUN_FILE
+from presage.schemas.run.run_manifest import local_run
+from presage.schemas.storage.location import Location, local_copy, new_folder
+from presage.trainer.checkpoint.format import RowPart
+from presage.trainer.serve.export import (
     ExportedCheckpoint,
     export_run,
     manifest_of,
@@ -51,7 +51,7 @@ from trainer.serve.export import (
     texts_of,
     write_rows,
 )
-from trainer.stores.store import Records, RowsAndRecords, chunks_of, merge_newest
+from presage.trainer.stores.store import Records, RowsAndRecords, chunks_of, merge_newest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,10 +19,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.arrays import Array
-from schemas.errors import SchemaError
-from schemas.storage.location import Location
-from trainer.stores.store import (
+from presage.schemas.arrays import Array
+from presage.schemas.errors import SchemaError
+from presage.schemas.storage.location import Location
+from presage.trainer.stores.store import (
     Records,
     RowsAndRecords,
     TableLayout,

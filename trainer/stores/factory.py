@@ -20,19 +20,19 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from schemas.config.train import StoresConfig, TrainConfig
-from schemas.dataset.files import replace_bytes
-from schemas.dataset.manifest import canonical_json
-from schemas.errors import SchemaError
-from schemas.paths import resolve_beside
-from schemas.run.records import STORE_OWNER
-from schemas.storage.location import Location
-from trainer.stores.future_log import log_store
-from trainer.stores.local import memory_store, mmap_store
-from trainer.stores.remote.client import open_remote_store
-from trainer.stores.remote.connection import Access, read_access
-from trainer.stores.remote.processes import TOKEN, StoreProcesses
-from trainer.stores.store import Store, TableLayout
+from presage.schemas.config.train import StoresConfig, TrainConfig
+from presage.schemas.dataset.files import replace_bytes
+from presage.schemas.dataset.manifest import canonical_json
+from presage.schemas.errors import SchemaError
+from presage.schemas.paths import resolve_beside
+from presage.schemas.run.records import STORE_OWNER
+from presage.schemas.storage.location import Location
+from presage.trainer.stores.future_log import log_store
+from presage.trainer.stores.local import memory_store, mmap_store
+from presage.trainer.stores.remote.client import open_remote_store
+from presage.trainer.stores.remote.connection import Access, read_access
+from presage.trainer.stores.remote.processes import TOKEN, StoreProcesses
+from presage.trainer.stores.store import Store, TableLayout
 
 STORE = "store"
 """Folder of the run for rows outside of memory."""

@@ -29,14 +29,14 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.arrays import find_sorted
-from schemas.dataset.accesses import RowNumbering
-from schemas.dataset.opened import OpenDataset
-from schemas.dataset.order import Order
-from schemas.dataset.run_next_uses import next_steps
-from schemas.errors import PlanError, SchemaError
-from schemas.oracle.cache_plan import NEVER_AGAIN
-from trainer.stores.bucket_files import (
+from presage.schemas.arrays import find_sorted
+from presage.schemas.dataset.accesses import RowNumbering
+from presage.schemas.dataset.opened import OpenDataset
+from presage.schemas.dataset.order import Order
+from presage.schemas.dataset.run_next_uses import next_steps
+from presage.schemas.errors import PlanError, SchemaError
+from presage.schemas.oracle.cache_plan import NEVER_AGAIN
+from presage.trainer.stores.bucket_files import (
     MERGE_CHUNK_BYTES,
     BucketFiles,
     Entries,
@@ -44,7 +44,7 @@ from trainer.stores.bucket_files import (
     clear_directory,
     concatenate_entries,
 )
-from trainer.stores.store import (
+from presage.trainer.stores.store import (
     Records,
     RowsAndRecords,
     TableLayout,

@@ -12,18 +12,18 @@ from typing import IO
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.arrays import Array
-from schemas.errors import SchemaError
-from schemas.hashing import splitmix64
-from schemas.kernels import arrays as kernels
-from trainer.stores.bucket_files import (
+from presage.schemas.arrays import Array
+from presage.schemas.errors import SchemaError
+from presage.schemas.hashing import splitmix64
+from presage.schemas.kernels import arrays as kernels
+from presage.trainer.stores.bucket_files import (
     MERGE_CHUNK_BYTES,
     BucketFiles,
     Entries,
     SortedRuns,
     clear_directory,
 )
-from trainer.stores.store import (
+from presage.trainer.stores.store import (
     GatheredRows,
     Records,
     RowsAndRecords,

@@ -14,9 +14,9 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.arrays import Array
-from schemas.errors import SchemaError
-from schemas.rows import initial_rows
+from presage.schemas.arrays import Array
+from presage.schemas.errors import SchemaError
+from presage.schemas.rows import initial_rows
 
 _CHUNK_BYTES, _CHUNK_ROWS = 4 << 20, 1 << 14
 """Bytes and rows of one chunk of `Store.contents`, at most."""

@@ -17,8 +17,8 @@ from kubernetes.config import load_incluster_config, load_kube_config
 from kubernetes.config.config_exception import ConfigException
 from kubernetes.utils.quantity import parse_quantity
 
-from scheduler.drivers.kubernetes.pod_manifest import MANAGER, ClusterConfig
-from schemas.errors import PlanError
+from presage.scheduler.drivers.kubernetes.pod_manifest import MANAGER, ClusterConfig
+from presage.schemas.errors import PlanError
 
 APPLY, MERGE = "application/apply-patch+yaml", "application/strategic-merge-patch+json"
 CONNECT_SEC, ANSWER_SEC = 3.0, 20.0

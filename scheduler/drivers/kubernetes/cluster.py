@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from scheduler.drivers.base import (
+from presage.scheduler.drivers.base import (
     NO_RESOURCES,
     Endpoint,
     ExitStatus,
@@ -19,7 +19,7 @@ from scheduler.drivers.base import (
     instance_of,
     newest_name,
 )
-from scheduler.drivers.kubernetes.api_server import (
+from presage.scheduler.drivers.kubernetes.api_server import (
     CONFLICT,
     INVALID,
     ApiRefusedError,
@@ -30,14 +30,14 @@ from scheduler.drivers.kubernetes.api_server import (
     Watch,
     connect,
 )
-from scheduler.drivers.kubernetes.pod import (
+from presage.scheduler.drivers.kubernetes.pod import (
     STOP_SEC,
     TrackedPod,
     has_ended,
     output_of,
     resize_result,
 )
-from scheduler.drivers.kubernetes.pod_manifest import (
+from presage.scheduler.drivers.kubernetes.pod_manifest import (
     INSTANCE,
     JOB,
     PROCESS,
@@ -50,8 +50,8 @@ from scheduler.drivers.kubernetes.pod_manifest import (
     secret_name,
     secret_of,
 )
-from scheduler.drivers.observations import last_line, read_output
-from schemas.errors import PlanError
+from presage.scheduler.drivers.observations import last_line, read_output
+from presage.schemas.errors import PlanError
 
 RETRY_SEC = 2.0
 """Delay after an unanswered request or a rejected deletion, and between two checks of Pods that the

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-from scheduler.drivers.base import ExitStatus, ResourceRequest
-from scheduler.drivers.kubernetes.api_server import millicores, quantity
+from presage.scheduler.drivers.base import ExitStatus, ResourceRequest
+from presage.scheduler.drivers.kubernetes.api_server import millicores, quantity
 
 Pod = Mapping[str, Any]
 SIGNALLED = 128

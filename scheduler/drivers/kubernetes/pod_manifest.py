@@ -11,10 +11,10 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from scheduler.drivers.base import CERTIFICATE, KEY, TOKEN, Endpoint, ResourceRequest
-from schemas.config.parse import read_yaml
-from schemas.errors import SchemaError
-from schemas.storage.location import Location
+from presage.scheduler.drivers.base import CERTIFICATE, KEY, TOKEN, Endpoint, ResourceRequest
+from presage.schemas.config.parse import read_yaml
+from presage.schemas.errors import SchemaError
+from presage.schemas.storage.location import Location
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,9 +2,17 @@
 
 from collections.abc import Sequence
 
-from scheduler.controller.events import BudgetSet, Ended, Event, Read, Started, Stepped, Tick
-from scheduler.controller.handle import handle
-from scheduler.controller.state import Action, JobState, State
+from presage.scheduler.controller.events import (
+    BudgetSet,
+    Ended,
+    Event,
+    Read,
+    Started,
+    Stepped,
+    Tick,
+)
+from presage.scheduler.controller.handle import handle
+from presage.scheduler.controller.state import Action, JobState, State
 from tests.scheduler.controller.world import MIB, check_logged, submitted
 
 FREQUENT = (Read, Stepped, Tick)

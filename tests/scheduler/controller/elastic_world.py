@@ -6,10 +6,18 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from scheduler.controller.events import Ended, Event, Moved, Preempted, Started, Stepped, Tick
-from scheduler.controller.handle import handle
-from scheduler.controller.slots import NUM_RANGES, initial_owners
-from scheduler.controller.state import Action, JobState, State, Status
+from presage.scheduler.controller.events import (
+    Ended,
+    Event,
+    Moved,
+    Preempted,
+    Started,
+    Stepped,
+    Tick,
+)
+from presage.scheduler.controller.handle import handle
+from presage.scheduler.controller.slots import NUM_RANGES, initial_owners
+from presage.scheduler.controller.state import Action, JobState, State, Status
 from tests.scheduler.controller.world import BATCH, STEPS_PER_SEGMENT, check_laws, check_logged
 
 NOBODY = -1

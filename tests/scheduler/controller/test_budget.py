@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from scheduler.controller.events import BudgetSet
+from presage.scheduler.controller.events import BudgetSet
 from tests.scheduler.controller.bench import Bench
 from tests.scheduler.controller.world import GIB, check_waiting, submitted
 from tests.scheduler.small_job import FACTS

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.controller.log import decode, encode
-from scheduler.controller.state import State
+from presage.scheduler.controller.log import decode, encode
+from presage.scheduler.controller.state import State
 from tests.scheduler.controller.bench import Bench
 from tests.scheduler.controller.world import BUDGET, submitted
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from scheduler.controller.budget import candidate_sizes
-from scheduler.controller.events import BudgetSet, Ended, LoadKnown, Moved
-from scheduler.controller.handle import handle
-from scheduler.controller.slots import (
+from presage.scheduler.controller.budget import candidate_sizes
+from presage.scheduler.controller.events import BudgetSet, Ended, LoadKnown, Moved
+from presage.scheduler.controller.handle import handle
+from presage.scheduler.controller.slots import (
     MAX_LOAD_RATIO,
     NUM_RANGES,
     RETRY_SEC,
@@ -18,8 +18,8 @@ from scheduler.controller.slots import (
     redistribute,
     store_loads,
 )
-from scheduler.controller.state import Action
-from schemas.errors import PlanError
+from presage.scheduler.controller.state import Action
+from presage.schemas.errors import PlanError
 from tests.scheduler.controller.bench import Bench, labels
 from tests.scheduler.controller.world import BUDGET, check_laws, submitted
 

@@ -3,11 +3,11 @@
 from collections import Counter
 from dataclasses import replace
 
-from scheduler.controller.events import Ended, LoadKnown, Moved
-from scheduler.controller.handle import handle
-from scheduler.controller.slots import RETRY_SEC, max_ranges, plan_levelling
-from scheduler.controller.state import State
-from scheduler.planner.correction import Change, Correction
+from presage.scheduler.controller.events import Ended, LoadKnown, Moved
+from presage.scheduler.controller.handle import handle
+from presage.scheduler.controller.slots import RETRY_SEC, max_ranges, plan_levelling
+from presage.scheduler.controller.state import State
+from presage.scheduler.planner.correction import Change, Correction
 from tests.scheduler.controller.bench import Bench, labels
 from tests.scheduler.controller.test_elastic import (
     AMPLE,

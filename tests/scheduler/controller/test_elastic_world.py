@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from scheduler.controller.events import Drained, LoadKnown, Submitted
-from scheduler.controller.slots import NUM_RANGES
-from scheduler.controller.state import ENDED_PHASES
+from presage.scheduler.controller.events import Drained, LoadKnown, Submitted
+from presage.scheduler.controller.slots import NUM_RANGES
+from presage.scheduler.controller.state import ENDED_PHASES
 from tests.scheduler.controller.elastic_world import ElasticWorld, Kind
 from tests.scheduler.controller.test_elastic import AMPLE, STORES
 from tests.scheduler.controller.world import STEPS_PER_SEGMENT, submitted

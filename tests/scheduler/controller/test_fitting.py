@@ -4,21 +4,21 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from scheduler.controller.budget import allocate
-from scheduler.controller.cores import MAX_READINGS, MIN_CPUS
-from scheduler.controller.events import BudgetSet, Drained, Ended, Read, Resized
-from scheduler.controller.handle import CORES_REDUCED
-from scheduler.controller.predictions import remaining_work
-from scheduler.controller.reconcile import RESIZE_RETRY_SEC, is_settled
-from scheduler.controller.state import (
+from presage.scheduler.controller.budget import allocate
+from presage.scheduler.controller.cores import MAX_READINGS, MIN_CPUS
+from presage.scheduler.controller.events import BudgetSet, Drained, Ended, Read, Resized
+from presage.scheduler.controller.handle import CORES_REDUCED
+from presage.scheduler.controller.predictions import remaining_work
+from presage.scheduler.controller.reconcile import RESIZE_RETRY_SEC, is_settled
+from presage.scheduler.controller.state import (
     CORE_TICKS,
     Action,
     UsageWindow,
     booked_resources,
     job_of_document,
 )
-from scheduler.model.elasticity import GROWTH, HEADROOM, NEED_MARGIN, CoreReadings
-from scheduler.model.predict import training_setting
+from presage.scheduler.model.elasticity import GROWTH, HEADROOM, NEED_MARGIN, CoreReadings
+from presage.scheduler.model.predict import training_setting
 from tests.scheduler.controller.bench import Bench
 from tests.scheduler.controller.world import BUDGET, GIB, check_laws, check_waiting, submitted
 

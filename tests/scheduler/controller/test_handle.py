@@ -3,10 +3,18 @@
 import re
 from dataclasses import replace
 
-from scheduler.controller.events import BudgetSet, Drained, Ended, LoadKnown, Moved, Preempted, Tick
-from scheduler.controller.handle import handle
-from scheduler.controller.state import Action
-from scheduler.planner.correction import COOL_DOWN_SEC, NUM_TICKS
+from presage.scheduler.controller.events import (
+    BudgetSet,
+    Drained,
+    Ended,
+    LoadKnown,
+    Moved,
+    Preempted,
+    Tick,
+)
+from presage.scheduler.controller.handle import handle
+from presage.scheduler.controller.state import Action
+from presage.scheduler.planner.correction import COOL_DOWN_SEC, NUM_TICKS
 from tests.scheduler.controller.bench import GROWS, Bench, grow_until, labels
 from tests.scheduler.controller.world import BUDGET, GIB, submitted
 

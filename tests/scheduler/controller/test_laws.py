@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scheduler.controller.events import Drained, Event
-from scheduler.controller.handle import handle
-from scheduler.controller.state import Action, State
+from presage.scheduler.controller.events import Drained, Event
+from presage.scheduler.controller.handle import handle
+from presage.scheduler.controller.state import Action, State
 from tests.scheduler.controller.world import BUDGET, GIB, STEPS_PER_SEGMENT, World, run, submitted
 
 JOBS = {

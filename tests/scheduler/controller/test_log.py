@@ -13,8 +13,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from scheduler.__main__ import main
-from scheduler.controller.events import (
+from presage.scheduler.__main__ import main
+from presage.scheduler.controller.events import (
     Drained,
     Ended,
     Event,
@@ -27,8 +27,8 @@ from scheduler.controller.events import (
     Stepped,
     Tick,
 )
-from scheduler.controller.handle import handle
-from scheduler.controller.log import (
+from presage.scheduler.controller.handle import handle
+from presage.scheduler.controller.log import (
     EVENT_TYPES,
     LOG,
     Log,
@@ -38,11 +38,11 @@ from scheduler.controller.log import (
     read_log,
     recover,
 )
-from scheduler.controller.replay import replay
-from scheduler.controller.state import Action, State
-from scheduler.model.past_runs import BuildRecord, History
-from schemas.dataset.files import replace_bytes
-from schemas.errors import SchemaError
+from presage.scheduler.controller.replay import replay
+from presage.scheduler.controller.state import Action, State
+from presage.scheduler.model.past_runs import BuildRecord, History
+from presage.schemas.dataset.files import replace_bytes
+from presage.schemas.errors import SchemaError
 from tests.scheduler.controller.world import BUDGET, World, run, submitted
 from tests.scheduler.small_job import make_run
 from tests.scheduler.status.recordings import SEEDS, archive_after, record_jobs
@@ -268,7 +268,7 @@ def test_scheduler_that_is_killed_while_it_archives_loses_and_doubles_nothing(
     live(path, recording.events[:20])
     archive_after(0, monkeypatch)
     with monkeypatch.context() as patch:
-        patch.setattr("scheduler.controller.log.replace_bytes", replace_or_die)
+        patch.setattr("presage.scheduler.controller.log.replace_bytes", replace_or_die)
         with pytest.raises(CutOffError):
             live(path, recording.events[20:])
     assert recover(path).state == recording.state(20)
@@ -283,7 +283,7 @@ def test_scheduler_that_is_killed_while_it_archives_loses_and_doubles_nothing(
 def test_archived_logs_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recording, path = record_jobs(1), tmp_path / LOG
     archive_after(5, monkeypatch)
-    monkeypatch.setattr("scheduler.controller.log.ARCHIVE_BYTES", 30_000)
+    monkeypatch.setattr("presage.scheduler.controller.log.ARCHIVE_BYTES", 30_000)
     live(path, recording.events)
     archived = logs_of(path)[:-1]
     assert 1 < len(archived) < len(recording.events) // 4

@@ -2,8 +2,8 @@
 
 import pytest
 
-from scheduler.controller.events import Ended, Read, Tick
-from scheduler.controller.state import Action
+from presage.scheduler.controller.events import Ended, Read, Tick
+from presage.scheduler.controller.state import Action
 from tests.scheduler.controller.bench import Bench, labels
 from tests.scheduler.controller.world import BUDGET, MIB, submitted
 

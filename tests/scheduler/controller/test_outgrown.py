@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler.controller.events import BudgetSet, Drained, Ended, Read, Tick
-from scheduler.controller.predictions import forecast_memory
-from scheduler.controller.state import JobState
-from scheduler.planner.correction import MEMORY_HEADROOM, OOM_GROWTH, memory_after_oom
+from presage.scheduler.controller.events import BudgetSet, Drained, Ended, Read, Tick
+from presage.scheduler.controller.predictions import forecast_memory
+from presage.scheduler.controller.state import JobState
+from presage.scheduler.planner.correction import MEMORY_HEADROOM, OOM_GROWTH, memory_after_oom
 from tests.scheduler.controller.bench import GROWS, Bench, labels
 from tests.scheduler.controller.world import BUDGET, GIB, MIB, check_laws, check_waiting, submitted
 

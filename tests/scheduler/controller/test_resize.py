@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from scheduler.controller.events import Ended, Resized, Started
-from scheduler.controller.handle import handle
-from scheduler.controller.reconcile import is_settled, reconcile
-from scheduler.controller.state import State
+from presage.scheduler.controller.events import Ended, Resized, Started
+from presage.scheduler.controller.handle import handle
+from presage.scheduler.controller.reconcile import is_settled, reconcile
+from presage.scheduler.controller.state import State
 from tests.scheduler.controller.bench import GROWS, Bench, grow_until, labels
 from tests.scheduler.controller.world import BUDGET, submitted
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from scheduler.controller.events import BudgetSet
+from presage.scheduler.controller.events import BudgetSet
 from tests.scheduler.controller.bench import Bench
 from tests.scheduler.controller.world import GIB, submitted
 

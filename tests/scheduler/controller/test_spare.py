@@ -4,11 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler.controller.events import BudgetSet, Ended, Read, Resized
-from scheduler.controller.predictions import SPARE_TICKS
-from scheduler.controller.reconcile import RESIZE_RETRY_SEC
-from scheduler.controller.state import Action
-from scheduler.planner.correction import MIN_GAIN
+from presage.scheduler.controller.events import BudgetSet, Ended, Read, Resized
+from presage.scheduler.controller.predictions import SPARE_TICKS
+from presage.scheduler.controller.reconcile import RESIZE_RETRY_SEC
+from presage.scheduler.controller.state import Action
+from presage.scheduler.planner.correction import MIN_GAIN
 from tests.scheduler.controller.bench import Bench
 from tests.scheduler.controller.world import BUDGET, GIB, MIB, check_laws, submitted
 

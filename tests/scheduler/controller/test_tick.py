@@ -4,9 +4,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from scheduler.controller.events import Read, Stepped, Tick
-from scheduler.controller.handle import MAX_CHECKED, handle, jobs_in_turn, num_turns, run_tick
-from scheduler.controller.state import JobState, State
+from presage.scheduler.controller.events import Read, Stepped, Tick
+from presage.scheduler.controller.handle import (
+    MAX_CHECKED,
+    handle,
+    jobs_in_turn,
+    num_turns,
+    run_tick,
+)
+from presage.scheduler.controller.state import JobState, State
 from tests.scheduler.controller.bench import GROWS, Bench
 from tests.scheduler.controller.world import BUDGET, MIB
 

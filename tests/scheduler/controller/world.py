@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from scheduler.controller.budget import candidate_sizes
-from scheduler.controller.events import (
+from presage.scheduler.controller.budget import candidate_sizes
+from presage.scheduler.controller.events import (
     BudgetSet,
     Ended,
     Event,
@@ -21,11 +21,11 @@ from scheduler.controller.events import (
     Submitted,
     Tick,
 )
-from scheduler.controller.handle import ROUNDING
-from scheduler.controller.log import decode, encode
-from scheduler.controller.state import ENDED_PHASES, Action, State, shares_of
-from scheduler.model.past_runs import History
-from schemas.errors import PlanError
+from presage.scheduler.controller.handle import ROUNDING
+from presage.scheduler.controller.log import decode, encode
+from presage.scheduler.controller.state import ENDED_PHASES, Action, State, shares_of
+from presage.scheduler.model.past_runs import History
+from presage.schemas.errors import PlanError
 from tests.scheduler.small_job import FACTS, JOB
 
 GIB = 1 << 30

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.drivers.children import BusyCores, Children, cpu_seconds
+from presage.scheduler.drivers.children import BusyCores, Children, cpu_seconds
 from tests.scheduler.drivers.test_children import until
 
 SPINS = "import time\nend = time.process_time() + {}\nwhile time.process_time() < end: pass\n"

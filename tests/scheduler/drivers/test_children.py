@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.drivers.children import Children, resident_bytes
+from presage.scheduler.drivers.children import Children, resident_bytes
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 PRINTS = [sys.executable, "-c", "import sys; print('out'); print('a\\nerror: b', file=sys.stderr)"]
@@ -66,7 +66,7 @@ def test_a_child_whose_parent_is_killed_is_found_by_the_next_one(
     parent = (
         "import os, signal, sys\n"
         "from pathlib import Path\n"
-        "from scheduler.drivers.children import Children\n"
+        "from presage.scheduler.drivers.children import Children\n"
         f"Children(Path({str(tmp_path)!r}), os.environ).start('a', {SLEEP!r})\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )

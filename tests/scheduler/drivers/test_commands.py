@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.cli import build_parser as pipelines_parser
-from scheduler.drivers.base import Endpoint
-from scheduler.drivers.job_files import (
+from presage.pipelines.cli import build_parser as pipelines_parser
+from presage.scheduler.drivers.base import Endpoint
+from presage.scheduler.drivers.job_files import (
     JobPaths,
     coordinator_command,
     copy_job_file,
@@ -20,11 +20,11 @@ from scheduler.drivers.job_files import (
     segment_command,
     store_command,
 )
-from schemas.config.job import load_job
-from schemas.features import load_features
-from schemas.storage.location import Location
+from presage.schemas.config.job import load_job
+from presage.schemas.features import load_features
+from presage.schemas.storage.location import Location
+from presage.trainer.__main__ import build_parser as trainer_parser
 from tests.scheduler.small_job import paths_of, write_job
-from trainer.__main__ import build_parser as trainer_parser
 
 
 @pytest.fixture

@@ -7,16 +7,16 @@ from types import SimpleNamespace
 
 import pytest
 
-from scheduler.controller.events import Drained, Ended, Tick
-from scheduler.controller.journal import Journal
-from scheduler.controller.log import LOG, Log, read_log, snapshot_lines
-from scheduler.controller.state import State
-from scheduler.drivers.children import Children, ThisMachine
-from scheduler.drivers.driver import Driver, DriverOptions
-from scheduler.drivers.job_files import SegmentRunner
-from schemas.config.job import parse_job
-from schemas.errors import SchemaError, StorageError
-from schemas.storage.location import Location
+from presage.scheduler.controller.events import Drained, Ended, Tick
+from presage.scheduler.controller.journal import Journal
+from presage.scheduler.controller.log import LOG, Log, read_log, snapshot_lines
+from presage.scheduler.controller.state import State
+from presage.scheduler.drivers.children import Children, ThisMachine
+from presage.scheduler.drivers.driver import Driver, DriverOptions
+from presage.scheduler.drivers.job_files import SegmentRunner
+from presage.schemas.config.job import parse_job
+from presage.schemas.errors import SchemaError, StorageError
+from presage.schemas.storage.location import Location
 from tests.scheduler.controller.bench import Bench
 from tests.scheduler.controller.world import BUDGET, submitted
 from tests.scheduler.drivers.test_children import until
@@ -76,8 +76,8 @@ def test_nothing_is_decided_about_processes_while_the_store_does_not_answer(
     with Log(tmp_path / LOG) as log:
         driver = Driver(options, ThisMachine(), log, {"first": paths})
         with monkeypatch.context() as patch:
-            patch.setattr("scheduler.drivers.observations.find_root", fail)
-            patch.setattr("scheduler.drivers.driver.SILENT_POLL_SEC", 0.0)
+            patch.setattr("presage.scheduler.drivers.observations.find_root", fail)
+            patch.setattr("presage.scheduler.drivers.driver.SILENT_POLL_SEC", 0.0)
             driver.poll()
             driver.poll()
         assert messages == ["first: files cannot be reached: store cannot be reached"]
@@ -124,7 +124,7 @@ def test_run_that_cannot_be_read_fails_no_other_job(
         if "first" in str(directory):
             raise PermissionError(13, "denied")
 
-    monkeypatch.setattr("scheduler.drivers.observations.find_root", fail)
+    monkeypatch.setattr("presage.scheduler.drivers.observations.find_root", fail)
     with Log(tmp_path / LOG) as log:
         driver, _ = driver_of(tmp_path, log, messages)
         driver.poll()
@@ -147,7 +147,7 @@ def test_leaving_process_ends_though_its_first_stop_request_was_lost(
         driver, children = driver_of(tmp_path, log)
         children["first"].start("segment-0.1", STUBBORN if ignores else ["sleep", "600"])
         if ignores:
-            monkeypatch.setattr("scheduler.drivers.driver.KILL_SEC", -1e9)
+            monkeypatch.setattr("presage.scheduler.drivers.driver.KILL_SEC", -1e9)
             until(lambda: children["first"].output("segment-0.1"))
 
         def is_done() -> bool:
@@ -164,7 +164,7 @@ def test_clock_that_is_set_back_stops_neither_polls_nor_time(
 ) -> None:
     clock, polled = SimpleNamespace(wall=1000.0, since=0.0), list[str]()
     times = SimpleNamespace(time=lambda: clock.wall, monotonic=lambda: clock.since)
-    monkeypatch.setattr("scheduler.drivers.driver.time", times)
+    monkeypatch.setattr("presage.scheduler.drivers.driver.time", times)
     state = replace(Bench(BUDGET, submitted("first", 4)).state, now_sec=1200.0)
     (tmp_path / LOG).write_bytes(snapshot_lines(state, Journal(), 0))
     with Log(tmp_path / LOG) as log:
@@ -216,7 +216,7 @@ def test_readings_of_a_tick_are_one_event_and_one_sync(
 def test_jobs_beyond_the_most_of_a_tick_take_turns_in_being_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("scheduler.drivers.driver.MAX_MEASURED", 1)
+    monkeypatch.setattr("presage.scheduler.drivers.driver.MAX_MEASURED", 1)
     _, ticks, _ = measure(tmp_path, monkeypatch, 3)
     measured = [{reading.job for reading in tick.readings} for tick in ticks]
     assert measured == [{"first"}, {"second"}, {"first"}]

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from scheduler.controller.handle import handle
-from scheduler.controller.state import State
-from scheduler.drivers.beam_runners import READ_SEC, FlinkConfig, FlinkRunner, JobNames
-from schemas.errors import SchemaError
+from presage.scheduler.controller.handle import handle
+from presage.scheduler.controller.state import State
+from presage.scheduler.drivers.beam_runners import READ_SEC, FlinkConfig, FlinkRunner, JobNames
+from presage.schemas.errors import SchemaError
 from tests.scheduler.controller.world import BUDGET, submitted
 
 ANSWERS = json.loads((Path(__file__).parent / "golden" / "flink.json").read_text())

@@ -7,12 +7,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from scheduler.__main__ import main
-from scheduler.drivers.job_files import copy_job_file
-from scheduler.drivers.submit import split_input, submit
-from schemas.config.job import load_job
-from schemas.errors import SchemaError
-from schemas.storage.location import Location
+from presage.scheduler.__main__ import main
+from presage.scheduler.drivers.job_files import copy_job_file
+from presage.scheduler.drivers.submit import split_input, submit
+from presage.schemas.config.job import load_job
+from presage.schemas.errors import SchemaError
+from presage.schemas.storage.location import Location
 from tests.scheduler.small_job import write_job
 from tests.shared import output_of, refusal_of
 

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.controller.state import JobState, PoolName, PoolProcess
-from scheduler.drivers.base import Endpoint, ExitStatus
-from scheduler.drivers.children import Children
-from scheduler.drivers.driver import num_gpus_of
-from scheduler.drivers.observations import StepTail, ended_event, record_history
-from scheduler.model.past_runs import PAST_JOBS, read_past_jobs
-from schemas.config.train import TrainConfig
-from schemas.run.records import METRICS, SUMMARY, StepMetric, to_line
-from schemas.storage.location import Location
+from presage.scheduler.controller.state import JobState, PoolName, PoolProcess
+from presage.scheduler.drivers.base import Endpoint, ExitStatus
+from presage.scheduler.drivers.children import Children
+from presage.scheduler.drivers.driver import num_gpus_of
+from presage.scheduler.drivers.observations import StepTail, ended_event, record_history
+from presage.scheduler.model.past_runs import PAST_JOBS, read_past_jobs
+from presage.schemas.config.train import TrainConfig
+from presage.schemas.run.records import METRICS, SUMMARY, StepMetric, to_line
+from presage.schemas.storage.location import Location
 from tests.scheduler.controller.bench import Bench
 from tests.scheduler.controller.world import BUDGET, submitted
 from tests.scheduler.drivers.test_children import until

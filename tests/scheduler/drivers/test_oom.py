@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.drivers.children import CLAIM_SEC, Children, OomKills, oom_kill_counter
-from scheduler.drivers.observations import ended_event
+from presage.scheduler.drivers.children import CLAIM_SEC, Children, OomKills, oom_kill_counter
+from presage.scheduler.drivers.observations import ended_event
 from tests.scheduler.drivers.test_children import SLEEP, until
 from tests.scheduler.drivers.test_observe import process
 from tests.scheduler.small_job import paths_of
@@ -119,8 +119,8 @@ def small_group() -> Iterator[Path]:
 FILLS = """
 import json, os, sys, time
 from pathlib import Path
-from scheduler.drivers.children import Children
-from scheduler.drivers.children import ThisMachine
+from presage.scheduler.drivers.children import Children
+from presage.scheduler.drivers.children import ThisMachine
 group, folder = Path(sys.argv[1]), Path(sys.argv[2])
 (group / "cgroup.procs").write_text(str(os.getpid()))
 machine = ThisMachine()

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.controller.events import BudgetSet
-from scheduler.controller.log import LOG, Log
-from scheduler.drivers.driver import DriverOptions
-from scheduler.drivers.run_jobs import PLATFORM, RunRequest, run_jobs
-from scheduler.drivers.submit import submit
-from schemas.errors import PlanError
-from schemas.storage.location import Location
+from presage.scheduler.controller.events import BudgetSet
+from presage.scheduler.controller.log import LOG, Log
+from presage.scheduler.drivers.driver import DriverOptions
+from presage.scheduler.drivers.run_jobs import PLATFORM, RunRequest, run_jobs
+from presage.scheduler.drivers.submit import submit
+from presage.schemas.errors import PlanError
+from presage.schemas.storage.location import Location
 from tests.scheduler.drivers.test_input_split import write_log
 from tests.scheduler.small_job import GIB, write_job
 

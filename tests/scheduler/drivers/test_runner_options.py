@@ -17,14 +17,14 @@ from apache_beam.options.pipeline_options import (
 from apache_beam.options.pipeline_options_validator import PipelineOptionsValidator
 from apache_beam.runners.dataflow.dataflow_runner import DataflowRunner
 
-from pipelines.beam.runner import pipeline_options
-from pipelines.cli import build_parser as pipelines_parser
-from scheduler.__main__ import main
-from scheduler.drivers.base import instance_of
-from scheduler.drivers.beam_runners import FlinkRunner, RunnerConfig, segment_runner
-from scheduler.drivers.job_files import SegmentRunner, segment_command
-from schemas.config.parse import read_yaml
-from schemas.errors import SchemaError
+from presage.pipelines.beam.runner import pipeline_options
+from presage.pipelines.cli import build_parser as pipelines_parser
+from presage.scheduler.__main__ import main
+from presage.scheduler.drivers.base import instance_of
+from presage.scheduler.drivers.beam_runners import FlinkRunner, RunnerConfig, segment_runner
+from presage.scheduler.drivers.job_files import SegmentRunner, segment_command
+from presage.schemas.config.parse import read_yaml
+from presage.schemas.errors import SchemaError
 from tests.scheduler.small_job import paths_of, write_job
 from tests.shared import error_of, output_of
 

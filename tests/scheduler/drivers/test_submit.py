@@ -9,15 +9,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from pipelines.prepare import PART_INPUT_BYTES
-from scheduler.drivers import run_jobs as command
-from scheduler.drivers import submit as module
-from scheduler.drivers.driver import DriverOptions
-from scheduler.drivers.run_jobs import RunRequest, plan_jobs
-from scheduler.drivers.submit import submit
-from schemas.config.schedule import BudgetConfig
-from schemas.errors import SchemaError
-from schemas.storage.location import Location
+from presage.pipelines.prepare import PART_INPUT_BYTES
+from presage.scheduler.drivers import run_jobs as command
+from presage.scheduler.drivers import submit as module
+from presage.scheduler.drivers.driver import DriverOptions
+from presage.scheduler.drivers.run_jobs import RunRequest, plan_jobs
+from presage.scheduler.drivers.submit import submit
+from presage.schemas.config.schedule import BudgetConfig
+from presage.schemas.errors import SchemaError
+from presage.schemas.storage.location import Location
 from tests.scheduler.small_job import write_job
 
 GIB = 1 << 30

@@ -8,8 +8,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from scheduler.drivers.kubernetes.cluster import Cluster, Pods
-from scheduler.drivers.kubernetes.pod_manifest import ClusterConfig
+from presage.scheduler.drivers.kubernetes.cluster import Cluster, Pods
+from presage.scheduler.drivers.kubernetes.pod_manifest import ClusterConfig
 from tests.cluster.servers import Cluster as Servers
 
 PATIENCE_SEC = 90.0

@@ -5,7 +5,11 @@ from collections.abc import Generator, Mapping
 from queue import SimpleQueue
 from typing import Any
 
-from scheduler.drivers.kubernetes.api_server import ApiRefusedError, PodUsage, UnreachableError
+from presage.scheduler.drivers.kubernetes.api_server import (
+    ApiRefusedError,
+    PodUsage,
+    UnreachableError,
+)
 
 SILENT = UnreachableError("timed out")
 

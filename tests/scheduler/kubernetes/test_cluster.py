@@ -10,11 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from scheduler.drivers.base import NO_RESOURCES, ExitStatus, instance_of
-from scheduler.drivers.kubernetes import cluster as asked
-from scheduler.drivers.kubernetes.api_server import ApiRefusedError, PodUsage
-from scheduler.drivers.kubernetes.cluster import USAGE_SEC, Cluster, Pods
-from scheduler.drivers.kubernetes.pod_manifest import ClusterConfig, Task, pod_name, pod_of
+from presage.scheduler.drivers.base import NO_RESOURCES, ExitStatus, instance_of
+from presage.scheduler.drivers.kubernetes import cluster as asked
+from presage.scheduler.drivers.kubernetes.api_server import ApiRefusedError, PodUsage
+from presage.scheduler.drivers.kubernetes.cluster import USAGE_SEC, Cluster, Pods
+from presage.scheduler.drivers.kubernetes.pod_manifest import ClusterConfig, Task, pod_name, pod_of
 from tests.scheduler.kubernetes.server import FORBIDDEN, SILENT, Server
 
 CONFIG = ClusterConfig(namespace="here", image="none")

@@ -13,10 +13,10 @@ from kubernetes import client
 from kubernetes.dynamic import DynamicClient
 from kubernetes.utils import parse_quantity
 
-from scheduler import __main__ as scheduler
-from scheduler.__main__ import build_parser, main
-from scheduler.drivers.kubernetes.pod_manifest import check_volumes, read_cluster
-from schemas.config.schedule import BudgetConfig
+from presage.scheduler import __main__ as scheduler
+from presage.scheduler.__main__ import build_parser, main
+from presage.scheduler.drivers.kubernetes.pod_manifest import check_volumes, read_cluster
+from presage.schemas.config.schedule import BudgetConfig
 from tests.cluster.kustomize import objects_of
 from tests.cluster.servers import Cluster
 from tests.cluster.waiting import until
@@ -86,7 +86,7 @@ def test_overlay_sets_namespace_images_and_sizes_of_all(folder: Path) -> None:
     assert images == [f"{prefix}/presage-scheduler:1.2.0", f"{prefix}/presage:1.2.0"]
     for pod in pods:
         words = container_of(pod)
-        assert words["command"][:3] == ["python", "-m", "scheduler"]
+        assert words["command"][:3] == ["python", "-m", "presage.scheduler"]
         build_parser().parse_args([*words["command"][3:], *words.get("args", [])])
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.drivers.base import NO_RESOURCES, ResourceRequest
-from scheduler.drivers.kubernetes.pod_manifest import (
+from presage.scheduler.drivers.base import NO_RESOURCES, ResourceRequest
+from presage.scheduler.drivers.kubernetes.pod_manifest import (
     ClusterConfig,
     Task,
     check_volumes,
@@ -21,8 +21,8 @@ from scheduler.drivers.kubernetes.pod_manifest import (
     resize_patch,
     secret_name,
 )
-from schemas.errors import SchemaError
-from schemas.storage.location import Location
+from presage.schemas.errors import SchemaError
+from presage.schemas.storage.location import Location
 
 LABEL = re.compile(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?")
 VALUE = re.compile(r"[A-Za-z0-9]([A-Za-z0-9._-]{0,61}[A-Za-z0-9])?")
@@ -80,7 +80,7 @@ def read(
 
 
 def task(name: str = "replica-2.3", request: ResourceRequest = NO_RESOURCES) -> Task:
-    command = [sys.executable, "-m", "trainer", "replica"]
+    command = [sys.executable, "-m", "presage.trainer", "replica"]
     return Task(job="Demo_1", name=name, command=command, request=request)
 
 
@@ -96,7 +96,7 @@ def test_pod_of_has_what_is_booked_and_what_the_file_says(tmp_path: Path) -> Non
     output, program = container["command"][3], container["command"][4:]
     assert output == container["terminationMessagePath"] == "/dev/termination-log"
     assert container["terminationMessagePolicy"] == "FallbackToLogsOnError"
-    assert program == ["/opt/venv/bin/python", "-m", "trainer", "replica"]
+    assert program == ["/opt/venv/bin/python", "-m", "presage.trainer", "replica"]
     assert container["env"][0] == {"name": "PYTHONPATH", "value": "/opt/presage"}
     assert container["volumeMounts"][:-1] == [
         {"name": "data", "mountPath": "/data"},

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from scheduler.drivers.base import ExitStatus, ResourceRequest
-from scheduler.drivers.kubernetes.api_server import quantity
-from scheduler.drivers.kubernetes.pod import (
+from presage.scheduler.drivers.base import ExitStatus, ResourceRequest
+from presage.scheduler.drivers.kubernetes.api_server import quantity
+from presage.scheduler.drivers.kubernetes.pod import (
     TrackedPod,
     exit_status_of,
     has_ended,

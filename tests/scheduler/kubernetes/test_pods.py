@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.drivers.base import ExitStatus, ResourceRequest
-from scheduler.drivers.kubernetes.pod_manifest import GPU, pod_name
+from presage.scheduler.drivers.base import ExitStatus, ResourceRequest
+from presage.scheduler.drivers.kubernetes.pod_manifest import GPU, pod_name
 from tests.cluster.servers import Cluster
 from tests.scheduler.kubernetes.pods import LEAVES, SLEEPS, config_of, observe_pods
 

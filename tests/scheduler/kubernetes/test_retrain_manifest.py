@@ -10,7 +10,7 @@ import pytest
 import yaml
 from kubernetes import client
 
-from scheduler.retrain.decide import EXIT_REFUSED
+from presage.scheduler.retrain.decide import EXIT_REFUSED
 from tests.cluster.servers import Cluster
 from tests.cluster.waiting import until
 from tests.scheduler.kubernetes.pods import SMALL

@@ -8,7 +8,7 @@ import pytest
 import yaml
 from kubernetes import client, config
 
-from scheduler.drivers.kubernetes.pod_manifest import INSTANCE, pod_name
+from presage.scheduler.drivers.kubernetes.pod_manifest import INSTANCE, pod_name
 from tests.cluster.servers import Cluster
 from tests.scheduler.kubernetes.pods import LEAVES, config_of, observe_pods
 from tests.scheduler.kubernetes.test_pods import NEEDS

@@ -11,8 +11,8 @@ import yaml
 from cryptography import x509
 from kubernetes import client
 
-from scheduler.drivers.base import CERTIFICATE, KEY, TOKEN, ExitStatus
-from scheduler.drivers.kubernetes.pod_manifest import (
+from presage.scheduler.drivers.base import CERTIFICATE, KEY, TOKEN, ExitStatus
+from presage.scheduler.drivers.kubernetes.pod_manifest import (
     LIFE,
     Task,
     endpoint_of,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.drivers.kubernetes.api_server import (
+from presage.scheduler.drivers.kubernetes.api_server import (
     GONE,
     Api,
     ApiRefusedError,

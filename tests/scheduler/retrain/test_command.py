@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.__main__ import main
-from scheduler.retrain.drive import RetrainRoot, command_of, sizes_of
-from scheduler.retrain.records import Attempt, Started
-from scheduler.retrain.retrain import run_rows
-from scheduler.retrain.root_log import RetrainLog
-from schemas.config.schedule import RetrainConfig
-from schemas.machine import machine_budget
-from schemas.run.records import RUN_FILE
-from schemas.storage.location import Location
+from presage.scheduler.__main__ import main
+from presage.scheduler.retrain.drive import RetrainRoot, command_of, sizes_of
+from presage.scheduler.retrain.records import Attempt, Started
+from presage.scheduler.retrain.retrain import run_rows
+from presage.scheduler.retrain.root_log import RetrainLog
+from presage.schemas.config.schedule import RetrainConfig
+from presage.schemas.machine import machine_budget
+from presage.schemas.run.records import RUN_FILE
+from presage.schemas.storage.location import Location
 from tests.scheduler.retrain.world import World, good_but_for
 from tests.scheduler.small_job import write_job
 from tests.shared import error_of, json_of, output_of
@@ -156,7 +156,7 @@ def test_command_of_each_stage_says_what_is_done(tmp_path: Path) -> None:
     workers = ["--direct_num_workers=2"]
     source = ["--input", "logs", "--day", TWO, "--json", *workers]
     assert command("append", root) == [
-        "pipelines",
+        "presage.pipelines",
         "build",
         "job.yaml",
         "--output",
@@ -164,7 +164,7 @@ def test_command_of_each_stage_says_what_is_done(tmp_path: Path) -> None:
         *source,
     ]
     train = [
-        "trainer",
+        "presage.trainer",
         "train",
         "job.yaml",
         "--dataset",
@@ -181,7 +181,7 @@ def test_command_of_each_stage_says_what_is_done(tmp_path: Path) -> None:
     (root.run(f"{TWO}.1") / RUN_FILE).write_bytes(b"")
     warm = command("train", root, segments=("a", "b"), base=f"{ONE}.1")
     assert warm == [*train, *start, "--resume", *end]
-    evaluate = ["trainer", "evaluate", "job.yaml", "--dataset", dataset, "--run"]
+    evaluate = ["presage.trainer", "evaluate", "job.yaml", "--dataset", dataset, "--run"]
     own, other = (
         [*evaluate, str(runs / f"{d}.1"), "--segments", "b", "--json"] for d in (TWO, ONE)
     )

@@ -5,9 +5,9 @@ from datetime import date
 
 import pytest
 
-from scheduler.retrain.records import check_folder, days_between, folder_of_day, parse_days
-from schemas.errors import PlanError
-from schemas.storage.location import Location
+from presage.scheduler.retrain.records import check_folder, days_between, folder_of_day, parse_days
+from presage.schemas.errors import PlanError
+from presage.schemas.storage.location import Location
 
 TODAY = date(2026, 3, 2)
 

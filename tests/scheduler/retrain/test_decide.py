@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.retrain.decide import check_rollback, newest_day, trained_segments
-from schemas.config.schedule import RetrainConfig
-from schemas.errors import PlanError
+from presage.scheduler.retrain.decide import check_rollback, newest_day, trained_segments
+from presage.schemas.config.schedule import RetrainConfig
+from presage.schemas.errors import PlanError
 from tests.scheduler.retrain.world import KilledError, World, good_but_for
 
 ONE, TWO, THREE, FOUR = (f"2026-01-0{i}" for i in range(1, 5))

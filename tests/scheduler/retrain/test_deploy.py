@@ -7,13 +7,13 @@ from typing import Any
 
 import yaml
 
-from scheduler.__main__ import build_parser
-from scheduler.retrain.decide import EXIT_REFUSED
+from presage.scheduler.__main__ import build_parser
+from presage.scheduler.retrain.decide import EXIT_REFUSED
 
 
 def words_of(text: str) -> list[str]:
-    """The words after `python -m scheduler` in a line of a shell."""
-    found = re.search(r"python -m scheduler (retrain .*?)(?: > .*)?$", text, re.MULTILINE)
+    """The words after `python -m presage.scheduler` in a line of a shell."""
+    found = re.search(r"python -m presage.scheduler (retrain .*?)(?: > .*)?$", text, re.MULTILINE)
     assert found is not None
     return shlex.split(found[1])
 
@@ -35,7 +35,7 @@ def test_crontab_calls_the_command_for_the_day_before(repository: Path) -> None:
 def test_manifest_calls_the_command_and_tries_a_refused_day_once(repository: Path) -> None:
     job = manifest(repository)["spec"]["jobTemplate"]["spec"]
     (container,) = job["template"]["spec"]["containers"]
-    assert container["command"][:3] == ["python", "-m", "scheduler"]
+    assert container["command"][:3] == ["python", "-m", "presage.scheduler"]
     assert build_parser().parse_args(container["command"][3:]).date == "yesterday"
     first = job["podFailurePolicy"]["rules"][0]
     assert (first["action"], first["onExitCodes"]["values"]) == ("FailJob", [EXIT_REFUSED])

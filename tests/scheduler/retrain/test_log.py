@@ -15,15 +15,20 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.retrain.drive import RetrainRoot, newest_checkpoint, read_pointer, write_pointer
-from scheduler.retrain.records import Begun, Promoted, Record, RetrainState, apply_record
-from scheduler.retrain.root_log import SNAPSHOT_RECORDS, RetrainLog, read_state, roll_back
-from schemas.config.schedule import RetrainConfig
-from schemas.errors import PlanError, SchemaError
-from schemas.layout import MANIFEST
-from schemas.storage.leases import LEASES
-from schemas.storage.location import Location
-from schemas.storage.versions import Versions
+from presage.scheduler.retrain.drive import (
+    RetrainRoot,
+    newest_checkpoint,
+    read_pointer,
+    write_pointer,
+)
+from presage.scheduler.retrain.records import Begun, Promoted, Record, RetrainState, apply_record
+from presage.scheduler.retrain.root_log import SNAPSHOT_RECORDS, RetrainLog, read_state, roll_back
+from presage.schemas.config.schedule import RetrainConfig
+from presage.schemas.errors import PlanError, SchemaError
+from presage.schemas.layout import MANIFEST
+from presage.schemas.storage.leases import LEASES
+from presage.schemas.storage.location import Location
+from presage.schemas.storage.versions import Versions
 from tests.scheduler.retrain.world import KilledError, World, good_but_for
 
 DAYS = [f"2026-01-0{i}" for i in range(1, 5)]

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.retrain.decide import judge
-from scheduler.retrain.records import ModelMetrics
-from schemas.config.schedule import ModelGateConfig
+from presage.scheduler.retrain.decide import judge
+from presage.scheduler.retrain.records import ModelMetrics
+from presage.schemas.config.schedule import ModelGateConfig
 
 OLD = ModelMetrics(num_samples=500, ne=0.8, auc=0.75, calibration=1.02)
 LIMITS = ModelGateConfig()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 
-from scheduler.retrain.decide import (
+from presage.scheduler.retrain.decide import (
     Await,
     DayRequest,
     Finished,
@@ -15,7 +15,7 @@ from scheduler.retrain.decide import (
     next_action,
     trained_segments,
 )
-from scheduler.retrain.records import (
+from presage.scheduler.retrain.records import (
     Begun,
     Closed,
     Done,
@@ -30,8 +30,8 @@ from scheduler.retrain.records import (
     Started,
     apply_record,
 )
-from schemas.config.schedule import RetrainConfig
-from schemas.errors import PlanError
+from presage.schemas.config.schedule import RetrainConfig
+from presage.schemas.errors import PlanError
 
 GOOD = ModelMetrics(num_samples=1000, ne=0.9, auc=0.7, calibration=1.0)
 BAD = ModelMetrics(num_samples=1000, ne=1.5, auc=0.4, calibration=3.0)

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from scheduler.simulator.cluster import Result, SimulatedCluster
-from scheduler.simulator.command import POLICIES
-from scheduler.simulator.jobs import ACCIDENTS, GIB, PEAK, JobSpec, Table
-from scheduler.simulator.views import Allocation, Capacity
+from presage.scheduler.simulator.cluster import Result, SimulatedCluster
+from presage.scheduler.simulator.command import POLICIES
+from presage.scheduler.simulator.jobs import ACCIDENTS, GIB, PEAK, JobSpec, Table
+from presage.scheduler.simulator.views import Allocation, Capacity
 
 NEVER = 1e15
 """Process seconds in which nothing goes wrong."""

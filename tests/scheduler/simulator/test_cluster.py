@@ -5,13 +5,13 @@ import re
 import numpy as np
 import pytest
 
-from scheduler.simulator.baselines import (
+from presage.scheduler.simulator.baselines import (
     RESTART_SEC,
     THRESHOLD_CHANGE_SEC,
     StaticPolicy,
     ThresholdPolicy,
 )
-from scheduler.simulator.cluster import (
+from presage.scheduler.simulator.cluster import (
     ALONE_SEC,
     CHECKPOINT_SEC,
     FOUND_SEC,
@@ -24,8 +24,8 @@ from scheduler.simulator.cluster import (
     outcome_of,
     progress_at_share,
 )
-from scheduler.simulator.command import POLICIES, cluster_capacity, simulate
-from scheduler.simulator.jobs import (
+from presage.scheduler.simulator.command import POLICIES, cluster_capacity, simulate
+from presage.scheduler.simulator.jobs import (
     ACCIDENTS,
     GIB,
     PEAK,
@@ -34,7 +34,7 @@ from scheduler.simulator.jobs import (
     draw_jobs,
     synthetic_tables,
 )
-from scheduler.simulator.views import Allocation, Capacity, ClusterView
+from presage.scheduler.simulator.views import Allocation, Capacity, ClusterView
 from tests.scheduler.simulator.simulations import NEVER, run, spec, times
 
 TABLES = synthetic_tables()

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from scheduler.model.elasticity import (
+from presage.scheduler.model.elasticity import (
     GROWTH,
     HEADROOM,
     MIN_RATIO,
@@ -13,11 +13,16 @@ from scheduler.model.elasticity import (
     add_readings,
     fit_pool_cores,
 )
-from scheduler.model.throughput import MAX_PER_CELL, Window, observe
-from scheduler.simulator.jobs import GIB, PEAK, Table
-from scheduler.simulator.kind_models import KindModels, allowed_sizes, fit_presage, make_setting
-from scheduler.simulator.presage import ALL, OFF, Estimates, readings_of
-from scheduler.simulator.views import (
+from presage.scheduler.model.throughput import MAX_PER_CELL, Window, observe
+from presage.scheduler.simulator.jobs import GIB, PEAK, Table
+from presage.scheduler.simulator.kind_models import (
+    KindModels,
+    allowed_sizes,
+    fit_presage,
+    make_setting,
+)
+from presage.scheduler.simulator.presage import ALL, OFF, Estimates, readings_of
+from presage.scheduler.simulator.views import (
     Allocation,
     Capacity,
     ClusterView,

@@ -5,20 +5,26 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from scheduler.model.elasticity import HEADROOM
-from scheduler.model.throughput import Window, observe
-from scheduler.simulator.baselines import GoodputPolicy, fit_optimus, fit_pollux
-from scheduler.simulator.command import (
+from presage.scheduler.model.elasticity import HEADROOM
+from presage.scheduler.model.throughput import Window, observe
+from presage.scheduler.simulator.baselines import GoodputPolicy, fit_optimus, fit_pollux
+from presage.scheduler.simulator.command import (
     POLICIES,
     cluster_capacity,
     fastest_sec,
     lower_bound_sec,
     together_sec,
 )
-from scheduler.simulator.jobs import GIB, Knobs, draw_jobs, synthetic_tables
-from scheduler.simulator.kind_models import allowed_sizes, fit_presage, make_setting
-from scheduler.simulator.presage import ALL, PresagePolicy
-from scheduler.simulator.views import Allocation, Capacity, ClusterView, Measurement, SimulatedJob
+from presage.scheduler.simulator.jobs import GIB, Knobs, draw_jobs, synthetic_tables
+from presage.scheduler.simulator.kind_models import allowed_sizes, fit_presage, make_setting
+from presage.scheduler.simulator.presage import ALL, PresagePolicy
+from presage.scheduler.simulator.views import (
+    Allocation,
+    Capacity,
+    ClusterView,
+    Measurement,
+    SimulatedJob,
+)
 from tests.scheduler.simulator.simulations import run, spec, table, times
 from tests.scheduler.simulator.test_cluster import trace
 

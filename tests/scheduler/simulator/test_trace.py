@@ -8,10 +8,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from scheduler.__main__ import main
-from scheduler.simulator.command import POLICIES
-from scheduler.simulator.jobs import Knobs, read_tables, read_trace, synthetic_tables
-from schemas.errors import SchemaError
+from presage.scheduler.__main__ import main
+from presage.scheduler.simulator.command import POLICIES
+from presage.scheduler.simulator.jobs import Knobs, read_tables, read_trace, synthetic_tables
+from presage.schemas.errors import SchemaError
 from tests.shared import error_of, json_of, output_of
 
 HEAD = "job,submit_sec,duration_sec,num_replicas"

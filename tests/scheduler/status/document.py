@@ -4,8 +4,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
 
-from scheduler.status.status_page import page
-from scheduler.status.view import View
+from presage.scheduler.status.status_page import page
+from presage.scheduler.status.view import View
 
 VOID = {"meta", "link", "br", "img", "input"}
 

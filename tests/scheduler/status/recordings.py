@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from scheduler.controller.events import Event, Submitted
-from scheduler.controller.handle import handle
-from scheduler.controller.journal import Journal, record
-from scheduler.controller.log import Log, to_decision
-from scheduler.controller.state import Action, State
-from scheduler.status.view import View, view_of
+from presage.scheduler.controller.events import Event, Submitted
+from presage.scheduler.controller.handle import handle
+from presage.scheduler.controller.journal import Journal, record
+from presage.scheduler.controller.log import Log, to_decision
+from presage.scheduler.controller.state import Action, State
+from presage.scheduler.status.view import View, view_of
 from tests.scheduler.controller.world import BUDGET, World, run, submitted
 
 JOBS = (
@@ -58,8 +58,8 @@ class Recording:
 def archive_after(num_events: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let a log be archived once it has more events than these: each one takes a second."""
     seconds = count()
-    monkeypatch.setattr("scheduler.controller.log.time.thread_time", lambda: next(seconds))
-    monkeypatch.setattr("scheduler.controller.log.MAX_HANDLE_SEC", num_events)
+    monkeypatch.setattr("presage.scheduler.controller.log.time.thread_time", lambda: next(seconds))
+    monkeypatch.setattr("presage.scheduler.controller.log.MAX_HANDLE_SEC", num_events)
 
 
 @cache

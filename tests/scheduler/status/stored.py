@@ -5,13 +5,13 @@ from pathlib import Path
 
 import numpy as np
 
-from scheduler.controller.events import Event, LoadKnown, Moved, Read
-from scheduler.controller.handle import handle
-from scheduler.controller.journal import Journal, record
-from scheduler.controller.log import Log, to_decision
-from scheduler.controller.slots import NUM_RANGES
-from scheduler.controller.state import Action, JobState, State
-from scheduler.status.view import View, view_of
+from presage.scheduler.controller.events import Event, LoadKnown, Moved, Read
+from presage.scheduler.controller.handle import handle
+from presage.scheduler.controller.journal import Journal, record
+from presage.scheduler.controller.log import Log, to_decision
+from presage.scheduler.controller.slots import NUM_RANGES
+from presage.scheduler.controller.state import Action, JobState, State
+from presage.scheduler.status.view import View, view_of
 from tests.scheduler.controller.bench import Bench
 from tests.scheduler.controller.world import BUDGET, MIB, submitted
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from scheduler.controller.log import ARCHIVE, LOG, Log, recover
-from scheduler.status.board import Board
-from scheduler.status.view import View, view_of
-from schemas.errors import SchemaError
+from presage.scheduler.controller.log import ARCHIVE, LOG, Log, recover
+from presage.scheduler.status.board import Board
+from presage.scheduler.status.view import View, view_of
+from presage.schemas.errors import SchemaError
 from tests.scheduler.status.recordings import archive_after, record_jobs
 
 

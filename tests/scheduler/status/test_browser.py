@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.controller.log import LOG
-from scheduler.status.board import Board, answer, serving
+from presage.scheduler.controller.log import LOG
+from presage.scheduler.status.board import Board, answer, serving
 from tests.scheduler.status.recordings import record_jobs
 from tests.scheduler.status.stored import Stored
 

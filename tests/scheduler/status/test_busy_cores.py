@@ -1,11 +1,11 @@
 """Busy cores are shown beside reserved ones; old logs have none."""
 
-from scheduler.controller.events import Read
-from scheduler.controller.journal import Journal
-from scheduler.controller.log import event_from_json, event_to_json
-from scheduler.status.prometheus import metrics_text
-from scheduler.status.status_page import page
-from scheduler.status.view import view_of
+from presage.scheduler.controller.events import Read
+from presage.scheduler.controller.journal import Journal
+from presage.scheduler.controller.log import event_from_json, event_to_json
+from presage.scheduler.status.prometheus import metrics_text
+from presage.scheduler.status.status_page import page
+from presage.scheduler.status.view import view_of
 from tests.scheduler.controller.bench import Bench
 from tests.scheduler.controller.world import BUDGET, GIB, submitted
 

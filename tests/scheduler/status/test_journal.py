@@ -6,11 +6,11 @@ from dataclasses import asdict
 
 import pytest
 
-from scheduler.controller.events import Ended, Started, Stepped
-from scheduler.controller.journal import KEPT, POINTS, Journal
-from scheduler.controller.state import State
-from scheduler.model.pools import GIB
-from scheduler.status.view import View, view_of
+from presage.scheduler.controller.events import Ended, Started, Stepped
+from presage.scheduler.controller.journal import KEPT, POINTS, Journal
+from presage.scheduler.controller.state import State
+from presage.scheduler.model.pools import GIB
+from presage.scheduler.status.view import View, view_of
 from tests.scheduler.controller.world import BATCH
 from tests.scheduler.status.recordings import SEEDS, Recording, record_jobs
 

@@ -5,7 +5,7 @@ import re
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from scheduler.status.prometheus import metrics_text
+from presage.scheduler.status.prometheus import metrics_text
 from tests.scheduler.status.recordings import record_job_named, record_jobs
 
 

@@ -5,14 +5,14 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from scheduler.controller.events import Ended
-from scheduler.controller.handle import handle
-from scheduler.controller.journal import Incident, Journal, record
-from scheduler.controller.log import to_decision
-from scheduler.controller.state import State
-from scheduler.status.status_page import KIND_LABELS, MARKS, page
-from scheduler.status.terminal import render
-from scheduler.status.view import View, view_of
+from presage.scheduler.controller.events import Ended
+from presage.scheduler.controller.handle import handle
+from presage.scheduler.controller.journal import Incident, Journal, record
+from presage.scheduler.controller.log import to_decision
+from presage.scheduler.controller.state import State
+from presage.scheduler.status.status_page import KIND_LABELS, MARKS, page
+from presage.scheduler.status.terminal import render
+from presage.scheduler.status.view import View, view_of
 from tests.scheduler.status.document import check_usable, parsed
 from tests.scheduler.status.recordings import Recording, record_job_named, record_jobs
 

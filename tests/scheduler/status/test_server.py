@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.controller.log import LOG
-from scheduler.status.board import MAX_CONNECTIONS, SILENT_SEC, Board, serving
-from schemas.errors import PlanError
+from presage.scheduler.controller.log import LOG
+from presage.scheduler.status.board import MAX_CONNECTIONS, SILENT_SEC, Board, serving
+from presage.schemas.errors import PlanError
 from tests.scheduler.status.recordings import record_jobs
 
 Served = tuple[int, Path]

@@ -11,11 +11,11 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
 
-from scheduler.controller.events import LoadKnown
-from scheduler.controller.slots import NUM_RANGES, format_spans
-from scheduler.status.prometheus import metrics_text
-from scheduler.status.terminal import render
-from scheduler.status.view import Stores, View
+from presage.scheduler.controller.events import LoadKnown
+from presage.scheduler.controller.slots import NUM_RANGES, format_spans
+from presage.scheduler.status.prometheus import metrics_text
+from presage.scheduler.status.terminal import render
+from presage.scheduler.status.view import Stores, View
 from tests.scheduler.status.document import check_usable, parsed
 from tests.scheduler.status.recordings import record_jobs
 from tests.scheduler.status.stored import NUM_STEPS, PERIODS, Stored

@@ -7,11 +7,11 @@ from urllib.request import urlopen
 import pytest
 from rich.console import Console
 
-from scheduler.__main__ import main
-from scheduler.controller.log import LOG
-from scheduler.status import terminal
-from scheduler.status.terminal import ADDRESS, OFF, port_of, watching
-from schemas.storage.locks import directory_lock
+from presage.scheduler.__main__ import main
+from presage.scheduler.controller.log import LOG
+from presage.scheduler.status import terminal
+from presage.scheduler.status.terminal import ADDRESS, OFF, port_of, watching
+from presage.schemas.storage.locks import directory_lock
 from tests.scheduler.status.recordings import record_jobs
 from tests.shared import json_of, output_of, refusal_of
 

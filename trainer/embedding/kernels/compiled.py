@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch  # loads the OpenMP that the modules use
 
-from trainer.data.lookup import Inverse
-from trainer.embedding.kernels import embedding, interaction
-from trainer.embedding.kernels.interface import (
+from presage.trainer.data.lookup import Inverse
+from presage.trainer.embedding.kernels import embedding, interaction
+from presage.trainer.embedding.kernels.interface import (
     FeatureBags,
     GroupSamples,
     RowRule,

@@ -1,7 +1,8 @@
 """The interface between the embedding and its kernels.
 
 "Vectors" are pooled vectors and their gradients, with the indices of
-`trainer.data.lookup.VectorLayout`: those of the output first, then those of each dedup group.
+`presage.trainer.data.lookup.VectorLayout`: those of the output first, then those of each dedup
+group.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from schemas.config.train import SparseOptimizerConfig
+from presage.schemas.config.train import SparseOptimizerConfig
 
 
 @dataclass(frozen=True, slots=True)

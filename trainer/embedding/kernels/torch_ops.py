@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from trainer.data.lookup import Inverse, segment_sums
-from trainer.embedding.kernels.interface import RowRule, Vectors
+from presage.trainer.data.lookup import Inverse, segment_sums
+from presage.trainer.embedding.kernels.interface import RowRule, Vectors
 
 
 def update_rows(

@@ -9,13 +9,13 @@ from functools import partial
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.arrays import offsets_of
-from schemas.hashing import slot_of_row
-from trainer.stores.remote.connection import Access
-from trainer.stores.remote.coordinator import Coordinator
-from trainer.stores.remote.members import CallAttempts, StoreMembers
-from trainer.stores.remote.ownership import SlotMap
-from trainer.stores.remote.wire import (
+from presage.schemas.arrays import offsets_of
+from presage.schemas.hashing import slot_of_row
+from presage.trainer.stores.remote.connection import Access
+from presage.trainer.stores.remote.coordinator import Coordinator
+from presage.trainer.stores.remote.members import CallAttempts, StoreMembers
+from presage.trainer.stores.remote.ownership import SlotMap
+from presage.trainer.stores.remote.wire import (
     CHECKPOINTED,
     CONTENTS,
     FETCH,
@@ -25,7 +25,7 @@ from trainer.stores.remote.wire import (
     records_of,
     rows_batch,
 )
-from trainer.stores.store import (
+from presage.trainer.stores.store import (
     Records,
     RowsAndRecords,
     SlotMapChangedError,

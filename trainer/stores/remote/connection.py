@@ -21,11 +21,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.flight as fl
 
-from schemas.dataset.files import replace_bytes
-from schemas.errors import SchemaError, StorageError
-from schemas.storage.location import Location
-from schemas.storage.store_client import RefusedError
-from trainer.stores.remote.wire import (
+from presage.schemas.dataset.files import replace_bytes
+from presage.schemas.errors import SchemaError, StorageError
+from presage.schemas.storage.location import Location
+from presage.schemas.storage.store_client import RefusedError
+from presage.trainer.stores.remote.wire import (
     AUTHORIZATION,
     BEHIND,
     LOOPBACK,
@@ -36,7 +36,7 @@ from trainer.stores.remote.wire import (
     records_schema,
     rows_batch,
 )
-from trainer.stores.store import (
+from presage.trainer.stores.store import (
     BehindError,
     SlotMapChangedError,
     StoreUnavailableError,

@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from schemas.errors import SchemaError
-from schemas.typed_values import from_json
-from trainer.stores.remote.members import StoreMembers
-from trainer.stores.remote.ownership import (
+from presage.schemas.errors import SchemaError
+from presage.schemas.typed_values import from_json
+from presage.trainer.stores.remote.members import StoreMembers
+from presage.trainer.stores.remote.ownership import (
     MoveRequest,
     SlotMap,
     StoreDescription,
@@ -28,7 +28,7 @@ from trainer.stores.remote.ownership import (
     next_slot_map,
     ranges_of,
 )
-from trainer.stores.remote.wire import (
+from presage.trainer.stores.remote.wire import (
     ARRIVING,
     DESCRIBE,
     END_MOVE,
@@ -37,7 +37,7 @@ from trainer.stores.remote.wire import (
     Request,
     records_batch,
 )
-from trainer.stores.store import SlotMapChangedError, StoreUnavailableError
+from presage.trainer.stores.store import SlotMapChangedError, StoreUnavailableError
 
 logger = logging.getLogger(__name__)
 _INTERVAL_SEC = 0.25

@@ -11,10 +11,15 @@ from dataclasses import asdict, replace
 
 import pyarrow as pa
 
-from schemas.errors import SchemaError
-from schemas.typed_values import from_json
-from trainer.stores.remote.connection import Access, StoreConnection, attempts, unreachable_error
-from trainer.stores.remote.ownership import (
+from presage.schemas.errors import SchemaError
+from presage.schemas.typed_values import from_json
+from presage.trainer.stores.remote.connection import (
+    Access,
+    StoreConnection,
+    attempts,
+    unreachable_error,
+)
+from presage.trainer.stores.remote.ownership import (
     Descriptions,
     ShardControl,
     SlotMap,
@@ -26,7 +31,7 @@ from trainer.stores.remote.ownership import (
     newest_slot_map,
     ranges_of,
 )
-from trainer.stores.remote.wire import (
+from presage.trainer.stores.remote.wire import (
     APPLY_MAP,
     DESCRIBE,
     OPEN,
@@ -34,7 +39,7 @@ from trainer.stores.remote.wire import (
     records_of,
     rows_of,
 )
-from trainer.stores.store import (
+from presage.trainer.stores.store import (
     RowsAndRecords,
     RowsLostError,
     SlotMapChangedError,

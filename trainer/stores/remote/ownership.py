@@ -15,8 +15,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.hashing import NUM_SLOTS, divide_slots
-from trainer.stores.store import TableLayout
+from presage.schemas.hashing import NUM_SLOTS, divide_slots
+from presage.trainer.stores.store import TableLayout
 
 Ranges = tuple[tuple[int, int], ...]
 """Slot ranges [first, end)."""

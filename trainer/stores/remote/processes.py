@@ -14,14 +14,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from schemas.errors import SchemaError
-from schemas.typed_values import from_json
-from trainer.runtime import close_pipes, end_children, is_readable, start_child
-from trainer.stores.bucket_files import clear_directory
-from trainer.stores.remote.connection import Access, StoreConnection, unreachable_error
-from trainer.stores.remote.ownership import MoveRequest, Ranges, StoreDescription
-from trainer.stores.remote.wire import DESCRIBE, MOVE, check_address, write_token
-from trainer.stores.store import StoreUnavailableError
+from presage.schemas.errors import SchemaError
+from presage.schemas.typed_values import from_json
+from presage.trainer.runtime import close_pipes, end_children, is_readable, start_child
+from presage.trainer.stores.bucket_files import clear_directory
+from presage.trainer.stores.remote.connection import Access, StoreConnection, unreachable_error
+from presage.trainer.stores.remote.ownership import MoveRequest, Ranges, StoreDescription
+from presage.trainer.stores.remote.wire import DESCRIBE, MOVE, check_address, write_token
+from presage.trainer.stores.store import StoreUnavailableError
 
 logger = logging.getLogger(__name__)
 _START_SEC = 60.0

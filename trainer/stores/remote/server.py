@@ -20,14 +20,14 @@ import pyarrow as pa
 import pyarrow.flight as fl
 from numpy.typing import NDArray
 
-from schemas.errors import SchemaError
-from schemas.run.records import STORE_ADDRESS
-from schemas.storage.location import Location
-from schemas.typed_values import from_json
-from trainer.stores.remote.connection import publish_address
-from trainer.stores.remote.ownership import MoveRequest, ShardControl, SlotMap
-from trainer.stores.remote.shard import Shard
-from trainer.stores.remote.wire import (
+from presage.schemas.errors import SchemaError
+from presage.schemas.run.records import STORE_ADDRESS
+from presage.schemas.storage.location import Location
+from presage.schemas.typed_values import from_json
+from presage.trainer.stores.remote.connection import publish_address
+from presage.trainer.stores.remote.ownership import MoveRequest, ShardControl, SlotMap
+from presage.trainer.stores.remote.shard import Shard
+from presage.trainer.stores.remote.wire import (
     APPLY_MAP,
     ARRIVING,
     BEHIND,
@@ -56,7 +56,7 @@ from trainer.stores.remote.wire import (
     rows_schema,
     scheme_of,
 )
-from trainer.stores.store import BehindError, SlotMapChangedError, TableLayout
+from presage.trainer.stores.store import BehindError, SlotMapChangedError, TableLayout
 
 MESSAGE_BYTES, IN_FLIGHT_BYTES = 4 << 20, 64 << 20
 """Maximum size of a message, and of all messages in flight; further calls wait before they are

@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.errors import SchemaError
-from schemas.hashing import slot_of_row
-from trainer.stores.local import ArrayTable
-from trainer.stores.remote.ownership import MoveRequest, ShardControl, SlotMap
-from trainer.stores.remote.wal import Entry, RowsEntry, ShardLog
-from trainer.stores.remote.wire import (
+from presage.schemas.errors import SchemaError
+from presage.schemas.hashing import slot_of_row
+from presage.trainer.stores.local import ArrayTable
+from presage.trainer.stores.remote.ownership import MoveRequest, ShardControl, SlotMap
+from presage.trainer.stores.remote.wal import Entry, RowsEntry, ShardLog
+from presage.trainer.stores.remote.wire import (
     ARRIVING,
     CONTENTS,
     LEAVING,
@@ -30,7 +30,7 @@ from trainer.stores.remote.wire import (
     Request,
     check_same_layouts,
 )
-from trainer.stores.store import (
+from presage.trainer.stores.store import (
     BehindError,
     Records,
     RowsAndRecords,

@@ -24,12 +24,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from schemas.arrays import Array
-from schemas.errors import SchemaError
-from schemas.storage.local_files import sync_directory
-from schemas.typed_values import from_json
-from trainer.stores.remote.ownership import ShardControl
-from trainer.stores.store import Records, TableLayout
+from presage.schemas.arrays import Array
+from presage.schemas.errors import SchemaError
+from presage.schemas.storage.local_files import sync_directory
+from presage.schemas.typed_values import from_json
+from presage.trainer.stores.remote.ownership import ShardControl
+from presage.trainer.stores.store import Records, TableLayout
 
 MAGIC = b"PRL1"
 _HEADER = struct.Struct("<4sI")

@@ -22,9 +22,9 @@ import pyarrow as pa
 import pyarrow.flight as fl
 from numpy.typing import NDArray
 
-from schemas.errors import SchemaError
-from schemas.typed_values import from_json
-from trainer.stores.store import Records, TableLayout
+from presage.schemas.errors import SchemaError
+from presage.schemas.typed_values import from_json
+from presage.trainer.stores.store import Records, TableLayout
 
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 CONNECT_SEC = 5.0
