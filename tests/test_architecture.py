@@ -14,6 +14,9 @@ from tests.pipelines import logs
 from tests.trainer.make_dataset import write_job
 from tests.trainer.runs import run_job, small_dataset
 
+PLACE = re.compile(r"`([\w/]+\.py)` \(([^)]*)\)")
+NAME = re.compile(r"`([A-Za-z_.]+)`")
+ROOMS = ("schemas", "pipelines", "trainer", "scheduler", "presage")
 ROW = re.compile(r"^\| `([a-z_/]+\.py)` \| `([A-Za-z_.]+)` \|", re.MULTILINE)
 MOST_FILES = {"One sample": 10, "One batch": 8, "One decision": 6}
 
@@ -28,12 +31,12 @@ def walks(repository: Path) -> dict[str, list[tuple[str, str]]]:
 def defines(tree: ast.AST, name: str) -> bool:
     """Return whether a module defines a function, a class, or `Class.method`."""
     first, _, rest = name.partition(".")
-    return any(
-        isinstance(node, ast.FunctionDef | ast.ClassDef)
-        and node.name == first
-        and (not rest or defines(node, rest))
-        for node in ast.iter_child_nodes(tree)
-    )
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == first:
+            return not rest or defines(node, rest)
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == first:
+            return not rest
+    return False
 
 
 @pytest.mark.parametrize("walk", MOST_FILES)
@@ -42,6 +45,37 @@ def test_walk_names_functions_that_exist_in_few_files(walk: str, repository: Pat
     assert 0 < len({file for file, _ in rows}) <= MOST_FILES[walk]
     for file, name in rows:
         assert defines(ast.parse((repository / file).read_text()), name), f"{file}: {name}"
+
+
+def test_places_of_changes_exist(repository: Path) -> None:
+    text = (repository / "docs" / "architecture.md").read_text(encoding="utf-8")
+    places = PLACE.findall(text.partition("## Where to change what")[2])
+    assert len(places) > 20
+    for file, names in places:
+        tree = ast.parse((repository / file).read_text())
+        assert [n for n in NAME.findall(names) if not defines(tree, n)] == [], file
+
+
+def module_named(name: str, readme: Path, repository: Path) -> Path | None:
+    """Return the file of a name: beside the README, below the root, or one below the README."""
+    for base in (readme.parent, repository):
+        if (base / name).is_file():
+            return (base / name).resolve()
+    found = [p for p in readme.parent.rglob(Path(name).name) if p.as_posix().endswith(f"/{name}")]
+    return found[0].resolve() if len(found) == 1 else None
+
+
+def test_readmes_name_each_module_and_no_other(repository: Path) -> None:
+    named, missing = set[Path | None](), list[str]()
+    for readme in [path for room in ROOMS for path in (repository / room).rglob("README.md")]:
+        for name in re.findall(r"`([\w./]+\.py)`", readme.read_text(encoding="utf-8")):
+            named.add(module := module_named(name, readme, repository))
+            if module is None:
+                missing.append(f"{readme.relative_to(repository)}: {name}")
+    assert missing == []
+    modules = [path for room in ROOMS for path in (repository / room).rglob("*.py")]
+    own = [path for path in modules if not path.stem.startswith("__")]
+    assert [str(p.relative_to(repository)) for p in own if p.resolve() not in named] == []
 
 
 def called_by(run: Callable[[], object], repository: Path) -> set[tuple[str, str]]:

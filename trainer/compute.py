@@ -5,7 +5,6 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-import torch.nn.functional as F
 
 from presage.trainer.components import Components
 from presage.trainer.data.collate import CollatedBatch
@@ -18,6 +17,7 @@ from presage.trainer.step import (
     add_partial_sums,
     flatten_gradients,
     loss_of,
+    sum_of_losses,
 )
 
 
@@ -166,9 +166,7 @@ class MicrobatchCompute:
         self._open = None
 
     def _compute_one(self, batch: CollatedBatch) -> PartialSums:
-        loss = F.binary_cross_entropy_with_logits(
-            self._model(batch), batch.labels, weight=batch.weights, reduction="sum"
-        )
+        loss = sum_of_losses(self._model(batch), batch)
         lookups = self._components.embedding.microbatch(batch)
         gradients = torch.autograd.grad(
             loss, [*self._parameters, *lookups.autograd_inputs], allow_unused=True

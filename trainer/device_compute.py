@@ -9,7 +9,6 @@ and all replicas add the same sums.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from presage.schemas.config.train import TrainConfig
 from presage.trainer.components import Components, build_model, table_specs
@@ -28,6 +27,7 @@ from presage.trainer.step import (
     Tree,
     add_partial_sums,
     flatten_gradients,
+    sum_of_losses,
 )
 
 
@@ -76,9 +76,7 @@ class DeviceMicrobatchCompute(MicrobatchCompute):
         self, batch: CollatedBatch, numbers: torch.Tensor, lookups: DeviceLookups
     ) -> PartialSums:
         """Return the sums of a microbatch, which come back in one block."""
-        loss = F.binary_cross_entropy_with_logits(
-            self._device_model(batch), batch.labels, weight=batch.weights, reduction="sum"
-        )
+        loss = sum_of_losses(self._device_model(batch), batch)
         parameters = [p for p in self._device_model.parameters() if p.requires_grad]
         inputs = [*parameters, *lookups.autograd_inputs]
         gradients = torch.autograd.grad(loss, inputs, allow_unused=True)

@@ -211,7 +211,9 @@ class TrainingLoop:
             frontier=self._frontier.state,
             fatal_error=self._frontier.fatal_error,
             logged=self.output.logged(self.log.written),
-            saved=self.output.saved if self.writes else -1,
+            saved=self.output.saved
+            if self.writes and self.checkpoints.is_due(self.step + 1)
+            else -1,
         )
         return self.peers.agree(self.step, status)
 
@@ -288,7 +290,7 @@ class TrainingLoop:
         Raises:
             SchemaError: the disk is full.
         """
-        span, follows = self.context.span, self.context.options.follow
+        span, follows = self.context.reader.span, self.context.options.follow
         if follows and self._written_span is not span:
             identity = identity_of(span.dataset, self.context.job.train, follows=True)
             write_dataset(self.context.run, span.dataset, identity)

@@ -38,7 +38,7 @@ from presage.trainer.checkpoint.save import write_checkpoint
 from presage.trainer.components import plans_of
 from presage.trainer.embedding.cache import PlannedCache, RowsOfTables
 from presage.trainer.embedding.ranks import world_size
-from presage.trainer.stores.factory import open_store
+from presage.trainer.stores.factory import FILE_STORES, open_store
 from presage.trainer.stores.future_log import FutureLog, NextUseLookup
 from presage.trainer.stores.local import LocalStore
 from presage.trainer.stores.store import (
@@ -323,9 +323,9 @@ class EmbeddingRows:
     def _open(self) -> Store:
         if self._store is None:
             self._check_widths()
-            is_log = self._kind == "log"
+            files: Any = self._kind if str(self._kind) in FILE_STORES else "mmap"
             config = TrainConfig(
-                cache=CacheConfig(files="log" if is_log else "mmap"),
+                cache=CacheConfig(files=files),
                 stores=self._kind if isinstance(self._kind, StoresConfig) else StoresConfig(),
             )
             with ExitStack() as opened:

@@ -56,13 +56,17 @@ def _no_seconds() -> dict[str, float]:
     return {phase: 0.0 for phase in PHASES}
 
 
-def loss_of(logits: torch.Tensor, batch: CollatedBatch) -> torch.Tensor:
-    """Return the weighted mean of the logistic loss, 0 if all weights are 0."""
-    losses = F.binary_cross_entropy_with_logits(
+def sum_of_losses(logits: torch.Tensor, batch: CollatedBatch) -> torch.Tensor:
+    """Return the sum of the weighted losses of samples; the loss of all models."""
+    return F.binary_cross_entropy_with_logits(
         logits, batch.labels, weight=batch.weights, reduction="sum"
     )
+
+
+def loss_of(logits: torch.Tensor, batch: CollatedBatch) -> torch.Tensor:
+    """Return the weighted mean of the losses, 0 if all weights are 0."""
     weight = batch.weights.sum()
-    return losses / torch.where(weight == 0, torch.ones_like(weight), weight)
+    return sum_of_losses(logits, batch) / torch.where(weight == 0, torch.ones_like(weight), weight)
 
 
 def check_loss(loss: float, train_step: int) -> float:

@@ -175,10 +175,10 @@ def split_by_work(work: Sequence[float], speeds: Sequence[float]) -> list[slice]
 def runs_of_ranks(work: Sequence[float], world_size: int) -> list[slice]:
     """Cut the blocks of a batch into runs with nearly equal work, one for each rank.
 
-    They are those of `blocks_of_rank` where these are within `EQUAL_WORK` of the best: then ranks
+    They are those of `even_part` where these are within `EQUAL_WORK` of the best: then ranks
     keep to their lanes.
     """
-    equal = [blocks_of_rank(len(work), rank, world_size) for rank in range(world_size)]
+    equal = [even_part(len(work), rank, world_size) for rank in range(world_size)]
     largest = max(sum(work[run]) for run in equal)
     if largest <= EQUAL_WORK * sum(work) / world_size:  # so within that of the best, too
         return equal
@@ -187,14 +187,14 @@ def runs_of_ranks(work: Sequence[float], world_size: int) -> list[slice]:
     return equal if largest <= EQUAL_WORK * least else best
 
 
-def blocks_of_rank(num_blocks: int, rank: int, world_size: int) -> slice:
-    """Return the blocks of a batch that belong to a rank; sizes differ by one block at most.
+def even_part(count: int, part: int, num_parts: int) -> slice:
+    """Return one of several parts of a sequence, whose sizes differ by one at most.
 
     Example:
-        >>> [blocks_of_rank(2, rank, 3) for rank in range(3)]
+        >>> [even_part(2, part, 3) for part in range(3)]
         [slice(0, 1, None), slice(1, 2, None), slice(2, 2, None)]
     """
-    start, end = (-(-num_blocks * r // world_size) for r in (rank, rank + 1))
+    start, end = (-(-count * p // num_parts) for p in (part, part + 1))
     return slice(start, end)
 
 
@@ -309,7 +309,7 @@ def _equal_runs(
 ) -> list[NDArray[np.int64]]:
     """Cut blocks into consecutive runs that fill batches together."""
     num_full, last = divmod(len(blocks), blocks_per_batch)
-    lasts = [blocks_of_rank(last, run, num_runs) for run in range(num_runs)]
+    lasts = [even_part(last, run, num_runs) for run in range(num_runs)]
     per_batch = blocks_per_batch // num_runs
     lengths = [num_full * per_batch + each.stop - each.start for each in lasts]
     return np.split(blocks, np.cumsum(lengths)[:-1])

@@ -18,7 +18,7 @@ from presage.schemas.dataset.order import (
     SHUFFLED_ROW_GROUPS,
     Order,
     block_order,
-    blocks_of_rank,
+    even_part,
 )
 from tests.schemas import reference
 
@@ -123,7 +123,7 @@ def test_rank_reads_the_row_groups_of_its_lanes_and_few_others(
     used = np.frombuffer(row_groups, np.int32)[order]
     batches = [used[i : i + per_batch] for i in range(0, len(used), per_batch)]
     for rank in range(world_size):
-        own = [b[blocks_of_rank(len(b), rank, world_size)] for b in batches]
+        own = [b[even_part(len(b), rank, world_size)] for b in batches]
         assert len(np.unique(np.concatenate(own))) <= 1.1 * len(sizes) / world_size + 4
 
 

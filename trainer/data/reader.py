@@ -24,7 +24,7 @@ from presage.schemas.dataset.checked_files import CheckedFile
 from presage.schemas.dataset.defaults import missing_column_defaults, read_with_defaults
 from presage.schemas.dataset.group_files import read_group
 from presage.schemas.dataset.opened import OpenDataset, Segment
-from presage.schemas.dataset.order import Order, Step, blocks_of_rank, runs_of_ranks
+from presage.schemas.dataset.order import Order, Step, even_part, runs_of_ranks
 from presage.schemas.layout import DATA_DIRECTORIES, EVALUATION, TRAIN, part_path
 from presage.trainer.data.collate import CollatedBatch, PartOfBlock, Range, RowGroupBlocks, collate
 from presage.trainer.data.decode import (
@@ -297,7 +297,7 @@ class Reader:
     def _runs(self, step: Step, world_size: int) -> list[slice]:
         if self._equal_runs:
             count = len(step.positions)
-            return [blocks_of_rank(count, rank, world_size) for rank in range(world_size)]
+            return [even_part(count, rank, world_size) for rank in range(world_size)]
         return runs_of_ranks(self.work(step).tolist(), world_size)
 
     def _positions(self, step: Step) -> NDArray[np.int64]:

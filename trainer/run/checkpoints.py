@@ -128,6 +128,11 @@ class RunCheckpoints:
         if self._changes is not None:
             self._active = self._start(self._changes)
 
+    def is_due(self, train_step: int) -> bool:
+        """Return whether the state before a step is to be saved."""
+        every = self._config.every_steps
+        return every is not None and not train_step % every
+
     def save_if_due(self, train_step: int, saved: int, *, writes: bool) -> None:
         """Copy changed rows if a checkpoint is due.
 
@@ -138,8 +143,7 @@ class RunCheckpoints:
         """
         if not writes:
             self.release()
-        every = self._config.every_steps
-        if self._changes is None or every is None or train_step % every:
+        if self._changes is None or not self.is_due(train_step):
             return
         if saved > self._dropped_before:
             self._changes.drop_before(saved)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +36,12 @@ from presage.trainer.stores.store import Store, TableLayout
 
 STORE = "store"
 """Folder of the run for rows outside of memory."""
+
+FILE_STORES: Mapping[str, Callable[[Mapping[str, TableLayout], Path], Store]] = {
+    "log": log_store,
+    "mmap": mmap_store,
+}
+"""By value of `train.cache.files`: returns an empty store in a folder."""
 
 
 @contextmanager
@@ -77,10 +83,10 @@ def open_store(
                 owner=run_owner(run),
                 session=secrets.token_hex(8),
             )
-        elif embedding == "cached" and config.cache.files == "log":
-            store = log_store(layouts, run / STORE)
         else:
-            store = mmap_store(layouts, run / STORE)
+            # only a cache with a plan knows the next use of each row, by which the log is ordered
+            files = config.cache.files if embedding == "cached" else "mmap"
+            store = FILE_STORES[files](layouts, run / STORE)
         stack.callback(store.close)
         yield store
 
