@@ -136,7 +136,7 @@ def format_finding(finding: CheckResult) -> str:
 
     Example:
         >>> format_finding(
-        ...     Finding(name="disk", ok=False, must="have 5 GiB free", found="1 GiB", fix="go")
+        ...     CheckResult(name="disk", ok=False, must="have 5 GiB free", found="1 GiB", fix="go")
         ... )
         'lacks   disk: 1 GiB (must have 5 GiB free); go'
     """

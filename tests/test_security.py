@@ -33,7 +33,7 @@ from tests.trainer.processes import children_of, num_steps, run_until, start_tra
 from tests.trainer.runs import SEGMENTS
 from tests.trainer.stores import running, start_store
 
-PACKAGES = ("schemas", "pipelines", "trainer", "scheduler")
+PACKAGES = ("schemas", "pipelines", "trainer", "scheduler", "presage")
 LOOPBACK = {"127.0.0.1", "::1", "00000000000000000000000001000000"}
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 UNSAFE_CALLS = {"eval", "exec", "os.system", "os.popen", "torch.load", "yaml.load"}

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, Protocol, TypeVar
@@ -149,7 +149,8 @@ def kill_store(pid: int, directory: Path | None = None) -> None:
     if directory is not None:
         suspend(pid)
         shutil.rmtree(directory, ignore_errors=True)
-    os.kill(pid, signal.SIGKILL)
+    with suppress(ProcessLookupError):  # it has just ended
+        os.kill(pid, signal.SIGKILL)
 
 
 def log_files(directory: Path) -> list[Path]:

@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -227,6 +228,9 @@ class NpyFile:
 # `rows.npy` has the ids, ascending, and `records.npy` a record of `values` and `state` for each.
 
 ROW_FILES = "rows", "records"
+HEADERS = Lock()
+"""Held while NumPy parses headers as Python, which fails at times in several threads (CPython
+gh-106905)."""
 
 
 def record_type(layout: TableLayout) -> np.dtype[Any]:
@@ -239,9 +243,11 @@ class RowPart:
     """Rows of a table that one checkpoint wrote: a folder, memory-mapped after verification."""
 
     def __init__(self, folder: Path, *, random: bool = False) -> None:
-        self.rows, records = (
-            np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False) for name in ROW_FILES
-        )
+        with HEADERS:
+            self.rows, records = (
+                np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
+                for name in ROW_FILES
+            )
         if random and isinstance(records, np.memmap):  # an empty array is not mapped
             records._mmap.madvise(mmap.MADV_RANDOM)  # type: ignore[attr-defined] # no other way
         self.dtype = records.dtype

@@ -14,7 +14,7 @@ import numpy as np
 from presage.schemas.arrays import Array
 from presage.schemas.errors import SchemaError
 from presage.trainer.checkpoint.files import CheckpointManifest, check_file, check_hash, check_size
-from presage.trainer.checkpoint.format import ROW_FILES, record_type
+from presage.trainer.checkpoint.format import HEADERS, ROW_FILES, record_type
 from presage.trainer.stores.local import ArrayTable, LocalStore
 from presage.trainer.stores.store import RowsAndRecords, TableLayout, chunks_of, empty_records
 
@@ -45,7 +45,7 @@ class VerifiedFile:
         self._path = checkpoint.parent / name
         check_size(checkpoint, name, self._expected)
         self._found = "no array"
-        with self._path.open("rb") as file:
+        with self._path.open("rb") as file, HEADERS:
             try:
                 np.lib.format.read_magic(file)
                 shape, _, found = np.lib.format.read_array_header_1_0(file)
