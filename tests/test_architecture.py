@@ -11,6 +11,7 @@ from types import FrameType
 import pytest
 
 from tests.pipelines import logs
+from tests.traces import APART, traces
 from tests.trainer.make_dataset import write_job
 from tests.trainer.runs import run_job, small_dataset
 
@@ -18,6 +19,13 @@ PLACE = re.compile(r"`([\w/]+\.py)` \(([^)]*)\)")
 NAME = re.compile(r"`([A-Za-z_.]+)`")
 ROOMS = ("schemas", "pipelines", "trainer", "scheduler", "presage")
 ROW = re.compile(r"^\| `([a-z_/]+\.py)` \| `([A-Za-z_.]+)` \|", re.MULTILINE)
+TRACED_FILES = {"One sample": 23, "One batch": 48, "One decision": 18}
+"""Files that a row, a batch and a decision enter in the steady state (`tests/traces.py`)."""
+OF_A_RUN = {
+    ("pipelines/build.py", "build_segment"),
+    ("pipelines/table/commit.py", "commit_segment"),
+}
+"""Functions of the page that are called once a build."""
 MOST_FILES = {"One sample": 10, "One batch": 8, "One decision": 6}
 
 
@@ -96,6 +104,19 @@ def called_by(run: Callable[[], object], repository: Path) -> set[tuple[str, str
         sys.setprofile(None)
         threading.setprofile(None)
     return found
+
+
+@pytest.mark.nightly
+def test_steady_ways_are_no_longer_than_they_were_and_pass_what_the_page_shows(
+    repository: Path, tmp_path: Path
+) -> None:
+    for walk, trace in traces(tmp_path).items():
+        called = {(file, name) for file, names in trace.files.items() for name in names}
+        called |= {(file, name.partition(".")[0]) for file, name in called}
+        shown = {*walks(repository)[walk]} - OF_A_RUN
+        assert shown <= called, walk
+        files = [file for file in trace.files if not file.startswith(APART)]
+        assert len(files) <= TRACED_FILES[walk], walk
 
 
 @pytest.mark.slow

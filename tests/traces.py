@@ -25,7 +25,7 @@ from tests.integration.small_demo import write_small_demo
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SMALL = {
-    "num_samples: 200000": "num_samples: 60000",
+    "num_samples: 200000": "num_samples: 400000",
     "oracle: {batch_samples: 4096}": "oracle: {batch_samples: 1024}",
     "\n  batch_samples: 4096": "\n  batch_samples: 1024",
 }
@@ -128,21 +128,25 @@ def _has_measured_steps(frame: FrameType) -> bool:
     return any(job.next_step for job in frame.f_locals["self"].state.jobs.values())
 
 
+def traces(folder: Path) -> dict[str, Trace]:
+    """Return the traces of one sample, one batch and one decision of the demo."""
+    from presage.pipelines.cli import main as pipelines
+
+    job = shutil.copytree(REPOSITORY / "schemas" / "demo", folder / "job") / "job.yaml"
+    with redirect_stdout(sys.stderr):
+        pipelines(["generate", str(job), "--output", str(folder / "log")])
+        return {
+            "One sample": trace_row(job, folder / "log", folder / "dataset"),
+            "One batch": trace_batch(job, folder / "dataset", folder / "run"),
+            "One decision": trace_decision(folder),
+        }
+
+
 def main() -> None:
     """Print the files of each trace."""
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        job = shutil.copytree(REPOSITORY / "schemas" / "demo", folder / "job") / "job.yaml"
-        from presage.pipelines.cli import main as pipelines
-
-        with redirect_stdout(sys.stderr):
-            pipelines(["generate", str(job), "--output", str(folder / "log")])
-            traces = {
-                "row": trace_row(job, folder / "log", folder / "dataset"),
-                "batch": trace_batch(job, folder / "dataset", folder / "run"),
-                "decision": trace_decision(folder),
-            }
-    for title, trace in traces.items():
+        found = traces(Path(name))
+    for title, trace in found.items():
         apart = [path for path in trace.files if path.startswith(APART)]
         files = [path for path in trace.files if path not in apart]
         lines = [f"{title}: {len(files)} files, {len(apart)} apart"]
