@@ -67,11 +67,10 @@ from presage.schemas.machine import num_cores
 from presage.schemas.oracle.cache_plan import CachePlan, PlanStep, required_rows, summarize
 from presage.schemas.oracle.next_uses import distinct, next_use
 from presage.trainer.components import build_components, order_of, plans_of
-from presage.trainer.compute import train_batch
 from presage.trainer.data.decode import spec_of
 from presage.trainer.data.reader import Reader, prefetch
 from presage.trainer.embedding.cache import PlannedCache, TablePlan
-from presage.trainer.step import PhaseTimer
+from presage.trainer.step import PhaseTimer, train_batch
 
 BATCHES = 2_048, 16_384
 LOOKAHEAD = 200

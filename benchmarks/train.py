@@ -52,13 +52,12 @@ from presage.pipelines.table.expand import expand
 from presage.schemas.config.train import ModelConfig, SparseOptimizerConfig, TrainConfig
 from presage.schemas.dataset.opened import OpenDataset, open_dataset
 from presage.trainer.components import build_components, build_model, dense_optimizer, order_of
-from presage.trainer.compute import train_batch
 from presage.trainer.data.collate import CollatedBatch
 from presage.trainer.data.decode import BatchSpec, spec_of
 from presage.trainer.data.reader import prefetch
 from presage.trainer.models import attention
 from presage.trainer.models.torchrec_models import dense_inputs
-from presage.trainer.step import PhaseTimer, loss_of
+from presage.trainer.step import PhaseTimer, loss_of, train_batch
 
 LOGS = ("mind", "kuairand", "demo")
 MODELS = ("dlrm", "dcn", "deepfm", "wide_deep", "attention", "reading")

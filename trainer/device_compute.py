@@ -12,15 +12,14 @@ import torch
 
 from presage.schemas.config.train import TrainConfig
 from presage.trainer.components import Components, build_model, table_specs
-from presage.trainer.compute import MicrobatchCompute
-from presage.trainer.data.collate import CollatedBatch, move_batch
+from presage.trainer.data.collate import CollatedBatch, Microbatches, move_batch, single_microbatch
 from presage.trainer.data.decode import BatchSpec
-from presage.trainer.data.microbatches import Microbatches, single_microbatch
 from presage.trainer.data.transfer import to_device
 from presage.trainer.embedding.cache import DirectSource
 from presage.trainer.embedding.device_embedding import DeviceEmbedding, DeviceLookups, upload_rows
 from presage.trainer.embedding.kernels.interface import RowSums
 from presage.trainer.step import (
+    MicrobatchCompute,
     Node,
     PartialSums,
     PhaseTimer,

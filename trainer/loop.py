@@ -33,8 +33,7 @@ from presage.trainer.agreement import (
     ReplicaStatus,
     leave_outcome,
 )
-from presage.trainer.compute import MicrobatchCompute, WholeBatchCompute
-from presage.trainer.data.microbatches import Microbatches
+from presage.trainer.data.collate import Microbatches
 from presage.trainer.growing.frontier import DatasetRefusedError, Frontier
 from presage.trainer.recovery import Drain, Watchdog
 from presage.trainer.run.checkpoints import RunCheckpoints
@@ -42,7 +41,7 @@ from presage.trainer.run.folder import identity_of, write_dataset
 from presage.trainer.run.ledger import LogWriter
 from presage.trainer.run.output import RunOutput
 from presage.trainer.run.run_context import RunContext
-from presage.trainer.step import Tree, check_loss, metric_of
+from presage.trainer.step import MicrobatchCompute, Tree, WholeBatchCompute, check_loss, metric_of
 from presage.trainer.steps import NO_MICROBATCHES, Span, next_action
 
 READ_AHEAD = 2
@@ -208,7 +207,7 @@ class TrainingLoop:
             leaving=leaving,
             num_segments=visible.num_segments,
             sealed=visible.sealed,
-            frontier=self._frontier.state,
+            frontier=self._frontier.state if self.context.options.follow else (),
             fatal_error=self._frontier.fatal_error,
             logged=self.output.logged(self.log.written),
             saved=self.output.saved
@@ -237,7 +236,7 @@ class TrainingLoop:
     def apply_agreement(self, agreement: Agreement) -> None:
         """Take the writer and the durable steps from the agreement of the current step."""
         writer = agreement.writer
-        if self._decide() == "train":
+        if self.context.options.follow and self._decide() == "train":
             self._frontier.check(agreement.extent, agreement.ready[writer].status.frontier)
         self.log.forget(agreement.logged)
         self._set_writes(writes=writer == self.peers.name)

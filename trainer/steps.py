@@ -21,9 +21,8 @@ from presage.schemas.errors import PlanError
 from presage.schemas.oracle.cache_plan import Keyframe
 from presage.schemas.run.records import LedgerEntry
 from presage.trainer.components import plans_of, uses_shared_features
-from presage.trainer.data.collate import move_batch
+from presage.trainer.data.collate import Microbatches, move_batch, single_microbatch
 from presage.trainer.data.decode import spec_of
-from presage.trainer.data.microbatches import Microbatches, single_microbatch
 from presage.trainer.data.reader import Reader
 from presage.trainer.data.transfer import device_of
 from presage.trainer.embedding.cache import TablePlan

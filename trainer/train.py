@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import resource
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -34,7 +35,6 @@ from presage.trainer.checkpoint.load import (
 )
 from presage.trainer.checkpoint.manager import claim_leftovers
 from presage.trainer.components import Components, build_components, layouts_of
-from presage.trainer.compute import MicrobatchCompute, WholeBatchCompute
 from presage.trainer.data.decode import BatchSpec, spec_of
 from presage.trainer.data.transfer import device_of
 from presage.trainer.device_compute import DeviceMicrobatchCompute
@@ -56,7 +56,7 @@ from presage.trainer.run.run_context import RunContext
 from presage.trainer.run.setup import Rollbacks, first_checkpoint, open_run, with_rollbacks
 from presage.trainer.run.warm_start import steps_before, summary_of_origin
 from presage.trainer.run_rows import RunRows
-from presage.trainer.step import Clock, PhaseTimer
+from presage.trainer.step import Clock, MicrobatchCompute, PhaseTimer, WholeBatchCompute
 from presage.trainer.steps import Span, StepReader, plans_of_span
 from presage.trainer.stores.factory import open_store
 from presage.trainer.stores.future_log import FutureLog, NextUseLookup
@@ -350,12 +350,15 @@ def _row_source(
         "first_step": first,
         "last_step": end,
         "prefetch_steps": cache.prefetch_steps,
-        "saves_at": lambda step: step == end or (every is not None and step % every == 0),
+        "saves_at": () if every is None else range(0, sys.maxsize, every),
     }
     if job.train.device == "cpu":
-        return PlannedCache(components.store, plans, **steps)
-    device = device_of(job.train.device)
-    return DeviceCache(components.store, plans, device, cache.rows, **steps)
+        source = PlannedCache(components.store, plans, **steps)
+    else:
+        device = device_of(job.train.device)
+        source = DeviceCache(components.store, plans, device, cache.rows, **steps)
+    source.requested_step = end
+    return source
 
 
 def _fill_cache(

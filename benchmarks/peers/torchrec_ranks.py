@@ -39,10 +39,8 @@ from presage.schemas.dataset.opened import open_dataset
 from presage.schemas.rows import initial_rows
 from presage.schemas.storage.location import Location
 from presage.trainer.components import Components, build_components, dense_optimizer
-from presage.trainer.compute import MicrobatchCompute
-from presage.trainer.data.collate import CollatedBatch, features_of_tables
+from presage.trainer.data.collate import CollatedBatch, Microbatches, features_of_tables
 from presage.trainer.data.decode import BatchSpec, spec_of
-from presage.trainer.data.microbatches import Microbatches
 from presage.trainer.elastic.membership import ReplicaOptions
 from presage.trainer.elastic.peer_state import MemoryRows
 from presage.trainer.elastic.replica import ReplicaPeers
@@ -55,7 +53,7 @@ from presage.trainer.recovery import Drain, Watchdog
 from presage.trainer.run.checkpoints import RunCheckpoints
 from presage.trainer.run.output import RunOutput
 from presage.trainer.run.run_context import RunContext
-from presage.trainer.step import PartialSums, PhaseTimer, Tree
+from presage.trainer.step import MicrobatchCompute, PartialSums, PhaseTimer, Tree
 from presage.trainer.steps import StepReader
 from presage.trainer.stores.remote.connection import Access
 

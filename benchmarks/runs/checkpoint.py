@@ -57,7 +57,6 @@ from presage.trainer.checkpoint.load import load_rows, newest_checkpoint, verify
 from presage.trainer.checkpoint.manager import CHECKPOINT_LOG, BackgroundSaver
 from presage.trainer.checkpoint.save import save_checkpoint
 from presage.trainer.components import Components, build_components, layouts_of, order_of, plans_of
-from presage.trainer.compute import MicrobatchCompute
 from presage.trainer.data.decode import spec_of
 from presage.trainer.embedding.cache import DirectSource, PlannedCache, RowSource
 from presage.trainer.embedding.changes import Changes
@@ -66,7 +65,7 @@ from presage.trainer.options import TrainOptions
 from presage.trainer.run.checkpoints import RunCheckpoints, copy_bytes_of
 from presage.trainer.run.run_context import RunContext
 from presage.trainer.run_rows import RunRows
-from presage.trainer.step import PhaseTimer
+from presage.trainer.step import MicrobatchCompute, PhaseTimer
 from presage.trainer.steps import Horizon, Span, StepReader
 from presage.trainer.stores.factory import open_store
 from presage.trainer.stores.local import LocalStore, memory_store
@@ -114,7 +113,7 @@ def train_and_save(
                 first_step=0,
                 last_step=last,
                 prefetch_steps=config.cache.prefetch_steps,
-                saves_at=lambda step: step % every == 0,
+                saves_at=range(0, last + 1, every),
             )
         components.embedding.set_source(source)
         planned = config.cache if embedding == "cached" else None

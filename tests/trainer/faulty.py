@@ -14,12 +14,12 @@ from typing import Any
 
 from presage.schemas.entry import process_variables
 from presage.trainer.__main__ import main
-from presage.trainer.compute import MicrobatchCompute
-from presage.trainer.data.microbatches import Microbatches
+from presage.trainer.data.collate import Microbatches
 from presage.trainer.elastic.membership import ReplicaOptions
 from presage.trainer.elastic.replica import ReplicaPeers
 from presage.trainer.loop import StepTotal
 from presage.trainer.run.output import RunOutput
+from presage.trainer.step import MicrobatchCompute
 from tests.trainer.faults import DONE, FAULTS, FaultInjector, Faults
 
 

@@ -85,7 +85,7 @@ def test_decode_refuses_numbers_without_a_loss(
 def test_train_names_the_step_whose_loss_is_not_finite(
     job: Path, dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("presage.trainer.compute.MicrobatchCompute.update", lambda *_: float("nan"))
+    monkeypatch.setattr("presage.trainer.step.MicrobatchCompute.update", lambda *_: float("nan"))
     with pytest.raises(SchemaError, match=r"^loss must be finite, got nan at step 0; lower the "):
         run_job(job, dataset, tmp_path / "run")
 

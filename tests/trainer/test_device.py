@@ -20,7 +20,6 @@ from presage.schemas.errors import SchemaError
 from presage.schemas.run.records import SUMMARY, read_summary
 from presage.schemas.storage.location import Location
 from presage.trainer.components import build_components, order_of, uses_shared_features
-from presage.trainer.compute import MicrobatchCompute, train_batch
 from presage.trainer.data.collate import CollatedBatch, move_batch
 from presage.trainer.data.decode import spec_of
 from presage.trainer.data.kjt_lookups import batch_from_kjt
@@ -32,7 +31,7 @@ from presage.trainer.embedding.module import MicrobatchLookups
 from presage.trainer.evaluation.evaluate import evaluate_run
 from presage.trainer.options import TrainOptions
 from presage.trainer.run.checkpoints import copy_bytes_of
-from presage.trainer.step import PhaseTimer
+from presage.trainer.step import MicrobatchCompute, PhaseTimer, train_batch
 from presage.trainer.steps import Horizon, Span, StepReader
 from tests.trainer.device_jobs import MODELS, with_device
 from tests.trainer.fake_device import (

@@ -9,9 +9,8 @@ from torch import nn
 
 from presage.schemas.config.job import load_job
 from presage.schemas.config.train import SparseOptimizerConfig
-from presage.trainer.data.collate import CollatedBatch
+from presage.trainer.data.collate import CollatedBatch, single_microbatch
 from presage.trainer.data.lookup import take_unsorted
-from presage.trainer.data.microbatches import single_microbatch
 from presage.trainer.embedding.kernels.interface import rule_at, state_width
 from presage.trainer.embedding.kernels.torch_ops import update_rows
 from presage.trainer.embedding.module import Embedding

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from presage.trainer.checkpoint.load import load_checkpoint, verify_checkpoint
-from presage.trainer.data.microbatches import single_microbatch
+from presage.trainer.data.collate import single_microbatch
 from presage.trainer.models.torchrec_models import DlrmModel
 from presage.trainer.step import loss_of
 from tests.shared import in_pairs

@@ -15,12 +15,11 @@ from presage.schemas.dataset.opened import open_dataset
 from presage.schemas.layout import BLOCK, EVALUATION, TRAIN
 from presage.schemas.storage.location import Location
 from presage.trainer.components import Components
-from presage.trainer.compute import train_batch
 from presage.trainer.data.reader import Reader, prefetch
 from presage.trainer.evaluation.evaluate import evaluate, evaluate_run
 from presage.trainer.evaluation.metrics import Evaluation, columns_of
 from presage.trainer.run.folder import verify_run
-from presage.trainer.step import PhaseTimer
+from presage.trainer.step import PhaseTimer, train_batch
 from tests.trainer.exact_metrics import auc, calibration, gauc, normalized_entropy
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import parts_of, reader_of, run_job

@@ -10,11 +10,9 @@ from presage.schemas.config.job import load_job
 from presage.schemas.run.records import SUMMARY, read_summary
 from presage.schemas.storage.location import Location
 from presage.trainer.components import uses_shared_features
-from presage.trainer.compute import WholeBatchCompute, train_batch
-from presage.trainer.data.collate import move_batch
-from presage.trainer.data.microbatches import single_microbatch
+from presage.trainer.data.collate import move_batch, single_microbatch
 from presage.trainer.evaluation.evaluate import evaluate_run
-from presage.trainer.step import PhaseTimer
+from presage.trainer.step import PhaseTimer, WholeBatchCompute, train_batch
 from tests.fork_server import without_forking
 from tests.trainer.device_jobs import MODELS, with_device
 from tests.trainer.make_dataset import write_job

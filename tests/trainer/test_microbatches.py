@@ -15,10 +15,16 @@ from hypothesis import strategies as st
 
 from presage.schemas.config.job import load_job
 from presage.trainer.components import uses_shared_features
-from presage.trainer.compute import MicrobatchCompute
 from presage.trainer.embedding.kernels.compiled import merge
 from presage.trainer.embedding.kernels.interface import RowSums
-from presage.trainer.step import Node, PartialSums, PhaseTimer, Tree, add_partial_sums
+from presage.trainer.step import (
+    MicrobatchCompute,
+    Node,
+    PartialSums,
+    PhaseTimer,
+    Tree,
+    add_partial_sums,
+)
 from tests.shared import in_pairs
 from tests.trainer.make_dataset import write_job
 from tests.trainer.runs import final_rows, losses_of, parts_of, reader_of, run_job

@@ -14,8 +14,8 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from presage.schemas.config.job import load_job
 from presage.schemas.dataset.opened import open_dataset
 from presage.schemas.errors import SchemaError
+from presage.trainer.data.collate import single_microbatch
 from presage.trainer.data.decode import spec_of
-from presage.trainer.data.microbatches import single_microbatch
 from presage.trainer.embedding.collections import EmbeddingBagCollection, rows_of
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS, losses_of, parts_of, reader_of, row_gradients, run_job

@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 from presage.schemas.errors import SchemaError
 from presage.schemas.run.records import LEDGER, METRICS, LedgerEntry, StepMetric, read_metrics
 from presage.trainer.agreement import Agreement, Member, ReplicaStatus
-from presage.trainer.compute import smooth_speed
 from presage.trainer.elastic.membership import Lighthouse
 from presage.trainer.elastic.peer_state import PeerClient, PeerError
 from presage.trainer.elastic.sums import (
@@ -34,7 +33,7 @@ from presage.trainer.elastic.sums import (
 )
 from presage.trainer.embedding.kernels.interface import RowSums
 from presage.trainer.run.ledger import LogWriter
-from presage.trainer.step import Node, PartialSums
+from presage.trainer.step import Node, PartialSums, smooth_speed
 from presage.trainer.stores.remote.connection import Access
 from tests.trainer.faults import FaultInjector, Faults
 from tests.trainer.processes import suspend

@@ -13,9 +13,8 @@ from torchrec.models.deepfm import SimpleDeepFMNN
 from torchrec.models.dlrm import DLRM_DCN
 
 from presage.schemas.config.train import ModelConfig, TrainConfig
-from presage.trainer.data.collate import CollatedBatch
+from presage.trainer.data.collate import CollatedBatch, single_microbatch
 from presage.trainer.data.lookup import inverse_of
-from presage.trainer.data.microbatches import single_microbatch
 from presage.trainer.data.shared import find_shared_features
 from presage.trainer.embedding.module import Embedding
 from presage.trainer.models import torchrec_models

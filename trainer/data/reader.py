@@ -26,7 +26,15 @@ from presage.schemas.dataset.group_files import read_group
 from presage.schemas.dataset.opened import OpenDataset, Segment
 from presage.schemas.dataset.order import Order, Step, even_part, runs_of_ranks
 from presage.schemas.layout import DATA_DIRECTORIES, EVALUATION, TRAIN, part_path
-from presage.trainer.data.collate import CollatedBatch, PartOfBlock, Range, RowGroupBlocks, collate
+from presage.trainer.data.collate import (
+    CollatedBatch,
+    Microbatches,
+    PartOfBlock,
+    Range,
+    RowGroupBlocks,
+    collate,
+    make_microbatches,
+)
 from presage.trainer.data.decode import (
     SAMPLES,
     BatchSpec,
@@ -35,7 +43,6 @@ from presage.trainer.data.decode import (
     decode,
     padding_row_group,
 )
-from presage.trainer.data.microbatches import Microbatches, make_microbatches
 from presage.trainer.data.shared_row_groups import SharedRowGroups, open_shared_row_groups
 
 CACHE_BYTES = 512 << 20

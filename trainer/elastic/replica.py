@@ -21,8 +21,7 @@ import numpy as np
 from presage.schemas.arrays import Array
 from presage.trainer.agreement import Agreement, CommittedStep, ReplicaStatus
 from presage.trainer.checkpoint.dense_state import load_state, state_of
-from presage.trainer.compute import MicrobatchCompute
-from presage.trainer.data.microbatches import Microbatches
+from presage.trainer.data.collate import Microbatches
 from presage.trainer.elastic.membership import Membership, ReplicaOptions
 from presage.trainer.elastic.peer_state import (
     MemoryRows,
@@ -42,7 +41,7 @@ from presage.trainer.elastic.sums import (
 from presage.trainer.loop import Agreeing, Peers, StepTotal, TrainingLoop
 from presage.trainer.run.output import RunOutput
 from presage.trainer.run.run_context import RunContext
-from presage.trainer.step import PartialSums, Tree
+from presage.trainer.step import MicrobatchCompute, PartialSums, Tree
 from presage.trainer.steps import NO_MICROBATCHES
 
 

@@ -228,7 +228,6 @@ class SharedRows(RunRows):
         self._planned = planned
         self._is_open = False
         self._changes: Changes | None = None
-        self._requested_step = -1
 
     @property
     def written(self) -> int:
@@ -259,8 +258,8 @@ class SharedRows(RunRows):
         """
         arrays: dict[str, Array] = {}
         if isinstance(self.source, PlannedCache):
-            if self._requested_step < train_step:
-                self._requested_step = self.source.next_read + 1
+            if self.source.requested_step < train_step:
+                self.source.requested_step = self.source.next_read + 1
             cached = self.source.cached(train_step)
             if not cached:
                 return None
@@ -327,7 +326,6 @@ class SharedRows(RunRows):
                 first_step=train_step,
                 last_step=span.horizon.end_step,
                 prefetch_steps=self._planned.cache.prefetch_steps,
-                saves_at=lambda step: step == self._requested_step,
             )
         )
         self._is_open, self.tracked_since = True, train_step

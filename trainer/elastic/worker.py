@@ -19,7 +19,6 @@ from presage.schemas.storage.location import Location
 from presage.trainer.checkpoint.fingerprint import fingerprint_of
 from presage.trainer.checkpoint.load import load_checkpoint, newest_checkpoint, verify_checkpoint
 from presage.trainer.components import Components, build_components, layouts_of
-from presage.trainer.compute import MicrobatchCompute, WholeBatchCompute
 from presage.trainer.data.decode import BatchSpec
 from presage.trainer.data.transfer import select_device
 from presage.trainer.elastic.attempt import Rendezvous
@@ -33,7 +32,7 @@ from presage.trainer.options import TrainOptions
 from presage.trainer.recovery import Drain, Watchdog, resume_hint
 from presage.trainer.run.folder import check_run, read_identity
 from presage.trainer.run.output import RunOutput, replica_folder, report_lost_rows
-from presage.trainer.step import Clock
+from presage.trainer.step import Clock, MicrobatchCompute, WholeBatchCompute
 from presage.trainer.stores.factory import store_access
 from presage.trainer.stores.remote.client import open_remote_store
 from presage.trainer.stores.store import BehindError, RowsLostError

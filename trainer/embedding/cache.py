@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, fields
 from typing import Any
@@ -308,7 +308,7 @@ class PlannedCache(RowSource):
         first_step: int,
         last_step: int,
         prefetch_steps: int,
-        saves_at: Callable[[int], bool] = lambda _: False,
+        saves_at: Container[int] = (),
         make_slots: Callable[[TableLayout], CacheSlots] = _slots_of,
     ) -> None:
         """Keep the arguments; no thread runs before the first `gather`.
@@ -319,7 +319,7 @@ class PlannedCache(RowSource):
             first_step: first step to be gathered.
             last_step: one after the last.
             prefetch_steps: steps between the read of a row and its use, as in the plans.
-            saves_at: whether `cached` will be called for the state before a step.
+            saves_at: steps; `cached` will be called for the state before each.
             make_slots: of the cached rows of a table.
         """
         super().__init__()
@@ -334,6 +334,8 @@ class PlannedCache(RowSource):
         self._current: dict[str, _StepReads] = {}
         self._written = first_step - 1
         self._saves_at = saves_at
+        self.requested_step = -1
+        """A further step, at least `next_read`, for whose state `cached` will be called."""
         self._cached: dict[int, dict[str, CachedRows]] = {}
 
     def restore(self, table: str, cached: CachedRows, records: Records) -> None:
@@ -344,7 +346,7 @@ class PlannedCache(RowSource):
     def cached(self, train_step: int) -> dict[str, CachedRows]:
         """Return the plans' states before a step, and drop earlier ones.
 
-        The step is one of `saves_at`, or the next one to be read.
+        The step is one of `saves_at`, the requested one, or the next one to be read.
         """
         for step in [step for step in list(self._cached) if step < train_step]:
             del self._cached[step]
@@ -513,8 +515,9 @@ class PlannedCache(RowSource):
 
     def _read(self, train_step: int) -> dict[str, _StepReads]:
         plan_steps = {table: next(plan.steps) for table, plan in self._plans.items()}
-        if self._saves_at(train_step + 1):
-            self._cached[train_step + 1] = dict(self._states())
+        after = train_step + 1
+        if after in self._saves_at or after == self.requested_step:
+            self._cached[after] = dict(self._states())
         rows = {t: self._plans[t].row_of_number[step.numbers] for t, step in plan_steps.items()}
         orders = {table: np.argsort(r) for table, r in rows.items()}  # the plan's is by number
         missing = {t: rows[t][order][plan_steps[t].fetch[order]] for t, order in orders.items()}

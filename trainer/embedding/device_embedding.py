@@ -19,9 +19,8 @@ import numpy as np
 import torch
 
 from presage.schemas.config.train import TrainConfig
-from presage.trainer.data.collate import CollatedBatch
+from presage.trainer.data.collate import CollatedBatch, Microbatches, single_microbatch
 from presage.trainer.data.lookup import Inverse, segment_sums, take, transpose_on_device
-from presage.trainer.data.microbatches import Microbatches, single_microbatch
 from presage.trainer.data.shared import SharedFeatures
 from presage.trainer.data.transfer import host_block, upload
 from presage.trainer.embedding.cache import RowsOfTables, RowSource

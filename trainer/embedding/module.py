@@ -19,9 +19,8 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from presage.schemas.config.train import TrainConfig
-from presage.trainer.data.collate import CollatedBatch
+from presage.trainer.data.collate import CollatedBatch, Microbatches, single_microbatch
 from presage.trainer.data.lookup import take_unsorted
-from presage.trainer.data.microbatches import Microbatches, single_microbatch
 from presage.trainer.embedding.cache import RowSource
 from presage.trainer.embedding.kernels import compiled
 from presage.trainer.embedding.kernels.interface import (

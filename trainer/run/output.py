@@ -66,6 +66,7 @@ class RunOutput:
 
     def __init__(self, folder: Path, location: Location, attempt: str) -> None:
         self.folder, self.location, self.attempt = folder, location, attempt
+        self._is_local = location.local is not None
         self._uploader: RunUploader | None = None
         self._former: RunUploader | None = None  # which may still commit
         self._next_check = 0.0
@@ -90,14 +91,14 @@ class RunOutput:
 
     def logged(self, written: int) -> int:
         """Return the last step whose log lines are durable, -1 for none."""
-        if self.location.local is not None:
+        if self._is_local:
             return written
         return -1 if self._uploader is None else self._uploader.logged
 
     @property
     def saved(self) -> int:
         """Step of the newest checkpoint that is durable, -1 for none."""
-        if self.location.local is not None:
+        if self._is_local:
             return step_of_newest(self.folder)
         return -1 if self._uploader is None else self._uploader.saved
 
@@ -120,7 +121,7 @@ class RunOutput:
     @property
     def must_begin(self) -> bool:
         """Whether this replica must `begin` to be the writer; raises errors of its uploads."""
-        if self.location.local is not None:
+        if self._is_local:
             return False
         error = None if self._uploader is None else self._uploader.error
         if error is not None and not isinstance(error, SupersededError):
