@@ -217,7 +217,7 @@ def test_damaged_file_is_refused_before_the_first_step_with_the_checkpoint_to_us
             run_job(job, dataset, run, resume=True)
         assert (run / METRICS).read_bytes() == metrics
         path.write_bytes(whole)
-    assert len(tried) == 3 + 2 + 3  # own and older rows, dense state and plan
+    assert len(tried) == 2 + 2 + 2  # own and older rows, dense state and plan
     verify_checkpoint(newest)
 
 
