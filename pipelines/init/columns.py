@@ -432,3 +432,11 @@ def _typed(words: list[str]) -> tuple[Shape, pa.Array]:
     if parsed is not None and not len(parsed[2]):
         return parsed[0], parsed[1]
     return "text", texts
+
+
+def type_of(column: ScannedColumn) -> Literal["INT", "FLOAT", "BYTES"]:
+    """Return the type of a column in the schema."""
+    shape = column.of or column.shape
+    if shape == "text":
+        return "BYTES"
+    return "FLOAT" if shape == "float" else "INT"

@@ -20,14 +20,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from presage.pipelines.autogroup.choose import yaml_word
-from presage.pipelines.init.columns import plain_name, quoted
+from presage.pipelines.init.columns import plain_name, quoted, type_of
 from presage.pipelines.init.plan import (
     JobPlan,
     PlannedFeature,
     Side,
-    num_rows_of,
     plan_of,
-    type_of,
     typed,
 )
 from presage.pipelines.init.sample_sources import LogSource, find_sources
@@ -48,6 +46,10 @@ from presage.schemas.storage.location import Location
 WARN_REJECT_FRACTION = 0.02
 """Share of rejects among the first rows above which `init` warns."""
 JOB, SCHEMA = "job.yaml", "schema.pbtxt"
+_FEW_ROWS = 1 << 10
+_MANY_ROWS = 1 << 16
+"""Least rows of a table, and the size up to which it has 64 rows per value."""
+_MAX_TABLE = 1 << 22
 _WIDTH = 96
 
 
@@ -323,6 +325,20 @@ def _split(plan: JobPlan, split: datetime | None) -> Iterator[str]:
     elif plan.is_timed:
         yield "  # All samples are for training; to hold back the last ones:"
         yield "  # split: {evaluation_from: 2026-01-31}"
+
+
+def num_rows_of(features: Sequence[PlannedFeature], scale: float) -> int:
+    """Return the number of rows of a table, a power of two large enough that hashes seldom collide.
+
+    64 for each of a few hundred values (one in 128 shares its row), down to four for each of many.
+
+    `scale` is rows of the log per row examined.
+    """
+    distinct = sum(f.column.num_distinct for f in features)
+    values = max(1, sum(len(f.column.values) for f in features))
+    expected = distinct * (scale if distinct > 0.1 * values else 1.0)
+    num_rows = max(4 * expected, min(64 * expected, _MANY_ROWS), _FEW_ROWS)
+    return min(_MAX_TABLE, 1 << int(num_rows - 1).bit_length())
 
 
 def _tables(plan: JobPlan) -> Iterator[str]:

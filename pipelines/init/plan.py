@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal
 
 import duckdb
 import pyarrow as pa
@@ -19,6 +18,7 @@ from presage.pipelines.init.columns import (
     columns_of,
     numbers_in,
     quoted,
+    type_of,
     words_of,
 )
 from presage.pipelines.init.sample_sources import LogSource
@@ -39,12 +39,8 @@ integers may be equal by chance."""
 _CHANCE = 5
 """The least share of common integers, in terms of that by chance: the share of its range that a
 column has."""
-_FEW_ROWS = 1 << 10
-_MANY_ROWS = 1 << 16
-"""Least rows of a table, and the size up to which it has 64 rows per value."""
 _FEW = {"int": 100, "text": 20}
 """Least number of distinct values for common values to be significant."""
-_MAX_TABLE = 1 << 22
 _SMALL = 10
 """Columns of numbers up to it are read unchanged, others as logarithms or normalized."""
 _EARLY_ROWS = 1000
@@ -593,25 +589,3 @@ def _nouns(column: ScannedColumn) -> set[str]:
     """Return the nouns in the names of a column and of the column it is made of."""
     words = words_of(column.name) | (set() if " " in column.why else words_of(column.why))
     return {word.removesuffix("s") for word in words - _NOT_NOUNS}
-
-
-def num_rows_of(features: Sequence[PlannedFeature], scale: float) -> int:
-    """Return the number of rows of a table, a power of two large enough that hashes seldom collide.
-
-    64 for each of a few hundred values (one in 128 shares its row), down to four for each of many.
-
-    `scale` is rows of the log per row examined.
-    """
-    distinct = sum(f.column.num_distinct for f in features)
-    values = max(1, sum(len(f.column.values) for f in features))
-    expected = distinct * (scale if distinct > 0.1 * values else 1.0)
-    num_rows = max(4 * expected, min(64 * expected, _MANY_ROWS), _FEW_ROWS)
-    return min(_MAX_TABLE, 1 << int(num_rows - 1).bit_length())
-
-
-def type_of(column: ScannedColumn) -> Literal["INT", "FLOAT", "BYTES"]:
-    """Return the type of a column in the schema."""
-    shape = column.of or column.shape
-    if shape == "text":
-        return "BYTES"
-    return "FLOAT" if shape == "float" else "INT"

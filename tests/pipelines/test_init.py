@@ -22,8 +22,8 @@ from presage.pipelines.cli import main
 from presage.pipelines.demo_log.generate import GeneratorConfig, write_log
 from presage.pipelines.init import sample_sources as files
 from presage.pipelines.init.columns import ScannedColumn, columns_of
-from presage.pipelines.init.first_job import init
-from presage.pipelines.init.plan import PlannedFeature, num_rows_of
+from presage.pipelines.init.first_job import init, num_rows_of
+from presage.pipelines.init.plan import PlannedFeature
 from presage.pipelines.table.verify import verify
 from presage.schemas.config.job import TableConfig, load_job
 from presage.schemas.rows import rows_of_ids
