@@ -389,7 +389,7 @@ class DataLoader(IterableDataset[Batch]):
             split=self.split,
             expanded=not self._deduplicated,
             lookups=self._lookups,
-            equal_runs=self._equal_batches,
+            equal_batches=self._equal_batches,
             num_sharing=max(self.world_size, _worker()[1]),
         )
 

@@ -25,7 +25,7 @@ from tests.integration.small_demo import write_small_demo
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SMALL = {
-    "num_samples: 200000": "num_samples: 400000",
+    "num_samples: 200000": "num_samples: 800000",
     "oracle: {batch_samples: 4096}": "oracle: {batch_samples: 1024}",
     "\n  batch_samples: 4096": "\n  batch_samples: 1024",
 }

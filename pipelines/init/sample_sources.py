@@ -22,12 +22,13 @@ from presage.pipelines.sources.formats import (
     format_of,
     read_file,
 )
-from presage.pipelines.sources.listing import glob_regex, infer_partitions
+from presage.pipelines.sources.listing import infer_partitions
 from presage.pipelines.sources.raw_rows import ORIGIN, Folder, InputSplit, folder_of
 from presage.pipelines.sources.text_records import decompressed
 from presage.schemas.config.sources import SourceConfig
 from presage.schemas.dataset.manifest import InputFile
 from presage.schemas.errors import SchemaError
+from presage.schemas.raw_files import glob_regex
 
 ROWS = 20_000
 """Number of first rows of each source to examine."""

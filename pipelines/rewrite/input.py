@@ -10,7 +10,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from presage.pipelines.sources.formats import input_splits, with_all_columns
-from presage.pipelines.sources.listing import glob_regex, infer_partitions, list_inputs
+from presage.pipelines.sources.listing import infer_partitions, list_inputs
 from presage.pipelines.sources.parquet import open_parquet, open_row_groups
 from presage.pipelines.sources.raw_rows import (
     Folder,
@@ -24,6 +24,7 @@ from presage.schemas.arrays import is_list, one_chunk
 from presage.schemas.config.sources import SourceConfig
 from presage.schemas.dataset.manifest import InputFile
 from presage.schemas.errors import SchemaError, suggest_name
+from presage.schemas.raw_files import glob_regex
 
 SOURCE = "rows"
 FILES = "**/*.parquet*"

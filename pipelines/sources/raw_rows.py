@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,6 +36,7 @@ from presage.schemas.dataset.files import sha256_of
 from presage.schemas.dataset.manifest import InputFile
 from presage.schemas.errors import SchemaError, suggest_name
 from presage.schemas.paths import is_below, local_path
+from presage.schemas.raw_files import visible
 from presage.schemas.storage.location import Location
 
 # Folders of raw files, local or remote.
@@ -168,12 +168,6 @@ class Folder:
             OSError: it cannot be read.
         """
         return sha256_of(self.location / path)
-
-
-def visible(sizes: Mapping[str, int | None]) -> dict[str, int | None]:
-    """Return the files without those under a name that begins with a dot, sorted."""
-    hidden = re.compile(r"(^|/)\.")
-    return {path: sizes[path] for path in sorted(sizes) if not hidden.search(path)}
 
 
 def _unreadable(error: OSError) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
@@ -23,6 +23,7 @@ from presage.schemas.dataset.files import replace_bytes
 from presage.schemas.errors import SchemaError
 from presage.schemas.features import load_features
 from presage.schemas.paths import schema_path
+from presage.schemas.raw_files import check_committed, glob_regex, visible
 from presage.schemas.storage.location import Entry, Location
 
 HISTORY = "history"
@@ -146,7 +147,7 @@ def _generate_log(job: Job, job_file: Path | Location, folder: Path, storage: Lo
 def _num_rows(job: Job, files: Sequence[Entry], source: Location) -> int | None:
     """Return the rows of the sample source: exact for Parquet, estimated for text, else None."""
     config = job.data.sources[job.data.sample_source]
-    own = [entry for entry in files if matches_glob(PurePosixPath(entry.path), config.files)]
+    own = _matching(files, config.files)
     try:
         if config.format == "parquet":
             with ThreadPoolExecutor(_READS) as pool:
@@ -188,12 +189,17 @@ def split_input(job: Job, source: Location, folder: Path) -> list[list[Entry]]:
         The files of each segment, ordered by path.
 
     Raises:
-        SchemaError: there are no files, or other ones than on the first call.
+        SchemaError: there are no files, or other ones than on the first call, or some are of an
+            unfinished job or of a table format.
     """
     files = sorted(source.entries(), key=lambda entry: PurePosixPath(entry.path))
+    everything = [entry.path for entry in files]
+    for config in job.data.sources.values():  # builds of listed files do not check it
+        paths = [entry.path for entry in _matching(files, config.files)]
+        check_committed(str(source), paths, everything, config.files)
     if has_segment_per_file(job):
         (config,) = job.data.sources.values()
-        files = [f for f in files if matches_glob(PurePosixPath(f.path), config.files)]
+        files = _matching(files, config.files)
         segments = [[entry] for entry in files]
     else:
         segments = [files]
@@ -207,13 +213,9 @@ def split_input(job: Job, source: Location, folder: Path) -> list[list[Entry]]:
     return segments
 
 
-def matches_glob(path: PurePosixPath, pattern: str) -> bool:
-    """Return whether a path matches a glob in which `**` stands for any number of folders."""
-    parts = pattern.split("/")
-    if "**" in parts:
-        tail = parts[parts.index("**") + 1 :] or ["*"]
-        return path.match("/".join(tail))
-    return len(path.parts) == len(parts) and path.match(pattern)
+def _matching(files: Iterable[Entry], pattern: str) -> list[Entry]:
+    shown, regex = visible({entry.path: entry for entry in files}), glob_regex(pattern)
+    return [entry for entry in files if entry.path in shown and regex.fullmatch(entry.path)]
 
 
 def _check_unchanged(path: Path, names: Sequence[Sequence[str]], source: Location) -> None:

@@ -196,7 +196,8 @@ def _incident(incident: Incident, view: View) -> Text:
     else:
         outcome = "not replaced yet" if view.is_open(incident) else "no longer needed"
     subject = f"{incident.job} {incident.process}".strip()
-    return Text(printable(f"{clock(incident.time_sec)} {subject}: {incident.kind}, {outcome}"))
+    text = f"{clock(incident.time_sec)} {subject}: {incident.kind}, {outcome}"
+    return Text(printable(f"{text}; {incident.detail}" if incident.detail else text))
 
 
 def port_of(text: str) -> int:

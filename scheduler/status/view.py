@@ -223,7 +223,9 @@ def view_of(state: State, journal: Journal) -> View:
 def _job_view(job: JobState, state: State, journal: Journal) -> JobView:
     facts, config = job.snapshot.facts, job.snapshot.job
     deadline = config.schedule.deadline
-    decisions = [d for d in journal.decisions if d.job == job.name and not d.process]
+    decisions = [
+        d for d in journal.decisions if d.job == job.name and (not d.process or d.action == "fail")
+    ]
     pools = tuple(_pool_view(job, name) for name in POOLS)
     remaining = None
     if job.sizes is not None and job.phase == "running":

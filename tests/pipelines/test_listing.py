@@ -15,11 +15,12 @@ import pytest
 
 from presage.pipelines.build import build
 from presage.pipelines.cli import main
-from presage.pipelines.sources.listing import glob_regex, list_inputs
+from presage.pipelines.sources.listing import list_inputs
 from presage.pipelines.sources.raw_rows import Folder, folder_of
 from presage.schemas.config.sources import SourceConfig
 from presage.schemas.dataset.manifest import read_dataset
 from presage.schemas.errors import SchemaError
+from presage.schemas.raw_files import glob_regex
 from presage.schemas.storage.location import Location
 from tests.pipelines.logs import bytes_of, raw_rows, request, write_job, write_log
 

@@ -130,7 +130,7 @@ class Reader:
         expanded: bool = False,
         find_shared: bool = False,
         lookups: bool = True,
-        equal_runs: bool = False,
+        equal_batches: bool = False,
         num_sharing: int = 1,
         microbatch_samples: int | None = None,
     ) -> None:
@@ -144,7 +144,7 @@ class Reader:
             expanded: undo the deduplication, for comparison.
             find_shared: set `CollatedBatch.shared`, for models that compute shared features once.
             lookups: set `CollatedBatch.lookups` and `CollatedBatch.groups`.
-            equal_runs: give ranks equally many blocks, not blocks with equal work.
+            equal_batches: give ranks equally many blocks, not blocks with equal work.
             num_sharing: processes that read the same steps. Those of one machine share decoded row
                 groups.
             microbatch_samples: of a microbatch; None: each block is one.
@@ -155,7 +155,7 @@ class Reader:
         self._shared: SharedRowGroups | None = None
         if num_sharing > 1:
             self._shared = open_shared_row_groups(_identity(dataset, spec))
-        self._equal_runs = equal_runs
+        self._equal_batches = equal_batches
         self._lookups = lookups
         self._spec = spec
         self.order = order
@@ -196,7 +196,7 @@ class Reader:
             SchemaError: a file is missing, its checksum differs, or its content does not fit.
         """
         step = self._begin_step(train_step)
-        chosen = self._positions(step)[self._runs(step, world_size)[rank]]
+        chosen = self._positions(step)[self._blocks_of_ranks(step, world_size)[rank]]
         batch = self._assemble(step, chosen, num_padding)
         self._fetch_ahead(train_step + 1)
         return batch
@@ -205,7 +205,7 @@ class Reader:
         """Return the number of samples of each rank in a step."""
         step = self.order.step(train_step)
         counts = self._segments[step.segment].num_samples[self._positions(step)]
-        return [int(counts[run].sum()) for run in self._runs(step, world_size)]
+        return [int(counts[run].sum()) for run in self._blocks_of_ranks(step, world_size)]
 
     def total_weight(self, train_step: int) -> float:
         """Return the sum of the weights of all samples of a step, equal in every rank.
@@ -301,8 +301,8 @@ class Reader:
         """Return the work of each of a training step's blocks, in batch order."""
         return self._segments[step.segment].work[self._positions(step)]
 
-    def _runs(self, step: Step, world_size: int) -> list[slice]:
-        if self._equal_runs:
+    def _blocks_of_ranks(self, step: Step, world_size: int) -> list[slice]:
+        if self._equal_batches:
             count = len(step.positions)
             return [even_part(count, rank, world_size) for rank in range(world_size)]
         return runs_of_ranks(self.work(step).tolist(), world_size)

@@ -46,6 +46,24 @@ def test_split_input_of_files_that_changed_is_refused(tmp_path: Path) -> None:
         split_input(job, Location.parse(tmp_path / "empty"), tmp_path / "other")
 
 
+@pytest.mark.parametrize(
+    ("names", "refusal"),
+    [
+        (["a.parquet", "_delta_log/0.json"], "belongs to a table format"),
+        (["_temporary/a.parquet", "b.parquet"], "belong to unfinished jobs"),
+    ],
+)
+def test_split_input_refuses_what_a_build_of_the_folder_refuses(
+    tmp_path: Path, names: list[str], refusal: str
+) -> None:
+    path = write_job(tmp_path)
+    path.write_text(path.read_text().replace('"*.parquet"', '"**/*.parquet"'))
+    job = load_job(path)
+    source = write_log(tmp_path / "log", [*names, ".hidden.parquet"])
+    with pytest.raises(SchemaError, match=refusal):
+        split_input(job, Location.parse(source), tmp_path / "job")
+
+
 def test_submit_counts_the_rows_of_the_input(tmp_path: Path) -> None:
     job = write_job(tmp_path)
     log = write_log(tmp_path / "log", ["a.parquet", "b.parquet"], rows=30)
