@@ -102,12 +102,14 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 
 def build(
-    args: argparse.Namespace, loader: presage.DataLoader, device: torch.device
+    args: argparse.Namespace,
+    tables: list[EmbeddingBagConfig],
+    num_dense: int,
+    device: torch.device,
 ) -> tuple[DistributedModelParallel, CombinedOptimizer]:
     """Return the sharded model, and its fused and dense optimizers as one."""
     torch.manual_seed(0)
-    num_dense = loader.first_batch().dense_features.shape[1]
-    clicks = Clicks(loader.embedding_bag_configs(args.dim), num_dense)
+    clicks = Clicks(tables, num_dense)
     apply_optimizer_in_backward(RowWiseAdagrad, clicks.rows.parameters(), {"lr": 0.05})
     model = DistributedModelParallel(clicks, device=device, plan=plan_of(args, clicks, device))
     initialise_rows(model)
@@ -116,6 +118,19 @@ def build(
         lambda parameters: torch.optim.Adagrad(parameters, lr=0.01),
     )
     return model, CombinedOptimizer([model.fused_optimizer, dense])
+
+
+def slots_of(args: argparse.Namespace, loader: presage.DataLoader) -> presage.PlannedSlots | None:
+    """Return the planned cache in TorchRec's tables, None if they are whole."""
+    if not args.cache_rows:
+        return None
+    return presage.PlannedSlots(
+        loader,
+        cache_rows=args.cache_rows,
+        sharding=args.sharding,
+        directory=args.rows,
+        run=args.checkpoints,
+    )
 
 
 def train(args: argparse.Namespace, device: torch.device) -> None:
@@ -132,12 +147,17 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
         equal_batches=True,
         deduplicated=args.sharding == "table_wise" and not args.expanded,
     )
-    model, optimizer = build(args, loader, device)
+    slots = slots_of(args, loader)
+    tables = (slots or loader).embedding_bag_configs(args.dim)
+    num_dense = loader.first_batch().dense_features.shape[1]
+    model, optimizer = build(args, tables, num_dense, device)
     state = {"model": model, "optimizer": optimizer}
-    if checkpoint := newest_checkpoint(args.checkpoints):
+    if slots is not None:
+        slots.attach(model, optimizer)  # loads the newest checkpoint
+    elif checkpoint := newest_checkpoint(args.checkpoints):
         dcp.load(state, checkpoint_id=checkpoint)
         loader.load_state_dict(json.loads((checkpoint / "loader.json").read_text()))
-    for batch in loader:
+    for batch in loader if slots is None else slots.batches():
         batch = batch.to(device)
         logits = model(batch.dense_features, batch.sparse_features)
         losses = binary_cross_entropy_with_logits(logits, batch.labels, reduction="none")
@@ -149,7 +169,11 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
         dist.all_reduce(total)
         if rank == 0:
             print(f"epoch {batch.epoch} step {batch.step} loss {total.item():.9g}", flush=True)
-        if (batch.step + 1) % args.every == 0:
+        if (batch.step + 1) % args.every:
+            continue
+        if slots is not None:
+            slots.save()
+        else:
             folder = args.checkpoints / f"step-{batch.epoch:04}-{batch.step:08}"
             if rank == 0:
                 folder.mkdir(parents=True, exist_ok=True)
@@ -170,6 +194,8 @@ def main() -> None:
     parser.add_argument("--batch-samples", type=int, default=4096, help="of a global batch")
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--dim", type=int, default=16, help="width of the tables")
+    parser.add_argument("--cache-rows", type=int, help="slots of each table; default: whole tables")
+    parser.add_argument("--rows", type=Path, help="folder of this machine for other rows")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     args = parser.parse_args()
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo")

@@ -245,6 +245,10 @@ class DataLoader(IterableDataset[Batch]):
             self._wait_for_segments()
         return {"epoch": batch.epoch, "step": batch.step, **self._identity()}
 
+    def state_at(self, train_step: int) -> dict[str, Any]:
+        """Return the state of a loop that has trained a number of steps since the start."""
+        return {**self._position_of(train_step - 1), **self._identity()}
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Start the next iteration after the batch of a state, of any rank and world size.
 

@@ -69,7 +69,12 @@ def tree(tmp_path: Path) -> Path:
             (copy / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(REPOSITORY / name, copy / name)
     write_environment(copy / ".venv")
-    for package in ("schemas/kernels", "trainer/data", "trainer/embedding/kernels"):
+    for package in (
+        "schemas/kernels",
+        "trainer/data",
+        "trainer/embedding/kernels",
+        "trainer/slots",
+    ):
         for module in (REPOSITORY / package).glob("*/*.so"):
             target = copy / module.relative_to(REPOSITORY)
             target.parent.mkdir(exist_ok=True)

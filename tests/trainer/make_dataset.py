@@ -63,10 +63,10 @@ data:
     request: [page, viewed]
   tables:
     users: {{features: [user], num_rows: 9223372036854775808}}
-    items: {{features: [clicked, item, viewed], num_rows: 300}}
+    items: {{features: [clicked, item, viewed], num_rows: {items}}}
     pages: {{features: [page], num_rows: 12, rows: identity}}
   block_samples: 16
-  oracle: {{batch_samples: 64, epochs: {epochs}, order: {{shuffle: {shuffle}, seed: 5}}}}
+  oracle: {{batch_samples: {planned}, epochs: {epochs}, order: {{shuffle: {shuffle}, seed: 5}}}}
 train:
   model: {model}
   embedding_dim: 8
@@ -99,6 +99,8 @@ _DEFAULTS = {
     "weights": "",
     "checkpoint": "",
     "epochs": "2",
+    "planned": "64",
+    "items": "300",
     "shuffle": "blocks",
     "model": "{bottom_layers: [16], top_layers: [16]}",
     "dtype": "float64",
@@ -132,15 +134,18 @@ def write_job(folder: Path, **changes: str) -> Path:
     return folder / JOB
 
 
-def make_samples(num_samples: int, seed: int) -> pa.Table:
-    """Return samples in training order: sessions lie together, and share user and history."""
+def make_samples(num_samples: int, seed: int, ids: int = 350) -> pa.Table:
+    """Return samples in training order: sessions lie together, and share user and history.
+
+    `ids` is the number of items that histories have.
+    """
     rng = np.random.default_rng(seed)
     session = np.sort(rng.integers(0, max(1, num_samples // 9), num_samples))
     requests = session * 3 + np.sort(rng.integers(0, 3, num_samples))
     item = rng.zipf(1.3, num_samples) % 400
     chance = 1 / (1 + np.exp(-((item % 7) - 3.0 + (session % 5) * 0.4)))
     null_user, null_list = session % 11 == 0, requests % 13 == 0
-    clicked = _lists(session, 40, None)
+    clicked = _lists(session, 40, None, ids)
     clicked_weights = (1 + np.arange(len(clicked.values)) % 8) / np.float32(8)
     return pa.table(
         {
@@ -154,19 +159,19 @@ def make_samples(num_samples: int, seed: int) -> pa.Table:
             ),
             "age": pa.array((session % 60).astype(np.float32) / 60, mask=session % 7 == 0),
             "page": (requests % 12).astype(np.int64),
-            "viewed": _lists(requests, 6, null_list),
+            "viewed": _lists(requests, 6, null_list, ids),
             "item": pa.array(item, pa.int64(), mask=item % 29 == 0),
             "price": rng.standard_normal(num_samples).astype(np.float32),
         }
     )
 
 
-def _lists(key: np.ndarray, longest: int, missing: np.ndarray | None) -> pa.Array:
+def _lists(key: np.ndarray, longest: int, missing: np.ndarray | None, ids: int) -> pa.Array:
     lengths = (key * 31) % (longest + 1)
     offsets = offsets_of(lengths)
     values = (
         np.repeat(key, lengths) * 17 + np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths) * 5
-    ) % 350
+    ) % ids
     if missing is None:
         return large_list(values, offsets)
     return pa.LargeListArray.from_arrays(
@@ -239,10 +244,11 @@ def _write_segment(
     folder: Path, job: Job, index: int, files: list[tuple[int, int]], seed: int, day: str | None
 ) -> Reference:
     root = folder / SEGMENTS / f"{index:012x}-5a11"
+    ids = job.data.tables["items"].num_rows * 7 // 6  # some share a row
     rows: list[dict[str, object]] = []
     parts: list[tuple[pa.Table, np.ndarray, np.ndarray]] = []
     for number, (num_train, num_evaluation) in enumerate(files):
-        table = make_samples(num_train + num_evaluation, seed + number)
+        table = make_samples(num_train + num_evaluation, seed + number, ids)
         if "clicked_weights" not in job.data.group_of_column:
             table = table.drop_columns(["clicked_weights"])
         train = np.arange(len(table)) < num_train

@@ -39,13 +39,16 @@ AHEAD = ".ahead"
 """Suffix of the folder of a checkpoint that is newer than the logs, whose last lines were lost."""
 STATE_FILE = "state.pt"
 """File of a checkpoint with the state that a loop passed to `EmbeddingRows.save`."""
+DISTRIBUTED = "distributed"
+"""Folder of a checkpoint that `torch.distributed.checkpoint` writes."""
 _STEP = "[0-9]{8,}"
 _FOLDER = re.compile(
     rf"({_STEP})(?:(?:\.[0-9a-f]{{8}})?(?:{re.escape(PARTIAL)}|{re.escape(AHEAD)}))?"
 )
 _ROWS = rf"[^/]+/(?:{'|'.join(ROW_FILES)})\.npy"
+_DISTRIBUTED = rf"{DISTRIBUTED}/(?:\.metadata|__[0-9]+_[0-9]+\.distcp)"
 _FILE = re.compile(
-    "|".join((*map(re.escape, (MANIFEST, DENSE_FILE, PLAN_FILE, STATE_FILE)), _ROWS))
+    "|".join((*map(re.escape, (MANIFEST, DENSE_FILE, PLAN_FILE, STATE_FILE)), _ROWS, _DISTRIBUTED))
 )
 """Names of folders and files of checkpoints; other files are the user's."""
 _VERIFIED = 2
@@ -216,11 +219,23 @@ class NewCheckpoint:
     complete checkpoint takes precedence; one that it supersedes is dropped without an error.
     """
 
-    def __init__(self, checkpoints: Path, train_step: int) -> None:
+    def __init__(self, checkpoints: Path, train_step: int, partial: Path | None = None) -> None:
+        """Write nothing yet.
+
+        Args:
+            checkpoints: folder of the run's checkpoints.
+            train_step: the next step to train.
+            partial: temporary folder, if several processes write one checkpoint.
+        """
         self._train_step = train_step
         self._folder = checkpoints / folder_name(train_step)
         unique = f"{folder_name(train_step)}.{secrets.token_hex(4)}{PARTIAL}"
-        self._partial = checkpoints / unique  # another process may write the same step
+        self._partial = partial or checkpoints / unique  # another process may write the same step
+
+    @property
+    def partial(self) -> Path:
+        """The temporary folder."""
+        return self._partial
 
     @property
     def folder(self) -> Path:
@@ -241,9 +256,10 @@ class NewCheckpoint:
         """Create one file."""
         return (self._partial / name).open("wb")
 
-    def write_rows(self, table: str, layout: TableLayout, chunks: Iterable[RowsAndRecords]) -> None:
-        """Write ascending rows as a part of their table."""
-        write_part(self._partial / table, record_type(layout), chunks)
+    def write_rows(self, part: str, layout: TableLayout, chunks: Iterable[RowsAndRecords]) -> str:
+        """Write ascending rows as a part of their table; return its path below `checkpoints/`."""
+        write_part(self._partial / part, record_type(layout), chunks)
+        return f"{self._folder.name}/{part}"
 
     def finish(
         self,

@@ -8,7 +8,7 @@ from typing import Any
 
 from presage.schemas.run.records import CHECKPOINTS
 from presage.trainer.checkpoint.dense_state import state_of
-from presage.trainer.checkpoint.files import DENSE_FILE, PLAN_FILE, NewCheckpoint, folder_name
+from presage.trainer.checkpoint.files import DENSE_FILE, PLAN_FILE, NewCheckpoint
 from presage.trainer.components import Components
 from presage.trainer.embedding.cache import CachedRows, arrays_of_cached
 from presage.trainer.stores.store import Store
@@ -54,8 +54,9 @@ def write_checkpoint(
     """Write all rows of a store and other files as a checkpoint; see `save_checkpoint`."""
     with NewCheckpoint(run / CHECKPOINTS, train_step) as checkpoint:
         write_dense(checkpoint)
-        for table, layout in store.layouts.items():
-            checkpoint.write_rows(table, layout, store.contents(table))
-        parts = {table: (f"{folder_name(train_step)}/{table}",) for table in store.layouts}
+        parts = {
+            table: (checkpoint.write_rows(table, layout, store.contents(table)),)
+            for table, layout in store.layouts.items()
+        }
         checkpoint.finish(fingerprint or {}, parts, {}, keep=keep)
     return checkpoint.folder

@@ -194,13 +194,17 @@ class TablePlan:
 
     Attributes:
         steps: fetches and evictions of each step.
-        row_of_number: the row of each dense number of the oracle.
+        row_of_number: the row of each number of the steps; None: they are rows.
         keyframe: returns the plan's state before its next step.
     """
 
     steps: Iterator[PlanStep]
-    row_of_number: NDArray[np.int64]
+    row_of_number: NDArray[np.int64] | None
     keyframe: Callable[[], Keyframe] | None = None
+
+    def rows(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the rows of numbers."""
+        return numbers if self.row_of_number is None else self.row_of_number[numbers]
 
 
 @dataclass(frozen=True, slots=True)
@@ -486,9 +490,18 @@ class PlannedCache(RowSource):
         self._thread.write(train_step, evicted)
         self._thread.check()
 
+    def cached_records(self) -> dict[str, WriteBack]:
+        """Return the rows in all slots and copies of their records."""
+        return {table: slots.cached_rows() for table, slots in self._slots.items()}
+
+    def put_cached(self, cached: Mapping[str, WriteBack]) -> None:
+        """Overwrite the records of cached rows, as `cached_records` returned them."""
+        for table, back in cached.items():
+            self._slots[table].records.put(self._slots[table].find(back.rows), back.records)
+
     def flush(self) -> None:
         """Write every cached row to its store; the rows stay cached."""
-        rows = {table: slots.cached_rows() for table, slots in self._slots.items()}
+        rows = self.cached_records()
         self._thread.write(self._written, rows)
         self._thread.finish_writes()
 
@@ -518,7 +531,7 @@ class PlannedCache(RowSource):
         after = train_step + 1
         if after in self._saves_at or after == self.requested_step:
             self._cached[after] = dict(self._states())
-        rows = {t: self._plans[t].row_of_number[step.numbers] for t, step in plan_steps.items()}
+        rows = {t: self._plans[t].rows(step.numbers) for t, step in plan_steps.items()}
         orders = {table: np.argsort(r) for table, r in rows.items()}  # the plan's is by number
         missing = {t: rows[t][order][plan_steps[t].fetch[order]] for t, order in orders.items()}
         fetched = self._store.fetch(train_step, missing)
@@ -537,4 +550,4 @@ class PlannedCache(RowSource):
         for table, plan in self._plans.items():
             assert plan.keyframe is not None, "a plan of a run with checkpoints has keyframes"
             keyframe = plan.keyframe()
-            yield table, CachedRows(keyframe, plan.row_of_number[keyframe.numbers])
+            yield table, CachedRows(keyframe, plan.rows(keyframe.numbers))

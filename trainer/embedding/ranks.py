@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +35,14 @@ def has_ranks() -> bool:
 def world_size() -> int:
     """Return the number of ranks, 1 where torch.distributed is not initialized."""
     return dist.get_world_size() if has_ranks() else 1
+
+
+def gather(value: T) -> list[T]:
+    """Return the value of each rank; all ranks call it."""
+    values = [value] * world_size()
+    if world_size() > 1:
+        dist.all_gather_object(values, value)
+    return values
 
 
 def sum_gradients(parts: Sequence[RowGradients]) -> RowGradients:

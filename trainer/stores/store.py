@@ -67,6 +67,10 @@ class TableLayout:
         """Bytes of a row with its id and state."""
         return 8 + self.width * np.dtype(self.dtype).itemsize
 
+    def initial_values(self, rows: NDArray[np.int64]) -> Array:
+        """Return the values of ascending rows that were never written, (n, dim)."""
+        return initial_rows(rows, table=self.table, seed=self.seed, dim=self.dim, dtype=self.dtype)
+
 
 @dataclass(frozen=True, slots=True)
 class Records:
@@ -172,9 +176,7 @@ def empty_records(layout: TableLayout, num_rows: int) -> Records:
 def initial_records(layout: TableLayout, rows: NDArray[np.int64]) -> Records:
     """Return the records of rows that were never written: initial values and zero state."""
     records = empty_records(layout, len(rows))
-    records.values[:] = initial_rows(
-        rows, table=layout.table, seed=layout.seed, dim=layout.dim, dtype=layout.dtype
-    )
+    records.values[:] = layout.initial_values(rows)
     records.state[:] = 0
     return records
 

@@ -1,0 +1,289 @@
+"""Checkpoints of tables of slots: rows by row id, each rank its own, and one manifest.
+
+Beside the rows are the dense state, by `torch.distributed.checkpoint`, and the position of the
+loader. None of it depends on the number of ranks, on slots, or on the plan.
+"""
+
+# torch documents `load` and `save` of distributed checkpoints, but does not export them for types.
+# pyright: reportPrivateImportUsage=false
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from numpy.typing import NDArray
+from torch import nn
+from torch.distributed.checkpoint.stateful import Stateful
+
+from presage.schemas.errors import SchemaError, first_difference
+from presage.schemas.run.records import CHECKPOINTS
+from presage.trainer.checkpoint.files import (
+    DISTRIBUTED,
+    STATE_FILE,
+    CheckpointManifest,
+    NewCheckpoint,
+)
+from presage.trainer.checkpoint.format import RowPart, record_type, write_part
+from presage.trainer.checkpoint.load import CheckpointTable, newest_checkpoint, verify_checkpoint
+from presage.trainer.checkpoint.read_rows import verified_chunks
+from presage.trainer.embedding.ranks import gather, has_ranks
+from presage.trainer.slots.plan import PlanHeader
+from presage.trainer.slots.shards import ALL, KeyLayout, Shard, table_of
+from presage.trainer.stores.store import (
+    Records,
+    RowsAndRecords,
+    Store,
+    WriteBack,
+    merge_newest,
+    select,
+)
+
+_OTHER = "other-rows"
+"""Folder of a rank with the rows of a checkpoint that the run does not use."""
+
+
+class DenseState(Stateful):
+    """What `torch.distributed.checkpoint` saves of a model: all but its tables of slots."""
+
+    def __init__(self, model: nn.Module, optimizer: Any, tables: Sequence[str]) -> None:
+        self._model, self._optimizer, self._tables = model, optimizer, tables
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of model and optimizer, by parameter."""
+        return {
+            "model": self._without_slots(self._model.state_dict()),
+            "optimizer": self._without_slots(self._optimizer.state_dict()["state"]),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` returned."""
+        self._model.load_state_dict({**self._model.state_dict(), **state_dict["model"]})
+        own = self._optimizer.state_dict()
+        state = {**own["state"], **state_dict["optimizer"]}
+        self._optimizer.load_state_dict({**own, "state": state})
+
+    def _without_slots(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: each for name, each in state.items() if table_of(name) not in self._tables}
+
+
+def initialise_dense(optimizer: Any) -> None:
+    """Create the state of optimizers that have none before their first step, such as Adam's."""
+    for _, each in getattr(optimizer, "optimizers", [("", optimizer)]):
+        if any(parameter not in each.state for parameter in each.params.values()):
+            each.init_state()
+            each.zero_grad()
+
+
+class Rows:
+    """The rows of a rank for checkpoints: those of its store, and others that the run does not use.
+
+    Args:
+        store: of the rank, all of whose rows are written.
+        layout: of its rows.
+        header: of the plan.
+        shards: of the rank.
+        directory: of the rank, for rows of a checkpoint that the run does not use.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        layout: KeyLayout,
+        header: PlanHeader,
+        shards: Sequence[Shard],
+        directory: Path,
+    ) -> None:
+        self._store, self._layout, self._directory = store, layout, directory
+        self._parts = {
+            layout.tables[shard.table]: (header.tables[shard.table], shard.part) for shard in shards
+        }
+        self._other: dict[str, Path] = {}
+
+    @property
+    def tables(self) -> list[str]:
+        """Tables of which this rank has rows."""
+        return list(self._parts)
+
+    def contents(self, table: str) -> Iterator[RowsAndRecords]:
+        """Yield the rows of a table that were trained, ascending, and their records."""
+        own = self._layout.rows_of_table(table, self._store.contents(ALL))
+        other = [RowPart(self._other[table]).chunks()] if table in self._other else []
+        return merge_newest([own, *other])
+
+    def read(self, table: str, rows: NDArray[np.int64]) -> Records:
+        """Return copies of ascending rows of this rank, in a store that can be read at any step."""
+        layout = self._layout.of_table(table)
+        folders = [self._other[table]] if table in self._other else []
+        records = CheckpointTable(layout, folders).fetch(rows)  # or initial values
+        is_used, keys = self._layout.keys_of(table, rows)
+        records.put(is_used, self._store.fetch(0, {ALL: keys})[ALL])
+        return records
+
+    def load(
+        self,
+        checkpoint: Path,
+        manifest: CheckpointManifest,
+        next_use: Callable[[str, int, Any], Any] | None,
+    ) -> None:
+        """Write the rows of a checkpoint that belong to this rank to the empty store.
+
+        Raises:
+            SchemaError: a file is missing or has changed, or the tables have another width.
+        """
+        for table in self._parts:
+            layout = self._layout.of_table(table)
+            parts = [
+                verified_chunks(checkpoint, manifest, name, layout)
+                for name in manifest.parts.get(table, ())
+            ]
+            folder = self._directory / _OTHER / table
+            count = write_part(
+                folder,
+                record_type(layout),
+                self._store_used(table, merge_newest(parts), manifest.train_step, next_use),
+            )
+            if count:
+                self._other[table] = folder
+
+    def _store_used(
+        self,
+        table: str,
+        chunks: Iterator[RowsAndRecords],
+        train_step: int,
+        next_use: Callable[[str, int, Any], Any] | None,
+    ) -> Iterator[RowsAndRecords]:
+        """Store the rows of a part that the run uses, and yield its others."""
+        planned, part = self._parts[table]
+        for chunk in chunks:
+            rows, records = select(chunk, planned.part_of(chunk[0]) == part)
+            is_used, keys = self._layout.keys_of(table, rows)
+            if len(keys):
+                steps = (
+                    None if next_use is None else next_use(planned.name, train_step, rows[is_used])
+                )
+                back = WriteBack(keys, records.take(is_used), steps)
+                self._store.write(train_step - 1, {ALL: back})
+            if not is_used.all():
+                yield select((rows, records), ~is_used)
+
+
+def save(
+    run: Path,
+    train_step: int,
+    rows: Rows,
+    layout: KeyLayout,
+    dense: DenseState,
+    state: Mapping[str, Any],
+    *,
+    keep: int,
+) -> Path:
+    """Write a checkpoint of all ranks, which call it at the same step; return its folder.
+
+    Raises:
+        SchemaError: the disk of a rank is full; the checkpoint is removed.
+    """
+    checkpoint, is_first = NewCheckpoint(run / CHECKPOINTS, train_step), _rank() == 0
+    with checkpoint if is_first else nullcontext():
+        partial, *_ = _agree(lambda: str(checkpoint.partial))
+        own = NewCheckpoint(run / CHECKPOINTS, train_step, Path(partial))
+        parts = _write(own, rows, layout, dense, state)
+        fingerprint = fingerprint_of(layout)
+        _agree(lambda: is_first and own.finish(fingerprint, parts, {}, keep=keep))
+    return checkpoint.folder
+
+
+def _write(
+    checkpoint: NewCheckpoint,
+    rows: Rows,
+    layout: KeyLayout,
+    dense: DenseState,
+    state: Mapping[str, Any],
+) -> dict[str, tuple[str, ...]]:
+    """Write the files of one rank; return the parts of all tables of all ranks."""
+    rank = _rank()
+
+    def write_own() -> dict[str, str]:
+        if rank == 0:
+            with checkpoint.create(STATE_FILE) as file:
+                torch.save(dict(state), file)
+        return {
+            table: checkpoint.write_rows(
+                f"{table}.{rank}", layout.of_table(table), rows.contents(table)
+            )
+            for table in rows.tables
+        }
+
+    of_ranks = _agree(write_own)
+    dcp.save({"dense": dense}, checkpoint_id=checkpoint.partial / DISTRIBUTED)
+    parts: dict[str, tuple[str, ...]] = {}
+    for own in of_ranks:
+        for table, part in own.items():
+            parts[table] = (*parts.get(table, ()), part)
+    return parts
+
+
+def load(
+    checkpoint: Path,
+    rows: Rows,
+    layout: KeyLayout,
+    dense: DenseState,
+    next_use: Callable[[str, int, Any], Any] | None,
+) -> dict[str, Any]:
+    """Load a checkpoint of any number of ranks; return the state that was saved with it.
+
+    Raises:
+        SchemaError: a file is missing or has changed; the message names the checkpoint to use.
+    """
+    manifest = verify_checkpoint(checkpoint, with_rows=False)
+    difference = first_difference(manifest.fingerprint, fingerprint_of(layout), "")
+    if difference is not None:
+        name, saved, ours = difference
+        raise SchemaError(
+            f"{name[1:]} differs from that of the checkpoint: {ours!r} instead of {saved!r}; "
+            "make the same tables before it is loaded",
+            file=str(checkpoint),
+        )
+    rows.load(checkpoint, manifest, next_use)
+    dcp.load({"dense": dense}, checkpoint_id=checkpoint / DISTRIBUTED)
+    return torch.load(checkpoint / STATE_FILE, weights_only=True)
+
+
+def fingerprint_of(layout: KeyLayout) -> dict[str, Any]:
+    """Return what a checkpoint must have in common with a run: that of `EmbeddingRows`."""
+    return {"tables": {table: asdict(layout.of_table(table)) for table in layout.tables}}
+
+
+def newest(run: Path) -> tuple[Path | None, int]:
+    """Return the newest complete checkpoint of a run, None without one, and its step."""
+    checkpoint = newest_checkpoint(run)
+    return checkpoint, 0 if checkpoint is None else int(checkpoint.name)
+
+
+def _agree(call: Callable[[], Any]) -> list[Any]:
+    """Call a function in each rank, and return the results of all, by rank.
+
+    Raises:
+        SchemaError: it raised in some rank.
+    """
+    result, error = None, ""
+    try:
+        result = call()
+    except (OSError, SchemaError) as raised:
+        error = str(raised) or type(raised).__name__
+    results = gather((result, error))
+    for rank, (_, message) in enumerate(results):
+        if message:
+            raise SchemaError(f"rank {rank} cannot write its rows: {message}")
+    return [each for each, _ in results]
+
+
+def _rank() -> int:
+    return dist.get_rank() if has_ranks() else 0
