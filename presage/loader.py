@@ -175,6 +175,11 @@ class DataLoader(IterableDataset[Batch]):
         return self._dataset
 
     @property
+    def deduplicated(self) -> bool:
+        """Whether a batch has one bag per unique tuple, and inverse indices."""
+        return self._deduplicated
+
+    @property
     def order(self) -> Order:
         """The order of the batches."""
         return self._order

@@ -201,6 +201,8 @@ class PlannedSlots:
         fused: Any = model.fused_optimizer
         shards = shards_of(model, fused, self._header)
         layout = layout_of(self._plan, shards, self._seed)
+        if self._loader.deduplicated:
+            self._check_deduplicated(layout)
         folder = self._directory / f"rank-{self._loader.rank}"
         store = open_store(self._store_kind, layout, folder)
         rows = saved.Rows(store, layout, self._header, shards, folder)
@@ -217,6 +219,17 @@ class PlannedSlots:
             for lookup in getattr(module, "_lookups", ()):
                 lookup.register_forward_pre_hook(self._before_lookup)
                 lookup.register_forward_hook(self._after_lookup)
+
+    def _check_deduplicated(self, layout: KeyLayout) -> None:
+        """Raise ValueError if TorchRec does not train such tables on deduplicated batches."""
+        advice = "read them with deduplicated=False"
+        if self._header.num_parts > 1 and torch.distributed.get_backend() == "gloo":
+            raise ValueError(
+                "TorchRec does not train deduplicated batches row_wise on gloo, whose allgather "
+                f"needs equal sizes; {advice}, or shard table_wise"
+            )
+        if layout.state_width == layout.dim > 1:
+            raise ValueError(f"FBGEMM has no Adagrad for deduplicated batches; {advice}")
 
     def close(self) -> None:
         """Stop background work; rows that were not saved are lost."""

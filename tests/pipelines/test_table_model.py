@@ -35,6 +35,7 @@ from presage.pipelines.table.vacuum import vacuum
 from presage.pipelines.table.verify import verify
 from presage.schemas.dataset import opened as dataset_module
 from presage.schemas.dataset.files import find_damaged_files
+from presage.schemas.dataset.manifest import ERASED_PREFIX
 from presage.schemas.dataset.opened import OpenDataset, open_dataset
 from presage.schemas.errors import SchemaError
 from presage.schemas.layout import tombstones_path
@@ -428,7 +429,15 @@ class DatasetMachine(RuleBasedStateMachine):
         dataset, number = presage.Dataset(self.path), self.newest()
         seen, expected = content_of(dataset), [table.content() for table in candidates]
         assert seen in expected
-        self.table = deepcopy(candidates[expected.index(seen)])
+        matching = [t for t, content in zip(candidates, expected, strict=True) if content == seen]
+        lineage, now = dataset.opened.manifest.lineage, {s.id for s in dataset.opened.segments}
+        gone = {  # logs whose segment was written again, and then replaced
+            log
+            for (_, log), segment in self.ids.items()
+            if lineage.get(f"{ERASED_PREFIX}{segment}", next(iter(now))) not in now
+        }
+        erased = self.table.erased | gone
+        self.table = deepcopy(min(matching, key=lambda table: len(table.erased ^ erased)))
         if number not in self.names:
             assert verify(self.path)["problems"] == []
         self.names[number] = names_of(dataset.opened)

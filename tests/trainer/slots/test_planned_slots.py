@@ -11,10 +11,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import presage
+from presage.schemas.config.train import SparseOptimizerConfig
+from presage.trainer.embedding.collections import EmbeddingBagCollection
 from tests.shared import make_once
 from tests.trainer.make_dataset import make_dataset, write_job
 from tests.trainer.runs import SEGMENTS
-from tests.trainer.slots.torchrec_run import Case
+from tests.trainer.slots.torchrec_run import SEED, Case
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 FEATURES = ["clicked", "item", "viewed", "page", "price", "age"]
@@ -64,7 +67,7 @@ def run_cases(folder: Path, world_size: int, cases: Sequence[Case]) -> dict[str,
     run = subprocess.run(
         [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", str(world_size), "--max-restarts", "1"),
+            *("--nproc-per-node", str(world_size), "--max-restarts", str(len(cases))),
             *("--monitor-interval", "0.1", "-m", "tests.trainer.slots.torchrec_run"),
             *(str(folder / "found"), str(folder / "cases.jsonl")),
         ],
@@ -149,30 +152,36 @@ def test_slots_train_the_bits_of_full_tables_in_all_ways(tmp_path: Path) -> None
     check_pairs(tmp_path, 2, OTHERS)
 
 
-def check_killed(folder: Path, seed: int) -> None:
-    """Kill a drawn rank at a drawn moment; torchrun restarts all."""
+def killed(seed: int, folder: Path) -> Case:
+    """Return a run of which a drawn rank is killed at a drawn moment; torchrun restarts all."""
     rng = np.random.default_rng(seed)
-    options: dict[str, object] = {
-        "sharding": str(rng.choice(["table_wise", "row_wise"])),
-        "store": str(rng.choice(["mmap", "log"])),
-        "save_at": list(range(4, 62, int(rng.integers(3, 9)))),
-    }
-    die = [float(rng.integers(2)), float(rng.uniform(0.0, 1.5))]
-    whole = full("full", sharding=options["sharding"])
-    found = run_cases(folder / "full", 2, [whole])["full"]
-    killed = run_cases(folder / "killed", 2, [slots("killed", folder, die=die, **options)])
-    assert_same_bits(found, killed["killed"])
+    return slots(
+        f"killed-{seed}",
+        folder,
+        sharding=str(rng.choice(["table_wise", "row_wise"])),
+        store=str(rng.choice(["mmap", "log"])),
+        save_at=list(range(4, 62, int(rng.integers(3, 9)))),
+        die=[float(rng.integers(2)), float(rng.uniform(0.0, 1.5))],
+    )
+
+
+def check_killed(folder: Path, seeds: range) -> None:
+    cases = [killed(seed, folder) for seed in seeds]
+    whole = [full(sharding, sharding=sharding) for sharding in ("table_wise", "row_wise")]
+    found = run_cases(folder, 2, [*whole, *cases])
+    for case in cases:
+        assert Path(case.folder, "died").exists(), case.name
+        assert_same_bits(found[case.sharding], found[case.name])
 
 
 @pytest.mark.slow
 def test_rank_killed_at_a_drawn_moment_changes_no_bit(tmp_path: Path) -> None:
-    check_killed(tmp_path, 0)
+    check_killed(tmp_path, range(1))
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("seed", range(1, 21))
-def test_rank_killed_at_further_moments_changes_no_bit(tmp_path: Path, seed: int) -> None:
-    check_killed(tmp_path, seed)
+def test_rank_killed_at_twenty_moments_changes_no_bit(tmp_path: Path) -> None:
+    check_killed(tmp_path, range(1, 21))
 
 
 @pytest.mark.nightly
@@ -192,6 +201,31 @@ def test_checkpoint_continues_with_other_numbers_of_ranks(tmp_path: Path, shardi
     np.testing.assert_allclose(block, whole["full/items"][rows], rtol=2e-3, atol=2e-5)
 
 
+@pytest.mark.nightly
+def test_own_loop_in_one_process_continues_with_the_rows(tmp_path: Path) -> None:
+    ranks = run_cases(tmp_path, 2, [slots("slots", tmp_path, save_at=[20], steps=20)])["slots"]
+    loader = presage.DataLoader(
+        dataset(), batch_samples=32, epochs=2, shuffle=True, seed=5, features=FEATURES
+    )
+    with presage.open_rows(loader, "memory") as rows:
+        EmbeddingBagCollection(
+            loader.embedding_bag_configs(8),
+            optimizer=SparseOptimizerConfig(name="rowwise_adagrad"),
+            seed=SEED,
+            source=rows,
+        )
+        state = rows.load(tmp_path / "runs" / "slots")
+        assert state is not None
+        loader.load_state_dict(state["loader"])
+        batch = next(iter(loader))
+        assert (batch.epoch, batch.step, rows.train_step) == (0, 20, 20)
+        for rank in ranks:
+            ids = rank["rows/items"]
+            if len(ids):
+                found = rows.read({"items_rows": ids})["items_rows"]
+                np.testing.assert_array_equal(found.block, rank["block/items"])
+
+
 @pytest.mark.slow
 def test_what_cannot_be_planned_is_refused(tmp_path: Path) -> None:
     cases = {
@@ -202,8 +236,16 @@ def test_what_cannot_be_planned_is_refused(tmp_path: Path) -> None:
             {"misuse": "batches of the loader", "cache_rows": {"pages": 12}},
             "batches were taken from PlannedSlots",
         ),
+        "deduplicated": (
+            {"sharding": "row_wise", "deduplicated": True},
+            "TorchRec does not train deduplicated batches row_wise on gloo",
+        ),
+        "adagrad": (
+            {"optimizer": "adagrad", "deduplicated": True},
+            "FBGEMM has no Adagrad for deduplicated batches",
+        ),
         "early": ({"misuse": "early look-ups"}, "use a pipeline that does not"),
     }
-    found = run_cases(tmp_path, 1, [slots(n, tmp_path, **o) for n, (o, _) in cases.items()])
+    found = run_cases(tmp_path, 2, [slots(n, tmp_path, **o) for n, (o, _) in cases.items()])
     for name, (_, message) in cases.items():
         assert message in str(found[name][0]["error"]), name

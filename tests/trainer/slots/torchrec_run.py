@@ -42,6 +42,7 @@ import presage
 from presage.batch import Batch
 from presage.schemas.errors import PlanError, SchemaError
 from presage.schemas.rows import initial_rows
+from presage.trainer.embedding.ranks import gather
 from presage.trainer.slots.shards import SUFFIX
 
 OPTIMIZERS: dict[str, tuple[Any, dict[str, float]]] = {
@@ -78,7 +79,7 @@ class Case:
     save_at: list[int] = field(default_factory=list)
     evaluate: bool = False
     die: list[float] | None = None
-    """Rank, and seconds after which it is killed in the first attempt."""
+    """Rank, and seconds after which it is killed, once."""
     misuse: str = ""
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -272,10 +273,10 @@ def run(case: Case) -> dict[str, np.ndarray]:
         whole = {c.name.removesuffix(SUFFIX) for c in configs} - set(slots.tables)
         initialise(model, model.fused_optimizer, dict.fromkeys(whole))
         slots.attach(model, optimizer)
-    if case.die is not None and not int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
-        rank, seconds = case.die
-        if dist.get_rank() == rank:
-            threading.Timer(seconds, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    died = Path(case.folder, "died")
+    if case.die is not None and dist.get_rank() == case.die[0] and not died.exists():
+        died.touch()
+        threading.Timer(case.die[1], os.kill, (os.getpid(), signal.SIGKILL)).start()
     if case.misuse == "batches of the loader":
         source = iter(loader)
     results: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -314,11 +315,16 @@ def main() -> None:
     torch.set_num_threads(1)
     for line in Path(sys.argv[2]).read_text().splitlines():
         case = Case(**json.loads(line))
+        file = folder / f"{case.name}-{dist.get_rank()}.npz"
+        if all(gather(file.exists())):
+            continue  # done before a restart
         try:
             found = run(case)
         except (PlanError, SchemaError, ValueError) as error:
             found = {"error": np.array(str(error))}
-        np.savez(folder / f"{case.name}-{dist.get_rank()}.npz", **found)  # type: ignore[arg-type]
+        partial = file.with_suffix(".partial.npz")
+        np.savez(partial, **found)  # type: ignore[arg-type]
+        partial.rename(file)
     dist.destroy_process_group()
 
 
