@@ -408,7 +408,7 @@ class PlannedSlots:
             )
         placed = self._evaluations.popleft()
         if placed.records is not None:
-            ShardRecords(attached.shards).put(placed.own, placed.records)
+            ShardRecords(attached.shards, attached.layout).put(placed.own, placed.records)
 
     def _reader(self, attached: _Attached) -> Any:
         """Return a function that reads rows of this rank at any step."""

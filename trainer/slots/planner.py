@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from presage.schemas.config.train import CacheConfig
-from presage.schemas.dataset.accesses import TableAccesses
+from presage.schemas.dataset.accesses import DECODED_CACHE_BYTES, TableAccesses
 from presage.schemas.dataset.checked_files import DecodedListCache
 from presage.schemas.dataset.files import replace_bytes
 from presage.schemas.dataset.opened import OpenDataset
@@ -28,7 +28,6 @@ from presage.schemas.oracle.cache_plan import (
     cache_too_small,
     required_rows,
 )
-from presage.trainer.components import DECODED_BYTES
 from presage.trainer.slots.plan import (
     CHUNK_STEPS,
     HEADER,
@@ -132,7 +131,7 @@ def write_plan(dataset: OpenDataset, order: Order, settings: SlotSettings, folde
         PlanError: `cache_rows` is too small for a table; the message names the size that works.
         SchemaError: the dataset has no index of this order; the message says how to build it.
     """
-    shared, decoded = SharedNextUses(dataset, order), DecodedListCache(DECODED_BYTES)
+    shared, decoded = SharedNextUses(dataset, order), DecodedListCache(DECODED_CACHE_BYTES)
     tables = [
         _Table(dataset, order, name, settings, shared, decoded) for name in settings.cache_rows
     ]

@@ -29,6 +29,7 @@ from presage.trainer.stores.store import (
     RowsAndRecords,
     Store,
     TableLayout,
+    empty_records,
     select,
 )
 
@@ -126,15 +127,12 @@ def shards_of(model: nn.Module, optimizer: Any, header: PlanHeader) -> list[Shar
 class ShardRecords:
     """The records in the slots of all shards of a rank: what `CacheSlots` uses of `Records`."""
 
-    def __init__(self, shards: Sequence[Shard]) -> None:
-        self._shards = shards
+    def __init__(self, shards: Sequence[Shard], layout: TableLayout) -> None:
+        self._shards, self.dim = shards, layout.dim
         self._starts = np.cumsum([0, *(len(shard.weight) for shard in shards)])
-        first = shards[0].weight if shards else torch.empty(0, 0)
-        self.dim = first.shape[1]
-        self._widths = (
-            [self.dim, *(state[:1].numel() for state in shards[0].states)] if shards else []
-        )
-        self._empty = np.empty((0, sum(self._widths)), str(first.dtype).removeprefix("torch."))
+        states = shards[0].states if shards else ()
+        self._widths = [self.dim, *(state[:1].numel() for state in states)]
+        self._none = empty_records(layout, 0)
 
     def __len__(self) -> int:
         return int(self._starts[-1])
@@ -150,8 +148,7 @@ class ShardRecords:
             torch.cat([of.index_select(0, at).reshape(len(at), -1) for of in tensors], 1)
             for tensors, at, _ in self._split(slots)
         ]
-        block = torch.cat(parts).cpu().numpy() if parts else self._empty
-        return Records(block, self.dim)
+        return Records(torch.cat(parts).cpu().numpy(), self.dim) if parts else self._none
 
     def put(self, slots: NDArray[np.integer], records: Records) -> None:
         """Overwrite records; slots are grouped by shard, in order."""
@@ -290,7 +287,7 @@ def open_cache(plan: SlotPlan, shards: Sequence[Shard], store: Store) -> Planned
         first_step=plan.first_step,
         last_step=header.end_step,
         prefetch_steps=plan.settings.prefetch_steps,
-        make_slots=lambda _: CacheSlots(ShardRecords(shards), first),
+        make_slots=lambda layout: CacheSlots(ShardRecords(shards, layout), first),
     )
 
 
