@@ -19,7 +19,7 @@ from presage.batch import Batch
 from presage.loader import DataLoader
 from presage.schemas.errors import SchemaError
 from presage.schemas.layout import TRAIN
-from presage.trainer.checkpoint.load import open_rows
+from presage.trainer.checkpoint.load import newest_checkpoint, open_rows, step_of
 from presage.trainer.embedding.cache import PlannedCache
 from presage.trainer.slots import checkpoints as saved
 from presage.trainer.slots.plan import SlotPlan, SlotSettings
@@ -106,9 +106,8 @@ class PlannedSlots:
         self._configs = {
             config.name.removesuffix(SUFFIX): config for config in loader.embedding_bag_configs(1)
         }
-        self._checkpoint, first_step = None, 0
-        if self._run is not None:
-            self._checkpoint, first_step = saved.newest(self._run)
+        self._checkpoint = None if self._run is None else newest_checkpoint(self._run)
+        first_step = step_of(self._checkpoint)
         settings = SlotSettings(
             cache_rows=_sizes(cache_rows, self._configs),
             num_parts=loader.world_size if _is_row_wise(sharding) else 1,
@@ -414,7 +413,7 @@ class PlannedSlots:
         """Return a function that reads rows of this rank at any step."""
         if not isinstance(attached.store, FutureLog):
             return lambda table, rows: attached.rows.read(f"{table}{SUFFIX}", rows)
-        if self._checkpoint is None or int(self._checkpoint.name) != self.train_step:
+        if self._checkpoint is None or step_of(self._checkpoint) != self.train_step:
             raise ValueError(
                 "rows that are in the log can be read in training order only; call save() before "
                 "the evaluation, or use store='mmap'"

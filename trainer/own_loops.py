@@ -21,9 +21,10 @@ from numpy.typing import NDArray
 from presage.schemas.config.train import CacheConfig, StoresConfig, TrainConfig
 from presage.schemas.dataset.opened import OpenDataset
 from presage.schemas.dataset.order import Order
-from presage.schemas.errors import SchemaError, first_difference
+from presage.schemas.errors import SchemaError
 from presage.schemas.storage.locks import directory_lock
 from presage.trainer.checkpoint.files import STATE_FILE, NewCheckpoint
+from presage.trainer.checkpoint.fingerprint import check_collections
 from presage.trainer.checkpoint.load import (
     CheckpointRows,
     CheckpointTable,
@@ -303,14 +304,7 @@ class EmbeddingRows:
         if checkpoint is None:
             return None
         manifest = verify_checkpoint(checkpoint, with_rows=False)
-        difference = first_difference(manifest.fingerprint, self._fingerprint(), "")
-        if difference is not None:
-            name, saved, ours = difference
-            raise SchemaError(
-                f"{name[1:]} differs from that of the checkpoint: {ours!r} instead of {saved!r}; "
-                "make the same collections before it is loaded",
-                file=str(checkpoint),
-            )
+        check_collections(manifest, self._fingerprint(), checkpoint)
         store = self._open()
         load_rows(checkpoint, manifest, store, self._next_uses(store))
         self._next, self._checkpoint = manifest.train_step, checkpoint

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from presage.schemas.config.job import Job
@@ -166,6 +167,20 @@ def _check(name: str, actual: Any, expected: Any, file: str) -> None:
             f"{name} differs from that of the checkpoint: {shown(expected)} instead of "
             f"{shown(actual)}; {_ADVICE}",
             file=file,
+        )
+
+
+def check_collections(
+    manifest: CheckpointManifest, expected: Mapping[str, Any], checkpoint: Path
+) -> None:
+    """Check that a checkpoint of a loop that Presage does not own is of its collections."""
+    difference = first_difference(manifest.fingerprint, expected, "")
+    if difference is not None:
+        name, saved, ours = difference
+        raise SchemaError(
+            f"{name[1:]} differs from that of the checkpoint: {ours!r} instead of {saved!r}; "
+            "make the same collections before it is loaded",
+            file=str(checkpoint),
         )
 
 

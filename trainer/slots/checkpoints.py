@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.distributed.checkpoint.stateful import Stateful
 
-from presage.schemas.errors import SchemaError, first_difference
+from presage.schemas.errors import SchemaError
 from presage.schemas.run.records import CHECKPOINTS
 from presage.trainer.checkpoint.files import (
     DISTRIBUTED,
@@ -31,8 +31,9 @@ from presage.trainer.checkpoint.files import (
     CheckpointManifest,
     NewCheckpoint,
 )
+from presage.trainer.checkpoint.fingerprint import check_collections
 from presage.trainer.checkpoint.format import RowPart, record_type, write_part
-from presage.trainer.checkpoint.load import CheckpointTable, newest_checkpoint, verify_checkpoint
+from presage.trainer.checkpoint.load import CheckpointTable, verify_checkpoint
 from presage.trainer.checkpoint.read_rows import verified_chunks
 from presage.trainer.embedding.ranks import gather, has_ranks
 from presage.trainer.slots.plan import PlanHeader
@@ -243,14 +244,7 @@ def load(
         SchemaError: a file is missing or has changed; the message names the checkpoint to use.
     """
     manifest = verify_checkpoint(checkpoint, with_rows=False)
-    difference = first_difference(manifest.fingerprint, fingerprint_of(layout), "")
-    if difference is not None:
-        name, saved, ours = difference
-        raise SchemaError(
-            f"{name[1:]} differs from that of the checkpoint: {ours!r} instead of {saved!r}; "
-            "make the same tables before it is loaded",
-            file=str(checkpoint),
-        )
+    check_collections(manifest, fingerprint_of(layout), checkpoint)
     rows.load(checkpoint, manifest, next_use)
     dcp.load({"dense": dense}, checkpoint_id=checkpoint / DISTRIBUTED)
     return torch.load(checkpoint / STATE_FILE, weights_only=True)
@@ -259,12 +253,6 @@ def load(
 def fingerprint_of(layout: KeyLayout) -> dict[str, Any]:
     """Return what a checkpoint must have in common with a run: that of `EmbeddingRows`."""
     return {"tables": {table: asdict(layout.of_table(table)) for table in layout.tables}}
-
-
-def newest(run: Path) -> tuple[Path | None, int]:
-    """Return the newest complete checkpoint of a run, None without one, and its step."""
-    checkpoint = newest_checkpoint(run)
-    return checkpoint, 0 if checkpoint is None else int(checkpoint.name)
 
 
 def _agree(call: Callable[[], Any]) -> list[Any]:
