@@ -123,33 +123,38 @@ OTHERS: dict[str, dict[str, object]] = {
 }
 
 
-def check_pairs(folder: Path, world_size: int, pairs: dict[str, dict[str, object]]) -> None:
+def cases_of(folder: Path, pairs: dict[str, dict[str, object]]) -> list[Case]:
     cases: list[Case] = []
     for name, options in pairs.items():
         whole = {k: v for k, v in options.items() if k not in ("cache_rows", "store")}
         cases += [full(f"full-{name}", **whole), slots(name, folder, save_at=[20], **options)]
-    found = run_cases(folder, world_size, cases)
+    return cases
+
+
+def check_pairs(found: dict[str, list[Found]], pairs: dict[str, dict[str, object]]) -> None:
     for name in pairs:
         assert_same_bits(found[f"full-{name}"], found[name])
         assert sum(len(rank["rows/items"]) for rank in found[name]) == 4036, name
 
 
-@pytest.mark.slow
-def test_slots_train_the_bits_of_full_tables(tmp_path: Path) -> None:
-    check_pairs(tmp_path, 2, PAIRS)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("world_size", [1, 4])
-def test_slots_train_the_bits_of_full_tables_at_any_world_size(
-    tmp_path: Path, world_size: int
-) -> None:
-    check_pairs(tmp_path, world_size, PAIRS | OTHERS)
-
-
-@pytest.mark.nightly
-def test_slots_train_the_bits_of_full_tables_in_all_ways(tmp_path: Path) -> None:
-    check_pairs(tmp_path, 2, OTHERS)
+REFUSED: dict[str, tuple[dict[str, object], str]] = {
+    "small": ({"cache_rows": 1000}, "cache of table 'items' is too small"),
+    "order": ({"seed": 6}, "dataset has no index for"),
+    "unknown": ({"cache_rows": {"sellers": 100}}, "cache_rows must name tables of the batch"),
+    "batches": (
+        {"misuse": "batches of the loader", "cache_rows": {"pages": 12}},
+        "batches were taken from PlannedSlots",
+    ),
+    "deduplicated": (
+        {"sharding": "row_wise", "deduplicated": True},
+        "TorchRec does not train deduplicated batches row_wise on gloo",
+    ),
+    "adagrad": (
+        {"optimizer": "adagrad", "deduplicated": True},
+        "FBGEMM has no Adagrad for deduplicated batches",
+    ),
+    "early": ({"misuse": "early look-ups"}, "use a pipeline that does not"),
+}
 
 
 def killed(seed: int, folder: Path) -> Case:
@@ -165,23 +170,67 @@ def killed(seed: int, folder: Path) -> Case:
     )
 
 
-def check_killed(folder: Path, seeds: range) -> None:
-    cases = [killed(seed, folder) for seed in seeds]
-    whole = [full(sharding, sharding=sharding) for sharding in ("table_wise", "row_wise")]
-    found = run_cases(folder, 2, [*whole, *cases])
-    for case in cases:
-        assert Path(case.folder, "died").exists(), case.name
-        assert_same_bits(found[case.sharding], found[case.name])
+WHOLE = [{"sharding": sharding} for sharding in ("table_wise", "row_wise")]
+"""Options of the runs that killed ones equal."""
+
+
+def _two_ranks(folder: Path) -> None:
+    refused = [
+        slots(f"refused-{name}", folder, **options) for name, (options, _) in REFUSED.items()
+    ]
+    whole = [full(f"whole-{options['sharding']}", **options) for options in WHOLE]
+    run_cases(folder, 2, [*cases_of(folder, PAIRS), *refused, *whole, killed(0, folder)])
+
+
+def two_ranks() -> Path:
+    """Return the folder of runs of two ranks, in the processes of one torchrun."""
+    return make_once(_two_ranks)
+
+
+def found_of_two_ranks() -> dict[str, list[Found]]:
+    """Return what each rank found in the runs of `two_ranks`, by case."""
+    found: dict[str, list[Found]] = {}
+    for path in sorted((two_ranks() / "found").glob("*-[01].npz")):
+        found.setdefault(path.stem[:-2], []).append(dict(np.load(path)))
+    return found
 
 
 @pytest.mark.slow
-def test_rank_killed_at_a_drawn_moment_changes_no_bit(tmp_path: Path) -> None:
-    check_killed(tmp_path, range(1))
+def test_slots_train_the_bits_of_full_tables() -> None:
+    check_pairs(found_of_two_ranks(), PAIRS)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_slots_train_the_bits_of_full_tables_at_any_world_size(
+    tmp_path: Path, world_size: int
+) -> None:
+    pairs = PAIRS | OTHERS
+    check_pairs(run_cases(tmp_path, world_size, cases_of(tmp_path, pairs)), pairs)
+
+
+@pytest.mark.nightly
+def test_slots_train_the_bits_of_full_tables_in_all_ways(tmp_path: Path) -> None:
+    check_pairs(run_cases(tmp_path, 2, cases_of(tmp_path, OTHERS)), OTHERS)
+
+
+def check_killed(found: dict[str, list[Found]], cases: Sequence[Case]) -> None:
+    for case in cases:
+        assert Path(case.folder, "died").exists(), case.name
+        assert_same_bits(found[f"whole-{case.sharding}"], found[case.name])
+
+
+@pytest.mark.slow
+def test_rank_killed_at_a_drawn_moment_changes_no_bit() -> None:
+    found = found_of_two_ranks()
+    check_killed(found, [killed(0, two_ranks())])
 
 
 @pytest.mark.nightly
 def test_rank_killed_at_twenty_moments_changes_no_bit(tmp_path: Path) -> None:
-    check_killed(tmp_path, range(1, 21))
+    cases = [killed(seed, tmp_path) for seed in range(1, 21)]
+    whole = [full(f"whole-{options['sharding']}", **options) for options in WHOLE]
+    check_killed(run_cases(tmp_path, 2, [*whole, *cases]), cases)
 
 
 @pytest.mark.nightly
@@ -227,25 +276,7 @@ def test_own_loop_in_one_process_continues_with_the_rows(tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_what_cannot_be_planned_is_refused(tmp_path: Path) -> None:
-    cases = {
-        "small": ({"cache_rows": 1000}, "cache of table 'items' is too small"),
-        "order": ({"seed": 6}, "dataset has no index for"),
-        "unknown": ({"cache_rows": {"sellers": 100}}, "cache_rows must name tables of the batch"),
-        "batches": (
-            {"misuse": "batches of the loader", "cache_rows": {"pages": 12}},
-            "batches were taken from PlannedSlots",
-        ),
-        "deduplicated": (
-            {"sharding": "row_wise", "deduplicated": True},
-            "TorchRec does not train deduplicated batches row_wise on gloo",
-        ),
-        "adagrad": (
-            {"optimizer": "adagrad", "deduplicated": True},
-            "FBGEMM has no Adagrad for deduplicated batches",
-        ),
-        "early": ({"misuse": "early look-ups"}, "use a pipeline that does not"),
-    }
-    found = run_cases(tmp_path, 2, [slots(n, tmp_path, **o) for n, (o, _) in cases.items()])
-    for name, (_, message) in cases.items():
-        assert message in str(found[name][0]["error"]), name
+def test_what_cannot_be_planned_is_refused() -> None:
+    found = found_of_two_ranks()
+    for name, (_, message) in REFUSED.items():
+        assert message in str(found[f"refused-{name}"][0]["error"]), name
