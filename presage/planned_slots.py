@@ -21,8 +21,8 @@ from presage.schemas.errors import SchemaError
 from presage.schemas.layout import TRAIN
 from presage.trainer.checkpoint.load import newest_checkpoint, open_rows, step_of
 from presage.trainer.embedding.cache import PlannedCache
-from presage.trainer.slots import checkpoints as saved
-from presage.trainer.slots.plan import SlotPlan, SlotSettings
+from presage.trainer.slots import slot_checkpoints as saved
+from presage.trainer.slots.other_rows import RowsInSlots, place_rows
 from presage.trainer.slots.shards import (
     SUFFIX,
     KeyLayout,
@@ -34,7 +34,7 @@ from presage.trainer.slots.shards import (
     shards_of,
 )
 from presage.trainer.slots.slot_map import SlotMap
-from presage.trainer.slots.unplanned import RowsInSlots, place_rows
+from presage.trainer.slots.slot_plan import SlotPlan, SlotSettings
 from presage.trainer.stores.future_log import FutureLog, NextUseLookup
 from presage.trainer.stores.store import RowsAndRecords, Store
 

@@ -133,6 +133,8 @@ LOADER = "presage.DataLoader(sys.argv[1], batch_samples=128)"
 LIBRARY = {
     "Dataset": "rows = iter(presage.Dataset(sys.argv[1]).batches()); next(rows)",
     "DataLoader": f"batches = iter({LOADER}); next(batches)",
+    "PlannedSlots": f"data = {LOADER}; presage.PlannedSlots("
+    "data, cache_rows=100_000, directory=tempfile.mkdtemp()); next(iter(data))",
     "open_rows": f"data = {LOADER}; rows = presage.open_rows(data, 'memory'); next(iter(data))",
 }
 """Programs that end while they read."""
@@ -141,11 +143,16 @@ LIBRARY = {
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    ["Dataset", pytest.param("DataLoader", marks=pytest.mark.nightly), "open_rows"],  # it has both
+    [
+        "Dataset",
+        pytest.param("DataLoader", marks=pytest.mark.nightly),  # the next one has both
+        "PlannedSlots",
+        "open_rows",
+    ],
 )
 @pytest.mark.parametrize("times", [1, pytest.param(50, marks=pytest.mark.chaos)])
 def test_program_that_uses_the_library_ends_well(name: str, times: int) -> None:
-    program = f"import sys, presage; {LIBRARY[name]}"
+    program = f"import sys, tempfile, presage; {LIBRARY[name]}"
     words = [sys.executable, "-c", program, str(inputs() / "dataset")]
     for _ in range(times):
         with without_forking():

@@ -1,16 +1,15 @@
 """The process that plans the slots of a run: `python -m presage.trainer.slots FOLDER LOCK`.
 
-It reads a dataset, its order and `SlotSettings` from its standard input, and ends with it.
+It reads a line of `encode_job` from its standard input, and ends with it.
 """
 
 import os
-import pickle
 import sys
 import threading
 from pathlib import Path
 
-from presage.trainer.slots.plan import write_error
-from presage.trainer.slots.planner import write_plan
+from presage.trainer.slots.slot_plan import decode_job, write_error
+from presage.trainer.slots.slot_planner import write_plan
 
 
 def _end_with_input() -> None:
@@ -21,10 +20,10 @@ def _end_with_input() -> None:
 
 if __name__ == "__main__":
     folder = Path(sys.argv[1])
-    dataset, order, settings = pickle.load(sys.stdin.buffer)
+    job = sys.stdin.readline()
     threading.Thread(target=_end_with_input, daemon=True).start()
     try:
-        write_plan(dataset, order, settings, folder)
+        write_plan(*decode_job(job), folder)
     except Exception as error:
         write_error(folder, error)
         raise SystemExit(1) from error

@@ -22,7 +22,7 @@ from presage.schemas.arrays import Array, find_sorted
 from presage.schemas.oracle.cache_plan import PlanStep
 from presage.trainer.embedding.cache import CacheSlots, PlannedCache, TablePlan
 from presage.trainer.embedding.ranks import gather
-from presage.trainer.slots.plan import PlanHeader, PlanReader, SlotPlan
+from presage.trainer.slots.slot_plan import PlanHeader, PlanReader, SlotPlan
 from presage.trainer.stores.factory import FILE_STORES
 from presage.trainer.stores.store import (
     Records,

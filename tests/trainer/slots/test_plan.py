@@ -14,8 +14,8 @@ from presage.schemas.dataset.order import Order
 from presage.schemas.dataset.run_next_uses import NextUses
 from presage.schemas.errors import PlanError, SchemaError
 from presage.schemas.oracle.cache_plan import CachePlan, summarize
-from presage.trainer.slots.plan import SlotPlan, SlotSettings
-from presage.trainer.slots.planner import write_plan
+from presage.trainer.slots.slot_plan import SlotPlan, SlotSettings
+from presage.trainer.slots.slot_planner import write_plan
 from tests.trainer.slots.test_planned_slots import CACHE_ROWS, dataset
 
 TABLES = {"items": CACHE_ROWS, "pages": 12}

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import pickle
 import subprocess
 import sys
 import time
@@ -37,7 +36,11 @@ from numpy.typing import NDArray
 from presage.schemas.arrays import Array, offsets_of
 from presage.schemas.dataset.files import replace_bytes
 from presage.schemas.dataset.manifest import canonical_json
-from presage.schemas.dataset.opened import OpenDataset
+from presage.schemas.dataset.opened import (
+    OpenDataset,
+    open_dataset,
+    select_segments_by_hash,
+)
 from presage.schemas.dataset.order import Order
 from presage.schemas.errors import PlanError, SchemaError
 from presage.schemas.storage.locks import lock_file
@@ -229,7 +232,9 @@ class SlotPlan:
         self._planner: subprocess.Popen[bytes] | None = None
         self._wait_for(HEADER)
         self.header = PlanHeader.from_json((self.folder / HEADER).read_text())
-        self.rows: NDArray[np.int64] = np.load(self.folder / ROWS, mmap_mode="r")
+        self.rows: NDArray[np.int64] = np.load(
+            self.folder / ROWS, mmap_mode="r", allow_pickle=False
+        )
         """(keys,) int64, the row of each key; a mapped file."""
 
     @property
@@ -286,7 +291,7 @@ class SlotPlan:
                 pass_fds=[lock.fileno()],  # the lock ends with both processes
             )
         assert self._planner.stdin is not None, "it was started with a pipe"
-        pickle.dump((*self._job, self.settings), self._planner.stdin)
+        self._planner.stdin.write(encode_job(*self._job, self.settings).encode() + b"\n")
         self._planner.stdin.flush()
 
 
@@ -311,6 +316,29 @@ class PlanReader:
                     self._chunks.popitem(last=False)
             chunk = self._chunks[path]
         return chunk.step((train_step - self._plan.first_step) % CHUNK_STEPS)
+
+
+def encode_job(dataset: OpenDataset, order: Order, settings: SlotSettings) -> str:
+    """Return a line from which another process opens the same dataset and order."""
+    job = {
+        "dataset": str(dataset.directory),
+        "segments": [segment.reference.manifest_sha256 for segment in dataset.segments],
+        "order": {
+            "batch_samples": order.blocks_per_batch * dataset.job.data.block_samples,
+            "epochs": order.epochs,
+            "shuffle": order.config.shuffle,
+            "seed": order.config.seed,
+        },
+        "settings": asdict(settings),
+    }
+    return canonical_json(job)
+
+
+def decode_job(text: str) -> tuple[OpenDataset, Order, SlotSettings]:
+    """Return what `encode_job` was given."""
+    job = json.loads(text)
+    dataset = select_segments_by_hash(open_dataset(job["dataset"]), job["segments"])
+    return dataset, dataset.order(**job["order"]), SlotSettings(**job["settings"])
 
 
 def write_error(folder: Path, error: Exception) -> None:

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from presage.schemas.arrays import find_sorted
 from presage.schemas.errors import PlanError
 from presage.trainer.embedding.ranks import gather
-from presage.trainer.slots.plan import PlanHeader
 from presage.trainer.slots.shards import Shard
+from presage.trainer.slots.slot_plan import PlanHeader
 from presage.trainer.stores.store import Records, concat_records
 
 

@@ -28,7 +28,7 @@ from presage.schemas.oracle.cache_plan import (
     cache_too_small,
     required_rows,
 )
-from presage.trainer.slots.plan import (
+from presage.trainer.slots.slot_plan import (
     CHUNK_STEPS,
     HEADER,
     ROWS,

@@ -36,8 +36,8 @@ from presage.trainer.checkpoint.format import RowPart, record_type, write_part
 from presage.trainer.checkpoint.load import CheckpointTable, verify_checkpoint
 from presage.trainer.checkpoint.read_rows import verified_chunks
 from presage.trainer.embedding.ranks import gather, has_ranks
-from presage.trainer.slots.plan import PlanHeader
 from presage.trainer.slots.shards import ALL, KeyLayout, Shard, table_of
+from presage.trainer.slots.slot_plan import PlanHeader
 from presage.trainer.stores.store import (
     Records,
     RowsAndRecords,
