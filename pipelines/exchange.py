@@ -320,7 +320,7 @@ class Exchange:
         if self._pool is None:
             return (run(self._worker(), task) for task in tasks)
         if isinstance(self._pool, ProcessPoolExecutor):
-            return _of_processes(self._pool.map(partial(_run_in_process, run), tasks))
+            return _of_processes(self._pool, partial(_run_in_process, run), tasks)
         return self._pool.map(lambda task: run(self._worker(), task), tasks)
 
     def _worker(self) -> Worker:
@@ -330,9 +330,11 @@ class Exchange:
         return self._of_thread.worker
 
 
-def _of_processes(results: Iterator[TaskResult]) -> Iterator[TaskResult]:
+def _of_processes(
+    pool: ProcessPoolExecutor, run: Callable[[Any], TaskResult], tasks: Iterable[Any]
+) -> Iterator[TaskResult]:
     try:
-        yield from results
+        yield from pool.map(run, tasks)  # raises if a process was killed between two stages
     except (BrokenProcessPool, EOFError) as error:  # EOFError: while a process starts
         raise SchemaError(
             "a worker process was killed, perhaps for lack of memory; run the command again, "
