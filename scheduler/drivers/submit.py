@@ -194,12 +194,12 @@ def split_input(job: Job, source: Location, folder: Path) -> list[list[Entry]]:
     """
     files = sorted(source.entries(), key=lambda entry: PurePosixPath(entry.path))
     everything = [entry.path for entry in files]
-    for config in job.data.sources.values():  # builds of listed files do not check it
-        paths = [entry.path for entry in _matching(files, config.files)]
+    of_sources = [_matching(files, config.files) for config in job.data.sources.values()]
+    for config, own in zip(job.data.sources.values(), of_sources, strict=True):
+        paths = [entry.path for entry in own]  # builds of listed files do not check them
         check_committed(str(source), paths, everything, config.files)
     if has_segment_per_file(job):
-        (config,) = job.data.sources.values()
-        files = _matching(files, config.files)
+        (files,) = of_sources
         segments = [[entry] for entry in files]
     else:
         segments = [files]

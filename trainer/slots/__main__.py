@@ -1,4 +1,4 @@
-"""The process that plans the slots of a run: `python -m presage.trainer.slots FOLDER LOCK`.
+"""The process that plans the slots of a run: `python -m presage.trainer.slots FOLDER`.
 
 It reads a line of `encode_job` from its standard input, and ends with it.
 """

@@ -111,7 +111,7 @@ def shards_of(model: nn.Module, optimizer: Any, header: PlanHeader) -> list[Shar
                 kind = "table_wise" if header.num_parts == 1 else "row_wise"
                 raise ValueError(
                     f"table {table!r} has a shard of slots {first} to {first + count} and columns "
-                    f"{column} to {column + width}; shard it {kind}, as PlannedSlots was told"
+                    f"{column} to {column + width}; shard it {kind}, the `sharding` of PlannedSlots"
                 )
             own = tuple(shards[i].tensor.detach() for shards in of_state)
             shards.append(Shard(index[table], first // size, shard.tensor.detach(), own))

@@ -26,7 +26,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from threading import Lock
 
 import numpy as np
 import pyarrow as pa
@@ -162,9 +161,6 @@ class PlanChunk:
         parts = {name: v[o[index] : o[index + 1]] for name, (v, o) in self._columns.items()}
         return SlotStep(**parts)
 
-    def __len__(self) -> int:
-        return len(next(iter(self._columns.values()))[1]) - 1
-
 
 def encode_chunk(steps: Sequence[Sequence[SlotStep]]) -> pa.Table:
     """Return the changes of each table and part of some steps, one after the other."""
@@ -286,7 +282,7 @@ class SlotPlan:
                     file=str(self.folder),
                 )
             self._planner = subprocess.Popen(
-                [sys.executable, "-m", _PLANNER, str(self.folder), str(lock.fileno())],
+                [sys.executable, "-m", _PLANNER, str(self.folder)],
                 stdin=subprocess.PIPE,
                 pass_fds=[lock.fileno()],  # the lock ends with both processes
             )
@@ -303,19 +299,16 @@ class PlanReader:
     ) -> None:
         self._plan, self._own, self._shifts = plan, own, shifts
         self._chunks = OrderedDict[Path, PlanChunk]()
-        self._lock = Lock()
 
     def step(self, train_step: int) -> SlotStep:
         """Return what a step changes; wait until it is planned."""
         path = self._plan.chunk_path(train_step)
-        with self._lock:
-            if path not in self._chunks:
-                units = len(self._plan.header.tables) * self._plan.header.num_parts
-                self._chunks[path] = _decode_chunk(path, units, self._own, self._shifts)
-                while len(self._chunks) > _KEPT_CHUNKS:
-                    self._chunks.popitem(last=False)
-            chunk = self._chunks[path]
-        return chunk.step((train_step - self._plan.first_step) % CHUNK_STEPS)
+        if path not in self._chunks:
+            units = len(self._plan.header.tables) * self._plan.header.num_parts
+            self._chunks[path] = _decode_chunk(path, units, self._own, self._shifts)
+            while len(self._chunks) > _KEPT_CHUNKS:
+                self._chunks.popitem(last=False)
+        return self._chunks[path].step((train_step - self._plan.first_step) % CHUNK_STEPS)
 
 
 def encode_job(dataset: OpenDataset, order: Order, settings: SlotSettings) -> str:
