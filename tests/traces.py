@@ -4,7 +4,8 @@
 
 Calls are traced in one process and in its steady state: of a row from the reading of a file, not
 the first, to the stored parts; of a batch during steps that read new row groups; of a decision
-while the driver polls, from the first measured steps on.
+while the driver polls, after the start of the trainer: two more segments are built then, one after
+the other.
 What is called before (set-up), errors, and files of `APART` (configuration, bindings of compiled
 code) do not count.
 """
@@ -118,14 +119,14 @@ def trace_decision(folder: Path) -> Trace:
     job.parent.mkdir()
     text = write_small_demo(REPOSITORY, job.parent, SMALL)
     job.write_text(text.rstrip() + "\nschedule: {training: {max_replicas: 2}}\n")
-    trace = Trace("scheduler/drivers/driver.py", "Driver.poll", _has_measured_steps)
+    trace = Trace("scheduler/drivers/driver.py", "Driver.poll", _has_trainer)
     with trace.tracing():
         main(["run", str(job), "--output", str(folder / "scheduled"), "--status", "off"])
     return trace
 
 
-def _has_measured_steps(frame: FrameType) -> bool:
-    return any(job.next_step for job in frame.f_locals["self"].state.jobs.values())
+def _has_trainer(frame: FrameType) -> bool:
+    return any(job.trainers for job in frame.f_locals["self"].state.jobs.values())
 
 
 def traces(folder: Path) -> dict[str, Trace]:
