@@ -261,6 +261,15 @@ class NewCheckpoint:
         write_part(self._partial / part, record_type(layout), chunks)
         return f"{self._folder.name}/{part}"
 
+    def sync(self, paths: Iterable[Path]) -> dict[str, FileChecksum]:
+        """Force files to disk; return their checksums by path below `checkpoints/`."""
+        files: dict[str, FileChecksum] = {}
+        for path in sorted(paths):
+            sync_file(path)
+            name = path.relative_to(self._partial).as_posix()
+            files[f"{self._folder.name}/{name}"] = checksum_of(path)
+        return files
+
     def finish(
         self,
         fingerprint: Mapping[str, Any],
@@ -268,22 +277,31 @@ class NewCheckpoint:
         older_files: Mapping[str, FileChecksum],
         *,
         keep: int,
+        files: Mapping[str, FileChecksum] | None = None,
     ) -> None:
         """Write the manifest after all files are on disk, which completes the checkpoint.
 
         The logs of the run are synced first, so that a checkpoint that survives a power failure has
         the lines of its steps.
 
+        Args:
+            fingerprint: of the run.
+            parts: by table, folders with its rows.
+            older_files: files of earlier checkpoints.
+            keep: newest checkpoints to keep.
+            files: all that were written, from `sync` of the processes that wrote them; None: this
+                process has written them, and syncs them now.
+
         Raises:
             SchemaError: a file of an earlier checkpoint is missing.
         """
-        files = dict(older_files)
-        for path in sorted(p for p in self._partial.rglob("*") if p.is_file()):
-            sync_file(path)
-            name = path.relative_to(self._partial).as_posix()
-            files[f"{self._folder.name}/{name}"] = checksum_of(path)
+        if files is None:
+            files = self.sync(path for path in self._partial.rglob("*") if path.is_file())
         manifest = CheckpointManifest(
-            train_step=self._train_step, fingerprint=fingerprint, parts=parts, files=files
+            train_step=self._train_step,
+            fingerprint=fingerprint,
+            parts=parts,
+            files={**older_files, **files},
         )
         _sync_logs(self._folder.parent.parent)
         write_checkpoint_manifest(self._partial, manifest)

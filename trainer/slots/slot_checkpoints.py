@@ -196,8 +196,10 @@ def save(
         partial, *_ = _agree(lambda: str(checkpoint.partial))
         own = NewCheckpoint(run / CHECKPOINTS, train_step, Path(partial))
         parts = _write(own, rows, layout, dense, state)
+        of_ranks = _agree(lambda: own.sync(_files_of(_rank(), own.partial)))
+        files = {name: checksum for of_rank in of_ranks for name, checksum in of_rank.items()}
         fingerprint = fingerprint_of(layout)
-        _agree(lambda: is_first and own.finish(fingerprint, parts, {}, keep=keep))
+        _agree(lambda: is_first and own.finish(fingerprint, parts, {}, keep=keep, files=files))
     return checkpoint.folder
 
 
@@ -229,6 +231,14 @@ def _write(
         for table, part in own.items():
             parts[table] = (*parts.get(table, ()), part)
     return parts
+
+
+def _files_of(rank: int, partial: Path) -> list[Path]:
+    """Return the files of a checkpoint that a rank has written."""
+    own = [*partial.glob(f"*.{rank}/*.npy"), *partial.glob(f"{DISTRIBUTED}/__{rank}_*")]
+    if rank == 0:
+        own += [partial / STATE_FILE, partial / DISTRIBUTED / ".metadata"]
+    return own
 
 
 def load(

@@ -13,6 +13,9 @@ import pytest
 
 import presage
 from presage.schemas.config.train import SparseOptimizerConfig
+from presage.schemas.layout import MANIFEST
+from presage.trainer.checkpoint.format import ROW_FILES
+from presage.trainer.checkpoint.load import require_checkpoint, verify_checkpoint
 from presage.trainer.embedding.collections import EmbeddingBagCollection
 from tests.shared import make_once
 from tests.trainer.make_dataset import make_dataset, write_job
@@ -198,6 +201,21 @@ def found_of_two_ranks() -> dict[str, list[Found]]:
 @pytest.mark.slow
 def test_slots_train_the_bits_of_full_tables() -> None:
     check_pairs(found_of_two_ranks(), PAIRS)
+
+
+@pytest.mark.slow
+def test_each_rank_hashes_the_files_that_it_wrote() -> None:
+    checkpoint = require_checkpoint(two_ranks() / "runs" / "row_wise")
+    of_ranks = [rank["hashed"].tolist() for rank in found_of_two_ranks()["row_wise"]]
+    names = [path for path in checkpoint.rglob("*") if path.is_file() and path.name != MANIFEST]
+    assert len(names) == len(of_ranks[0]) + len(of_ranks[1])
+    assert {p for p in of_ranks[1] if p.startswith("items")} == {
+        f"items_rows.1/{name}.npy" for name in ROW_FILES
+    }
+    assert any(path.startswith("distributed/__1_") for path in of_ranks[1])
+    assert verify_checkpoint(checkpoint).files.keys() == {
+        path.relative_to(checkpoint.parent).as_posix() for path in names
+    }
 
 
 @pytest.mark.nightly

@@ -42,6 +42,7 @@ import presage
 from presage.batch import Batch
 from presage.schemas.errors import PlanError, SchemaError
 from presage.schemas.rows import initial_rows
+from presage.trainer.checkpoint import files
 from presage.trainer.embedding.ranks import gather
 from presage.trainer.slots.shards import SUFFIX
 
@@ -308,9 +309,22 @@ def run(case: Case) -> dict[str, np.ndarray]:
     return found
 
 
+def note_hashed() -> list[str]:
+    """Return a list of the files of checkpoints that this process hashes from now on."""
+    hashed: list[str] = []
+    checksum_of = files.checksum_of
+
+    def noted(path: Path) -> files.FileChecksum:
+        hashed.append("/".join(path.parts[-2:]))
+        return checksum_of(path)
+
+    files.checksum_of = noted
+    return hashed
+
+
 def main() -> None:
     """Run the cases of the input."""
-    folder = Path(sys.argv[1])
+    folder, hashed = Path(sys.argv[1]), note_hashed()
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     for line in Path(sys.argv[2]).read_text().splitlines():
@@ -318,8 +332,9 @@ def main() -> None:
         file = folder / f"{case.name}-{dist.get_rank()}.npz"
         if all(gather(file.exists())):
             continue  # done before a restart
+        hashed.clear()
         try:
-            found = run(case)
+            found = run(case) | {"hashed": np.array(hashed)}
         except (PlanError, SchemaError, ValueError) as error:
             found = {"error": np.array(str(error))}
         partial = file.with_suffix(".partial.npz")
