@@ -26,6 +26,7 @@ from presage.schemas.dataset.opened import OpenDataset, open_dataset
 from presage.schemas.dataset.order import Order
 from presage.schemas.errors import SchemaError, suggest_name
 from presage.schemas.layout import EVALUATION, TRAIN
+from presage.schemas.rows import TORCHREC_SUFFIX
 from presage.schemas.storage.leases import Lease
 from presage.schemas.storage.location import Location
 from presage.schemas.storage.versions import Versions
@@ -180,6 +181,11 @@ class DataLoader(IterableDataset[Batch]):
         return self._deduplicated
 
     @property
+    def dense_features(self) -> tuple[str, ...]:
+        """Dense features of a batch, in the order of their columns."""
+        return self._spec.dense
+
+    @property
     def order(self) -> Order:
         """The order of the batches."""
         return self._order
@@ -220,7 +226,7 @@ class DataLoader(IterableDataset[Batch]):
         }
         return [
             EmbeddingBagConfig(
-                name=f"{name}_rows",
+                name=f"{name}{TORCHREC_SUFFIX}",
                 num_embeddings=self._dataset.job.data.tables[name].num_rows,
                 embedding_dim=embedding_dim,
                 feature_names=features,

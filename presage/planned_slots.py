@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -19,12 +20,12 @@ from presage.batch import Batch
 from presage.loader import DataLoader
 from presage.schemas.errors import SchemaError
 from presage.schemas.layout import TRAIN
+from presage.schemas.rows import TORCHREC_SUFFIX
 from presage.trainer.checkpoint.load import newest_checkpoint, open_rows, step_of
 from presage.trainer.embedding.cache import PlannedCache
 from presage.trainer.slots import slot_checkpoints as saved
 from presage.trainer.slots.other_rows import RowsInSlots, place_rows
 from presage.trainer.slots.shards import (
-    SUFFIX,
     KeyLayout,
     Shard,
     ShardRecords,
@@ -35,6 +36,7 @@ from presage.trainer.slots.shards import (
 )
 from presage.trainer.slots.slot_map import SlotMap
 from presage.trainer.slots.slot_plan import SlotPlan, SlotSettings
+from presage.trainer.slots.slot_runs import SlotRun, sparse_optimizer_of
 from presage.trainer.stores.future_log import FutureLog, NextUseLookup
 from presage.trainer.stores.store import RowsAndRecords, Store
 
@@ -67,6 +69,7 @@ class PlannedSlots:
         sharding: Literal["table_wise", "row_wise"] = "table_wise",
         directory: Path | str,
         run: Path | str | None = None,
+        warm_start: Path | str | None = None,
         store: Literal["log", "mmap"] = "mmap",
         prefetch_steps: int = 2,
         seed: int = 0,
@@ -83,6 +86,8 @@ class PlannedSlots:
                 are replaced.
             run: folder that all ranks share, for checkpoints. If it has a complete one, training
                 continues after the newest.
+            warm_start: folder of another run of `PlannedSlots`. A new run starts at step 0 from
+                its newest checkpoint: all rows with their optimizer state, and the dense state.
             store: where rows are that have no slot. `mmap`: mapped files; `log`: files that are
                 read and written sequentially.
             prefetch_steps: steps between the read of a row and its use.
@@ -90,7 +95,8 @@ class PlannedSlots:
                 the table in TorchRec.
 
         Raises:
-            ValueError: the loader is of another split, or follows a dataset; a table is unknown.
+            ValueError: the loader is of another split, or follows a dataset; a table is unknown;
+                `warm_start` is given without `run`.
             PlanError: `cache_rows` is too small; the message names the size that works.
             SchemaError: the dataset has no index of the loader's order; the message says how to
                 build it.
@@ -100,11 +106,15 @@ class PlannedSlots:
                 "slots are planned for a loader of the train split without follow, got "
                 f"split={loader.split!r}, follow={loader.follow}"
             )
+        if warm_start is not None and run is None:
+            raise ValueError(f"warm_start={str(warm_start)!r} needs a run; pass run=... as well")
         self._loader, self._store_kind, self._seed = loader, store, seed
+        self._warm_start = None if warm_start is None else Path(warm_start).absolute()
         self._directory = Path(directory).absolute()
         self._run = None if run is None else Path(run).absolute()
         self._configs = {
-            config.name.removesuffix(SUFFIX): config for config in loader.embedding_bag_configs(1)
+            config.name.removesuffix(TORCHREC_SUFFIX): config
+            for config in loader.embedding_bag_configs(1)
         }
         self._checkpoint = None if self._run is None else newest_checkpoint(self._run)
         first_step = step_of(self._checkpoint)
@@ -123,6 +133,9 @@ class PlannedSlots:
             for table, config in self._configs.items()
             for feature in config.feature_names
         }
+        self._opened = ExitStack()
+        """Holds the lock of the run."""
+        weakref.finalize(self, self._opened.close)
         self._attached: _Attached | None = None
         self._steps = _Turns(first_step)
         self._handed_out = first_step
@@ -193,7 +206,8 @@ class PlannedSlots:
 
         Raises:
             ValueError: a table is missing, or sharded in a way that has no slots.
-            SchemaError: the checkpoint is damaged, or of other tables.
+            SchemaError: the checkpoint is damaged, or of other tables or another model; the run is
+                of another kind, or in use.
         """
         if self._attached is not None:
             raise ValueError("a model is attached already; make another PlannedSlots")
@@ -203,21 +217,45 @@ class PlannedSlots:
         if self._loader.deduplicated:
             self._check_deduplicated(layout)
         folder = self._directory / f"rank-{self._loader.rank}"
-        store = open_store(self._store_kind, layout, folder)
-        rows = saved.Rows(store, layout, self._header, shards, folder)
-        dense = saved.DenseState(model, optimizer, self.tables)
-        cache = open_cache(self._plan, shards, store)
-        self._attached = _Attached(shards, layout, store, cache, rows, dense)
-        if self._checkpoint is not None:
-            saved.initialise_dense(optimizer)
-            dataset, order = self._loader.opened, self._loader.order
-            next_use = NextUseLookup(dataset, order) if isinstance(store, FutureLog) else None
-            state = saved.load(self._checkpoint, rows, layout, dense, next_use)
-            self._loader.load_state_dict(state["loader"])
+        with ExitStack() as opened:
+            if self._run is not None:
+                self._slot_run(self._run, model, layout).open(opened)
+                self._checkpoint = self._checkpoint or newest_checkpoint(self._run)
+            store = open_store(self._store_kind, layout, folder)
+            rows = saved.Rows(store, layout, self._header, shards, folder)
+            dense = saved.DenseState(model, optimizer, self.tables)
+            cache = open_cache(self._plan, shards, store)
+            self._attached = _Attached(shards, layout, store, cache, rows, dense)
+            if self._checkpoint is not None:
+                saved.initialise_dense(optimizer)
+                dataset, order = self._loader.opened, self._loader.order
+                next_use = NextUseLookup(dataset, order) if isinstance(store, FutureLog) else None
+                state = saved.load(self._checkpoint, rows, layout, dense, next_use)
+                self._loader.load_state_dict(state["loader"])
+            self._opened.enter_context(opened.pop_all())
         for module in model.modules():
             for lookup in getattr(module, "_lookups", ()):
                 lookup.register_forward_pre_hook(self._before_lookup)
                 lookup.register_forward_hook(self._after_lookup)
+
+    def _slot_run(self, run: Path, model: nn.Module, layout: KeyLayout) -> SlotRun:
+        loader = self._loader
+        features = [f for table in self.tables for f in self._configs[table].feature_names]
+        train = {
+            "batch_samples": loader.batch_samples,
+            "num_steps": loader.order.num_steps,
+            "dense": loader.dense_features,
+            "sparse": features,
+            "sparse_optimizer": {"name": sparse_optimizer_of(model)},
+        }
+        return SlotRun(
+            folder=run,
+            dataset=loader.opened,
+            layout=layout,
+            train=train,
+            loader=loader.state_at(0),
+            warm_start=self._warm_start,
+        )
 
     def _check_deduplicated(self, layout: KeyLayout) -> None:
         """Raise ValueError if TorchRec does not train such tables on deduplicated batches."""
@@ -235,6 +273,7 @@ class PlannedSlots:
         if self._attached is not None:
             self._attached.cache.close()
             self._attached.store.close()
+        self._opened.close()
         self._plan.close()
 
     # ---- Batches and steps ----
@@ -323,7 +362,7 @@ class PlannedSlots:
         Yields:
             rows, ascending, and for each its values and the state of the optimizer beside them.
         """
-        yield from self._flushed().rows.contents(f"{table}{SUFFIX}")
+        yield from self._flushed().rows.contents(f"{table}{TORCHREC_SUFFIX}")
 
     def save(self, state: Mapping[str, Any] | None = None, *, keep: int = 2) -> Path:
         """Write a checkpoint after an update: rows, dense state and the position of the loader.
@@ -412,7 +451,7 @@ class PlannedSlots:
     def _reader(self, attached: _Attached) -> Any:
         """Return a function that reads rows of this rank at any step."""
         if not isinstance(attached.store, FutureLog):
-            return lambda table, rows: attached.rows.read(f"{table}{SUFFIX}", rows)
+            return lambda table, rows: attached.rows.read(f"{table}{TORCHREC_SUFFIX}", rows)
         if self._checkpoint is None or step_of(self._checkpoint) != self.train_step:
             raise ValueError(
                 "rows that are in the log can be read in training order only; call save() before "
@@ -420,7 +459,7 @@ class PlannedSlots:
             )
         layouts = {name: attached.layout.of_table(name) for name in attached.layout.tables}
         checkpoint = open_rows(self._checkpoint, layouts)
-        return lambda table, rows: checkpoint.tables[f"{table}{SUFFIX}"].fetch(rows)
+        return lambda table, rows: checkpoint.tables[f"{table}{TORCHREC_SUFFIX}"].fetch(rows)
 
 
 @dataclass(frozen=True, slots=True)

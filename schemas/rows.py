@@ -14,6 +14,8 @@ from presage.schemas.errors import SchemaError
 from presage.schemas.hashing import as_bits, hash_rows, salt_of, splitmix64
 from presage.schemas.kernels import arrays as kernels
 
+TORCHREC_SUFFIX = "_rows"
+"""End of the name of a job's table in TorchRec, which refuses names such as `items`."""
 _BITS = 24
 """Random bits per value: exact in float32, so that both precisions start with equal values."""
 

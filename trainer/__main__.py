@@ -181,6 +181,7 @@ def _train_until(drain: Drain, arguments: argparse.Namespace) -> int:
         follow=arguments.follow,
         fast=arguments.fast,
         start_from=arguments.start_from,
+        rows_only=arguments.rows_only,
         output=arguments.output if isinstance(arguments.output, Location) else None,
         segments=arguments.segments,
         expire_days=arguments.expire_days,

@@ -130,6 +130,11 @@ def build_parser(prog: str = "python -m presage.trainer") -> argparse.ArgumentPa
         help="start from the checkpoint of a finished run, on segments that it did not train",
     )
     run.add_argument(
+        "--rows-only",
+        action="store_true",
+        help="with --start-from: take its rows with their optimizer state, and new dense layers",
+    )
+    run.add_argument(
         "--segments", type=_names, metavar="ID,...", help="ids or days to train; default: all"
     )
     run.add_argument(

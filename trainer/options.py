@@ -29,6 +29,8 @@ class TrainOptions:
     """Compute all samples of a step at once; equal to microbatches up to rounding."""
     start_from: Path | Location | None = None
     """Run whose newest checkpoint a new run starts from."""
+    rows_only: bool = False
+    """With `start_from`: take its rows alone, and begin with new dense layers."""
     output: Location | None = None
     """URL of the run; None if it stays in its folder."""
     segments: tuple[str, ...] | None = None
@@ -42,6 +44,8 @@ class TrainOptions:
                 f"--expire-days {self.expire_days} needs --start-from; name the run whose rows "
                 "expire"
             )
+        if self.rows_only and self.start_from is None:
+            raise ValueError("--rows-only needs --start-from; name the run whose rows to take")
         if self.follow and (self.start_from is not None or self.segments is not None):
             raise ValueError(
                 "--follow excludes --start-from and --segments; leave --follow out, and train "

@@ -15,6 +15,7 @@ from presage.schemas.typed_values import DecodeError, from_json
 from presage.trainer.checkpoint.files import CheckpointManifest
 from presage.trainer.components import layouts_of, order_of
 from presage.trainer.data.decode import spec_of
+from presage.trainer.stores.store import TableLayout
 
 # ---- The fingerprint: what a checkpoint belongs to ----
 #
@@ -168,6 +169,21 @@ def _check(name: str, actual: Any, expected: Any, file: str) -> None:
             f"{shown(actual)}; {_ADVICE}",
             file=file,
         )
+
+
+def check_layouts(
+    manifest: CheckpointManifest, layouts: Mapping[str, TableLayout], file: str
+) -> None:
+    """Check that a checkpoint has rows of these tables, by their names in it, and no others.
+
+    Raises:
+        SchemaError: they differ; names the first difference.
+    """
+    saved = manifest.fingerprint["tables"]
+    _check("tables", sorted(saved), sorted(layouts), file)
+    for table, layout in layouts.items():
+        for name in ("dim", "state_width", "dtype"):
+            _check(f"tables.{table}.{name}", saved[table][name], getattr(layout, name), file)
 
 
 def check_collections(

@@ -32,7 +32,7 @@ from presage.trainer.data.reader import Reader
 from presage.trainer.data.transfer import device_of
 from presage.trainer.evaluation.metrics import Evaluation, MetricColumns, Metrics, columns_of
 from presage.trainer.recovery import Watchdog
-from presage.trainer.run.folder import check_run, check_schema, read_identity
+from presage.trainer.run.folder import check_run, check_schema, read_identity_of_job
 from presage.trainer.stores.store import RowReader
 
 
@@ -56,7 +56,7 @@ def evaluate_run(
     """
     job, dataset = load_job(job_path), open_dataset(dataset_path)
     device_of(job.train.device)
-    identity = read_identity(run)
+    identity = read_identity_of_job(run)
     if segments is not None:
         dataset = select_segments(dataset, segments)
         check_schema(run / RUN_FILE, identity, dataset)

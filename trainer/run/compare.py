@@ -68,7 +68,7 @@ def compare_runs(one: Path, other: Path) -> Comparison:
 
 def _losses(run: Path) -> list[float]:
     if not (run / METRICS).is_file():
-        raise SchemaError("found no run; train first", file=str(run))
+        raise SchemaError("found no run of presage train; train first", file=str(run))
     return [metric.loss for metric in read_metrics(run / METRICS)]
 
 

@@ -22,6 +22,7 @@ from presage.schemas.dataset.manifest import canonical_json
 from presage.schemas.dataset.opened import OpenDataset, read_version
 from presage.schemas.errors import SchemaError, first_difference, shown
 from presage.schemas.layout import BLOCKS, JOB, SCHEMA, TRAIN
+from presage.schemas.rows import TORCHREC_SUFFIX
 from presage.schemas.run.records import (
     LEDGER,
     METRICS,
@@ -37,6 +38,9 @@ from presage.schemas.run.run_manifest import LOGS, read_newest_state
 from presage.schemas.storage.location import Location
 from presage.schemas.storage.locks import directory_lock
 from presage.schemas.typed_values import from_json
+
+PLANNED_SLOTS = "PlannedSlots"
+"""`train.model.name` of a run of `presage.PlannedSlots`, whose model is that of a user's loop."""
 
 # ---- Identity: what must be equal for a run to be continued ----
 
@@ -74,7 +78,8 @@ class RunIdentity:
     closed: bool
     """Whether no segment may be added: the dataset is sealed, or the run does not follow it."""
     train: Mapping[str, Any]
-    """The job's train section without checkpoints, stores, cache, limits and threads."""
+    """The job's train section without checkpoints, stores, cache, limits and threads; of a run of
+    `presage.PlannedSlots` what it knows."""
     chosen: bool = False
     """Whether `segments` were selected from those of the dataset."""
     origin: RunOrigin | None = None
@@ -83,6 +88,15 @@ class RunIdentity:
     def selected(self) -> tuple[str, ...] | None:
         """Hashes of the segments that the run selected, None for all of the dataset."""
         return self.segments if self.chosen else None
+
+    @property
+    def is_of_slots(self) -> bool:
+        """Whether `presage.PlannedSlots` trained the run."""
+        return self.train.get("model") == {"name": PLANNED_SLOTS}
+
+    def saved_name(self, table: str) -> str:
+        """Return the name of a table of the job in the run's checkpoints."""
+        return f"{table}{TORCHREC_SUFFIX}" if self.is_of_slots else table
 
 
 def identity_of(
@@ -94,18 +108,18 @@ def identity_of(
     origin: RunOrigin | None = None,
 ) -> RunIdentity:
     """Return the identity of a run of this job on this dataset."""
-    m, train = dataset.manifest, asdict(config)
+    train = asdict(config)
     for name in ("checkpoint", "stores", "cache", "num_threads", "limits", "follow"):
         del train[name]  # they do not change the bits of a run
+    closed = dataset.manifest.sealed or not follows
+    return _identity_of(dataset, train, closed=closed, chosen=chosen, origin=origin)
+
+
+def _identity_of(dataset: OpenDataset, train: Mapping[str, Any], **others: Any) -> RunIdentity:
     # as `read_identity` returns it: lists for tuples, strings for what JSON lacks
     body = json.loads(canonical_json({"dataset": _schema_of(dataset), "train": train}))
-    return RunIdentity(
-        **body,
-        segments=tuple(reference.manifest_sha256 for reference in m.segments),
-        closed=m.sealed or not follows,
-        chosen=chosen,
-        origin=origin,
-    )
+    hashes = (reference.manifest_sha256 for reference in dataset.manifest.segments)
+    return RunIdentity(**body, segments=tuple(hashes), **others)
 
 
 def _schema_of(dataset: OpenDataset) -> dict[str, Any]:
@@ -173,6 +187,28 @@ def start_run(run: Path, job: Path | Location, dataset: OpenDataset, identity: R
 def write_dataset(run: Path, dataset: OpenDataset, identity: RunIdentity) -> None:
     """Write the blocks to train, the schema and the identity; again if the dataset has grown."""
     _write_blocks(run, dataset, identity.train["epochs"])
+    _write_identity(run, dataset, identity)
+
+
+def write_slots_run(
+    run: Path, dataset: OpenDataset, train: Mapping[str, Any], origin: RunOrigin | None
+) -> None:
+    """Write what other commands read of a run of `presage.PlannedSlots`.
+
+    Args:
+        run: its folder.
+        dataset: whose segments it trains.
+        train: what is known of its training, beside the model.
+        origin: warm start, if it has one.
+    """
+    job = read_version(dataset.directory, JOB, dataset.manifest.job_sha256)
+    replace_bytes(run / JOB, job)
+    train = {**train, "model": {"name": PLANNED_SLOTS}}
+    others = {"closed": True, "chosen": bool(dataset.unselected), "origin": origin}
+    _write_identity(run, dataset, _identity_of(dataset, train, **others))
+
+
+def _write_identity(run: Path, dataset: OpenDataset, identity: RunIdentity) -> None:
     schema = read_version(dataset.directory, SCHEMA, dataset.manifest.schema_sha256)
     replace_bytes(run / SCHEMA, schema)
     replace_bytes(run / RUN_FILE, canonical_json(asdict(identity)).encode())
@@ -195,6 +231,22 @@ def read_identity(run: Path) -> RunIdentity:
             "identity is not JSON with dataset and train; restore it",
             file=str(path),
         ) from error
+
+
+def read_identity_of_job(run: Path) -> RunIdentity:
+    """Return the identity of a run whose model is that of a job.
+
+    Raises:
+        SchemaError: as `read_identity`, or the model is that of a user's loop.
+    """
+    identity = read_identity(run)
+    if identity.is_of_slots:
+        raise SchemaError(
+            "expected a run of a job, got one of presage.PlannedSlots; continue it with "
+            "PlannedSlots, or its rows with presage.open_rows",
+            file=str(run / RUN_FILE),
+        )
+    return identity
 
 
 def check_run(
@@ -222,6 +274,12 @@ def check_schema(path: Path, identity: RunIdentity, dataset: OpenDataset) -> Non
     schema = json.loads(canonical_json(_schema_of(dataset)))
     advice = "use a dataset with the same columns and tables"
     _check_equal(path, "dataset", identity.dataset, schema, advice)
+
+
+def check_optimizer(path: Path, identity: RunIdentity, name: str) -> None:
+    """Check that the state of a run's rows is that of an optimizer; raises as `check_schema`."""
+    old = {"name": identity.train["sparse_optimizer"]["name"]}
+    _check_equal(path, "train.sparse_optimizer", old, {"name": name}, "use the same optimizer")
 
 
 def _check_equal(
@@ -318,7 +376,9 @@ def verify_run(run: Path) -> LedgerReport:
         SchemaError: the folder has no run, or its files are damaged.
     """
     if not (run / BLOCKS).is_file():
-        raise SchemaError(f"folder has no run: {BLOCKS} is missing; train first", file=str(run))
+        raise SchemaError(
+            f"folder has no run of presage train: {BLOCKS} is missing; train first", file=str(run)
+        )
     expected = pq.read_table(run / BLOCKS)
     epochs = int(expected.schema.metadata[b"epochs"])
     entries = read_ledger(run / LEDGER)

@@ -36,12 +36,14 @@ from presage.trainer.run.folder import (
     has_run,
     identity_of,
     read_identity,
+    read_identity_of_job,
     start_run,
     write_dataset,
 )
 from presage.trainer.run.ledger import steps_with_lines
 from presage.trainer.run.warm_start import (
     WarmStart,
+    first_state_of,
     open_warm_start,
     untrained_segments,
     write_initial_checkpoint,
@@ -89,8 +91,9 @@ def open_run(
         origin: RunOrigin | None = None
         if warm_start is not None:
             name = _name_of_origin(run, options)
+            first = first_state_of(warm_start, job, dataset, rows_only=options.rows_only)
             origin = write_initial_checkpoint(
-                warm_start, run, job, dataset, options.expire_days, name
+                warm_start, run, dataset, first, options.expire_days, name
             )
     chosen = selected is not None
     identity = identity_of(dataset, config, follows=options.follow, chosen=chosen, origin=origin)
@@ -110,7 +113,7 @@ def _resume_run(
 ) -> FollowedDataset:
     """Open the dataset of an existing run; arguments as in `open_run`."""
     config = job.train
-    identity = read_identity(run)
+    identity = read_identity_of_job(run)
     claim_leftovers(run, config.checkpoint, resume=True)
     _check_same_start(run, identity, dataset_path, options)
 

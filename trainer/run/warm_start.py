@@ -8,9 +8,9 @@ so `--resume` never starts a second time.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
@@ -19,16 +19,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from presage.schemas.arrays import find_sorted
-from presage.schemas.config.job import Job
+from presage.schemas.config.job import Job, load_job
 from presage.schemas.dataset.files import sha256_of
 from presage.schemas.dataset.manifest import previous_names
 from presage.schemas.dataset.opened import OpenDataset, Segment, all_segment_hashes
 from presage.schemas.errors import SchemaError
-from presage.schemas.layout import MANIFEST
+from presage.schemas.layout import JOB, MANIFEST
 from presage.schemas.run.records import CHECKPOINTS, RUN_FILE
 from presage.schemas.run.run_manifest import local_run
 from presage.schemas.storage.location import Location
-from presage.trainer.checkpoint.dense_state import load_state
+from presage.trainer.checkpoint.dense_state import load_state, state_of
 from presage.trainer.checkpoint.files import (
     DENSE_FILE,
     CheckpointManifest,
@@ -37,16 +37,27 @@ from presage.trainer.checkpoint.files import (
     folder_name,
     remove_checkpoint,
 )
-from presage.trainer.checkpoint.fingerprint import check_model, fingerprint_of, parse_fingerprint
+from presage.trainer.checkpoint.fingerprint import (
+    check_layouts,
+    check_model,
+    fingerprint_of,
+    parse_fingerprint,
+)
 from presage.trainer.checkpoint.load import (
     read_dense,
     require_checkpoint,
     table_rows,
     verify_checkpoint,
 )
-from presage.trainer.components import build_components, layouts_of
+from presage.trainer.components import build_components
 from presage.trainer.data.decode import spec_of
-from presage.trainer.run.folder import RunIdentity, RunOrigin, check_schema, read_identity
+from presage.trainer.run.folder import (
+    RunIdentity,
+    RunOrigin,
+    check_optimizer,
+    check_schema,
+    read_identity,
+)
 from presage.trainer.stores.store import RowsAndRecords, TableLayout
 
 
@@ -74,9 +85,40 @@ class WarmStart:
         return tuple(dict.fromkeys((*earlier, *self.identity.segments)))
 
     @property
+    def num_steps(self) -> int:
+        """Steps of the whole run."""
+        if self.identity.is_of_slots:
+            return int(self.identity.train["num_steps"])
+        order = parse_fingerprint(self.manifest, str(self.checkpoint / MANIFEST)).order
+        return sum(-(-n // order.blocks_per_batch) for n in order.num_blocks) * order.epochs
+
+    def num_rows(self, table: str) -> int:
+        """Return the number of rows of a table of the job."""
+        if self.identity.is_of_slots:
+            return load_job(self.run / JOB).data.tables[table].num_rows
+        return int(self.manifest.fingerprint["tables"][table]["num_rows"])
+
+    @property
     def steps_before(self) -> int:
         """Steps trained up to the checkpoint, including those of preceding runs."""
         return steps_before(self.identity) + self.manifest.train_step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstState:
+    """What a new run has beside the rows of the other one.
+
+    Attributes:
+        layouts: of its rows, by table of the job.
+        sparse_optimizer: name of the optimizer of the rows.
+        fingerprint: of its checkpoints.
+        write_dense: writes the dense state to the checkpoint of step 0.
+    """
+
+    layouts: Mapping[str, TableLayout]
+    sparse_optimizer: str
+    fingerprint: Mapping[str, Any]
+    write_dense: Callable[[NewCheckpoint], None]
 
 
 def steps_before(identity: RunIdentity) -> int:
@@ -107,13 +149,11 @@ def untrained_segments(start: WarmStart, dataset: OpenDataset) -> tuple[str, ...
     Raises:
         SchemaError: there is none, or the other run is not finished.
     """
-    file = str(start.checkpoint / MANIFEST)
-    order, train_step = parse_fingerprint(start.manifest, file).order, start.manifest.train_step
-    steps = sum(-(-n // order.blocks_per_batch) for n in order.num_blocks) * order.epochs
-    if train_step < steps:
+    train_step, num_steps = start.manifest.train_step, start.num_steps
+    if train_step < num_steps:
         raise SchemaError(
             f"run to start from is not finished: its checkpoint is of step {train_step} of "
-            f"{steps}; train it to its end, or name --segments",
+            f"{num_steps}; train it to its end, or name --segments",
             file=str(start.checkpoint),
         )
     trained, hashes = frozenset(start.trained), all_segment_hashes(dataset)
@@ -130,44 +170,42 @@ def untrained_segments(start: WarmStart, dataset: OpenDataset) -> tuple[str, ...
 def write_initial_checkpoint(
     start: WarmStart,
     run: Path,
-    job: Job,
     dataset: OpenDataset,
+    first: FirstState,
     expire_days: int | None,
     name: str,
 ) -> RunOrigin:
     """Write the checkpoint of step 0 of a new run, which has no `run.json` yet.
 
-    The model of its job must match the other run's, which has the `name`; `dataset` has the
-    segments to train selected.
+    The other run has the `name`; `dataset`, whose columns are checked before, has the segments to
+    train selected.
 
     Returns:
         The lineage of the run, `origin` of `run.json`.
 
     Raises:
-        SchemaError: model, optimizers or tables differ, or rows expire and a segment has no day.
+        SchemaError: optimizers or tables differ, or rows expire and a segment has no day.
     """
-    _check_compatible(start, job, dataset)
+    _check_tables(start, dataset, first)
     _remove_incomplete(run)
-    layouts = layouts_of(spec_of(dataset, job.train.dtype), job.train)
     tables = dataset.job.data.tables
     counts: dict[str, dict[str, int]] = {}
-    fingerprint = fingerprint_of(job, dataset)
+    parts: dict[str, tuple[str, ...]] = {}
     with NewCheckpoint(run / CHECKPOINTS, 0) as checkpoint:
-        checkpoint.write_arrays(DENSE_FILE, read_dense(start.checkpoint))
-        for table, layout in layouts.items():
+        first.write_dense(checkpoint)
+        for table, layout in first.layouts.items():
             used = rows_used(dataset, dataset.segments, table)
             alive = rows_of_days(dataset, table, expire_days, start.trained)
-            old_num_rows = int(start.manifest.fingerprint["tables"][table]["num_rows"])
             counts[table] = {  # rows
                 "new": len(used),  # used by the segments, and not in the initial checkpoint
                 "kept": 0,  # in the initial checkpoint
                 "dropped": 0,  # expired
-                "grown": tables[table].num_rows - old_num_rows,
+                "grown": tables[table].num_rows - start.num_rows(table),
             }
-            chunks = _kept_rows(start, layout, used, alive, counts[table])
-            checkpoint.write_rows(table, layout, chunks)
-        parts = {table: (f"{folder_name(0)}/{table}",) for table in layouts}
-        checkpoint.finish(fingerprint, parts, {}, keep=1)
+            saved = replace(layout, table=start.identity.saved_name(table))
+            chunks = _kept_rows(start, saved, used, alive, counts[table])
+            parts[layout.table] = (checkpoint.write_rows(layout.table, layout, chunks),)
+        checkpoint.finish(first.fingerprint, parts, {}, keep=1)
     return RunOrigin(
         run=name,
         train_step=start.manifest.train_step,
@@ -175,7 +213,7 @@ def write_initial_checkpoint(
         steps_before=start.steps_before,
         trained=start.trained,
         expire_days=expire_days,
-        segments=tuple(fingerprint["segments"]),
+        segments=tuple(segment.id for segment in dataset.segments),
         tables=counts,
     )
 
@@ -248,16 +286,56 @@ def _kept_rows(
         yield rows[keep], records.take(keep)
 
 
-def _check_compatible(start: WarmStart, job: Job, dataset: OpenDataset) -> None:
+def first_state_of(
+    start: WarmStart, job: Job, dataset: OpenDataset, *, rows_only: bool
+) -> FirstState:
+    """Return the first state of a run of a job, with the other run's dense state or a new one.
+
+    Raises:
+        SchemaError: the dense state, which `rows_only` leaves out, is that of another model.
+    """
     check_schema(start.run / RUN_FILE, start.identity, dataset)
-    file = start.checkpoint / MANIFEST
-    check_model(start.manifest, fingerprint_of(job, dataset), str(file))
-    spec = spec_of(dataset, job.train.dtype)
+    spec, fingerprint = spec_of(dataset, job.train.dtype), fingerprint_of(job, dataset)
     components = build_components(spec, job.train)
-    dense = read_dense(start.checkpoint)
-    load_state(
-        dense, components.model, components.optimizer, file=str(start.checkpoint / DENSE_FILE)
+    if rows_only:
+        dense = state_of(components.model, components.optimizer)
+    elif start.identity.is_of_slots:
+        raise SchemaError(
+            "dense layers of the run to start from are those of a loop of presage.PlannedSlots; "
+            "add --rows-only to take its rows with their optimizer state, and new dense layers",
+            file=str(start.run / RUN_FILE),
+        )
+    else:
+        check_model(start.manifest, fingerprint, str(start.checkpoint / MANIFEST))
+        dense = read_dense(start.checkpoint)
+        file = str(start.checkpoint / DENSE_FILE)
+        load_state(dense, components.model, components.optimizer, file=file)
+    return FirstState(
+        layouts=components.store.layouts,
+        sparse_optimizer=job.train.sparse_optimizer.name,
+        fingerprint=fingerprint,
+        write_dense=lambda checkpoint: checkpoint.write_arrays(DENSE_FILE, dense),
     )
+
+
+def _check_tables(start: WarmStart, dataset: OpenDataset, first: FirstState) -> None:
+    """Check that the rows of a run mean the same in a new one.
+
+    Raises:
+        SchemaError: tables or their optimizers differ; names the first difference.
+    """
+    file, identity = start.run / RUN_FILE, start.identity
+    check_optimizer(file, identity, first.sparse_optimizer)
+    saved = {identity.saved_name(table): layout for table, layout in first.layouts.items()}
+    check_layouts(start.manifest, saved, str(start.checkpoint / MANIFEST))
+    for table in first.layouts:
+        before, now = start.num_rows(table), dataset.job.data.tables[table].num_rows
+        if now < before:
+            raise SchemaError(
+                f"table {table!r} has {now} rows, fewer than the {before} of the run to start "
+                "from; use a dataset with at least as many",
+                file=str(file),
+            )
 
 
 def _remove_incomplete(run: Path) -> None:

@@ -20,6 +20,7 @@ from torch import nn
 
 from presage.schemas.arrays import Array, find_sorted
 from presage.schemas.oracle.cache_plan import PlanStep
+from presage.schemas.rows import TORCHREC_SUFFIX
 from presage.trainer.embedding.cache import CacheSlots, PlannedCache, TablePlan
 from presage.trainer.embedding.ranks import gather
 from presage.trainer.slots.slot_plan import PlanHeader, PlanReader, SlotPlan
@@ -33,8 +34,6 @@ from presage.trainer.stores.store import (
     select,
 )
 
-SUFFIX = "_rows"
-"""Of a table's name in TorchRec, which refuses names such as `items`."""
 ALL = "slots"
 """Name of the only table of the store."""
 _COLLECTIONS = ("embedding_bags", "embeddings")
@@ -66,9 +65,9 @@ class Shard:
 def table_of(name: str) -> str | None:
     """Return the job's table of a parameter such as `rows.embedding_bags.items_rows.weight`."""
     *_, collection, table, last = ["", "", *name.split(".")]
-    if collection not in _COLLECTIONS or last != "weight" or not table.endswith(SUFFIX):
+    if collection not in _COLLECTIONS or last != "weight" or not table.endswith(TORCHREC_SUFFIX):
         return None
-    return table.removesuffix(SUFFIX)
+    return table.removesuffix(TORCHREC_SUFFIX)
 
 
 def shards_of(model: nn.Module, optimizer: Any, header: PlanHeader) -> list[Shard]:
@@ -257,7 +256,7 @@ def layout_of(plan: SlotPlan, shards: Sequence[Shard], seed: int) -> KeyLayout:
         state_width=state_width,
         dtype=dtype,
         seed=seed,
-        tables=tuple(f"{table.name}{SUFFIX}" for table in header.tables),
+        tables=tuple(f"{table.name}{TORCHREC_SUFFIX}" for table in header.tables),
         starts=header.key_starts,
         row_of_key=plan.rows,
     )

@@ -21,8 +21,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from numpy.typing import NDArray
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.stateful import Stateful
 
+from presage.schemas.arrays import Array
 from presage.schemas.errors import SchemaError
 from presage.schemas.run.records import CHECKPOINTS
 from presage.trainer.checkpoint.files import (
@@ -191,15 +194,15 @@ def save(
     Raises:
         SchemaError: the disk of a rank is full; the checkpoint is removed.
     """
-    checkpoint, is_first = NewCheckpoint(run / CHECKPOINTS, train_step), _rank() == 0
+    checkpoint, is_first = NewCheckpoint(run / CHECKPOINTS, train_step), own_rank() == 0
     with checkpoint if is_first else nullcontext():
-        partial, *_ = _agree(lambda: str(checkpoint.partial))
+        partial, *_ = agree(lambda: str(checkpoint.partial))
         own = NewCheckpoint(run / CHECKPOINTS, train_step, Path(partial))
         parts = _write(own, rows, layout, dense, state)
-        of_ranks = _agree(lambda: own.sync(_files_of(_rank(), own.partial)))
+        of_ranks = agree(lambda: own.sync(_own_files(own.partial)))
         files = {name: checksum for of_rank in of_ranks for name, checksum in of_rank.items()}
         fingerprint = fingerprint_of(layout)
-        _agree(lambda: is_first and own.finish(fingerprint, parts, {}, keep=keep, files=files))
+        agree(lambda: is_first and own.finish(fingerprint, parts, {}, keep=keep, files=files))
     return checkpoint.folder
 
 
@@ -211,7 +214,7 @@ def _write(
     state: Mapping[str, Any],
 ) -> dict[str, tuple[str, ...]]:
     """Write the files of one rank; return the parts of all tables of all ranks."""
-    rank = _rank()
+    rank = own_rank()
 
     def write_own() -> dict[str, str]:
         if rank == 0:
@@ -224,7 +227,7 @@ def _write(
             for table in rows.tables
         }
 
-    of_ranks = _agree(write_own)
+    of_ranks = agree(write_own)
     dcp.save({"dense": dense}, checkpoint_id=checkpoint.partial / DISTRIBUTED)
     parts: dict[str, tuple[str, ...]] = {}
     for own in of_ranks:
@@ -233,10 +236,10 @@ def _write(
     return parts
 
 
-def _files_of(rank: int, partial: Path) -> list[Path]:
-    """Return the files of a checkpoint that a rank has written."""
-    own = [*partial.glob(f"*.{rank}/*.npy"), *partial.glob(f"{DISTRIBUTED}/__{rank}_*")]
-    if rank == 0:
+def _own_files(partial: Path) -> list[Path]:
+    """Return the files of a checkpoint that this rank has written."""
+    own = [*partial.glob(f"*.{own_rank()}/*.npy"), *partial.glob(f"{DISTRIBUTED}/__{own_rank()}_*")]
+    if own_rank() == 0:
         own += [partial / STATE_FILE, partial / DISTRIBUTED / ".metadata"]
     return own
 
@@ -251,13 +254,79 @@ def load(
     """Load a checkpoint of any number of ranks; return the state that was saved with it.
 
     Raises:
-        SchemaError: a file is missing or has changed; the message names the checkpoint to use.
+        SchemaError: a file is missing or has changed; the message names the checkpoint to use. Or
+            tables, model or optimizers are others.
     """
     manifest = verify_checkpoint(checkpoint, with_rows=False)
     check_collections(manifest, fingerprint_of(layout), checkpoint)
-    rows.load(checkpoint, manifest, next_use)
-    dcp.load({"dense": dense}, checkpoint_id=checkpoint / DISTRIBUTED)
+    saved, own = _saved_model(checkpoint), dense.state_dict()["model"]
+    problem = next((f"{name} is not in the model" for name in saved if name not in own), None)
+    if problem is None:
+        rows.load(checkpoint, manifest, next_use)
+        try:
+            dcp.load({"dense": dense}, checkpoint_id=checkpoint / DISTRIBUTED)
+        except CheckpointException as error:
+            [(first, _), *_] = error.failures.values()
+            if not isinstance(first, RuntimeError | ValueError):
+                raise
+            problem = str(first).partition("\n")[0]
+    if problem is not None:
+        raise SchemaError(
+            f"dense state of the checkpoint is of another model or optimizer: {problem}; use "
+            "those that were trained",
+            file=str(checkpoint / DISTRIBUTED),
+        )
     return torch.load(checkpoint / STATE_FILE, weights_only=True)
+
+
+def dense_folder(checkpoint: Path) -> Path:
+    """Return the folder with the dense state of a checkpoint.
+
+    Raises:
+        SchemaError: the checkpoint is not of `PlannedSlots`.
+    """
+    folder = checkpoint / DISTRIBUTED
+    if not folder.is_dir():
+        raise SchemaError(
+            f"checkpoint has no {DISTRIBUTED}/, as a loop of presage.open_rows saved it; use one "
+            "of PlannedSlots",
+            file=str(checkpoint),
+        )
+    return folder
+
+
+_MODEL = "dense.model."
+
+
+def _saved_model(checkpoint: Path) -> dict[str, TensorStorageMetadata]:
+    """Return the tensors of a checkpoint's model, by name."""
+    saved = dcp.FileSystemReader(dense_folder(checkpoint)).read_metadata().state_dict_metadata
+    return {
+        name.removeprefix(_MODEL): entry
+        for name, entry in saved.items()
+        if name.startswith(_MODEL) and isinstance(entry, TensorStorageMetadata)
+    }
+
+
+def read_model(checkpoint: Path) -> dict[str, Array]:
+    """Return parameters and buffers of a checkpoint's model, by name, without tables of slots.
+
+    Raises:
+        SchemaError: the checkpoint is not of `PlannedSlots`, or NumPy lacks the type of a tensor.
+    """
+    tensors = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in sorted(_saved_model(checkpoint).items())
+    }
+    state = {f"{_MODEL}{name}": tensor for name, tensor in tensors.items()}
+    dcp.load(state, checkpoint_id=dense_folder(checkpoint), no_dist=True)
+    for name, tensor in tensors.items():
+        if tensor.dtype == torch.bfloat16:
+            raise SchemaError(
+                f"parameter {name!r} is bfloat16, which NumPy lacks; train it as float32",
+                file=str(checkpoint),
+            )
+    return {name: tensor.numpy() for name, tensor in tensors.items()}
 
 
 def fingerprint_of(layout: KeyLayout) -> dict[str, Any]:
@@ -265,7 +334,7 @@ def fingerprint_of(layout: KeyLayout) -> dict[str, Any]:
     return {"tables": {table: asdict(layout.of_table(table)) for table in layout.tables}}
 
 
-def _agree(call: Callable[[], Any]) -> list[Any]:
+def agree(call: Callable[[], Any], problem: str = "cannot write its rows") -> list[Any]:
     """Call a function in each rank, and return the results of all, by rank.
 
     Raises:
@@ -279,9 +348,10 @@ def _agree(call: Callable[[], Any]) -> list[Any]:
     results = gather((result, error))
     for rank, (_, message) in enumerate(results):
         if message:
-            raise SchemaError(f"rank {rank} cannot write its rows: {message}")
+            raise SchemaError(f"rank {rank} {problem}: {message}")
     return [each for each, _ in results]
 
 
-def _rank() -> int:
+def own_rank() -> int:
+    """Return the rank of this process, 0 where there are no ranks."""
     return dist.get_rank() if has_ranks() else 0

@@ -41,10 +41,9 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 import presage
 from presage.batch import Batch
 from presage.schemas.errors import PlanError, SchemaError
-from presage.schemas.rows import initial_rows
+from presage.schemas.rows import TORCHREC_SUFFIX, initial_rows
 from presage.trainer.checkpoint import files
 from presage.trainer.embedding.ranks import gather
-from presage.trainer.slots.shards import SUFFIX
 
 OPTIMIZERS: dict[str, tuple[Any, dict[str, float]]] = {
     "rowwise_adagrad": (RowWiseAdagrad, {"lr": 0.05}),
@@ -77,6 +76,10 @@ class Case:
     store: str = "mmap"
     folder: str = ""
     run: str | None = None
+    warm_start: str | None = None
+    days: list[str] | None = None
+    hidden: int = 16
+    """Width of the hidden layer; 0: none."""
     save_at: list[int] = field(default_factory=list)
     evaluate: bool = False
     die: list[float] | None = None
@@ -88,10 +91,11 @@ class Case:
 class Model(nn.Module):
     """An MLP over pooled rows, or over the sums of sequences, and dense features."""
 
-    def __init__(self, rows: nn.Module, width: int, num_dense: int, sequences: bool) -> None:
+    def __init__(self, rows: nn.Module, width: int, sequences: bool, hidden: int) -> None:
         super().__init__()
         self.rows, self.sequences = rows, sequences
-        self.top = nn.Sequential(nn.Linear(width + num_dense, 16), nn.ReLU(), nn.Linear(16, 1))
+        layers = [nn.Linear(width, hidden), nn.ReLU()] if hidden else []
+        self.top = nn.Sequential(*layers, nn.Linear(hidden or width, 1))
 
     def forward(self, batch: Batch) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]:
         """Return the loss times the ranks, and loss and logits."""
@@ -116,7 +120,7 @@ def _sums(jagged: Any) -> torch.Tensor:
 def loader_of(case: Case, split: Any = "train") -> presage.DataLoader:
     """Return the loader of this rank."""
     return presage.DataLoader(
-        case.dataset,
+        presage.Dataset(case.dataset, days=case.days),
         batch_samples=case.batch_samples,
         epochs=case.epochs,
         split=split,
@@ -146,7 +150,8 @@ def build(
         rows = EmbeddingBagCollection(tables=list(configs), device=meta)
         sharder = EmbeddingBagCollectionSharder()
     width = sum(config.embedding_dim * len(config.feature_names) for config in configs)
-    model = Model(rows, width, loader.first_batch().dense_features.shape[1], case.sequences)
+    width += len(loader.dense_features)
+    model = Model(rows, width, case.sequences, case.hidden)
     kind, options = OPTIMIZERS[case.optimizer]
     apply_optimizer_in_backward(kind, rows.parameters(), dict(options))
     shardings = {
@@ -178,7 +183,7 @@ def full_shards(
             s.local_shards() for s in states.get(name, {}).values() if hasattr(s, "local_shards")
         ]
         for i, shard in enumerate(tensor.local_shards()):
-            table = name.split(".")[-2].removesuffix(SUFFIX)
+            table = name.split(".")[-2].removesuffix(TORCHREC_SUFFIX)
             yield (
                 table,
                 shard.metadata.shard_offsets[0],
@@ -195,7 +200,7 @@ def initialise(model: nn.Module, optimizer: Any, tables: Mapping[str, Any] | Non
         rows = np.arange(first, first + len(weight))
         values = initial_rows(
             rows,
-            table=f"{table}{SUFFIX}",
+            table=f"{table}{TORCHREC_SUFFIX}",
             seed=SEED,
             dim=weight.shape[1],
             dtype=np.dtype(np.float32),
@@ -238,13 +243,16 @@ def evaluate(case: Case, model: nn.Module, slots: presage.PlannedSlots | None) -
     return torch.cat(logits).numpy()
 
 
-def run(case: Case) -> dict[str, np.ndarray]:
-    """Train, and return losses, logits, dense parameters, and rows that were trained."""
+def opened(
+    case: Case,
+) -> tuple[
+    presage.DataLoader, presage.PlannedSlots | None, DistributedModelParallel, CombinedOptimizer
+]:
+    """Return loader, slots, model and optimizers at the first step."""
     loader = loader_of(case)
     slots = None
     if case.cache_rows is None:
         configs: Any = loader.embedding_bag_configs(case.dim)
-        source: Iterator[Batch] = iter(loader)
     else:
         slots = presage.PlannedSlots(
             loader,
@@ -254,9 +262,9 @@ def run(case: Case) -> dict[str, np.ndarray]:
             store=case.store,  # type: ignore[arg-type]
             seed=SEED,
             run=case.run,
+            warm_start=case.warm_start,
         )
         configs = slots.embedding_bag_configs(case.dim)
-        source = slots.batches()
     if case.sequences:
         configs = [
             EmbeddingConfig(
@@ -271,9 +279,16 @@ def run(case: Case) -> dict[str, np.ndarray]:
     if slots is None:
         initialise(model, model.fused_optimizer)
     else:
-        whole = {c.name.removesuffix(SUFFIX) for c in configs} - set(slots.tables)
+        whole = {c.name.removesuffix(TORCHREC_SUFFIX) for c in configs} - set(slots.tables)
         initialise(model, model.fused_optimizer, dict.fromkeys(whole))
         slots.attach(model, optimizer)
+    return loader, slots, model, optimizer
+
+
+def run(case: Case) -> dict[str, np.ndarray]:
+    """Train, and return losses, logits, dense parameters, and rows that were trained."""
+    loader, slots, model, optimizer = opened(case)
+    source: Iterator[Batch] = iter(loader) if slots is None else slots.batches()
     died = Path(case.folder, "died")
     if case.die is not None and dist.get_rank() == case.die[0] and not died.exists():
         died.touch()
