@@ -7,6 +7,7 @@ complete, some of them with the rows; running the command again removes the rest
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import shutil
@@ -26,7 +27,7 @@ from presage.schemas.errors import SchemaError, suggest_name
 from presage.schemas.features import load_features
 from presage.schemas.layout import JOB, SCHEMA
 from presage.schemas.rows import ids_of, rows_of_ids
-from presage.schemas.run.records import CHECKPOINTS
+from presage.schemas.run.records import CHECKPOINTS, RUN_FILE
 from presage.schemas.storage.local_files import sync_directory
 from presage.schemas.storage.location import Location, copy_errors_name
 from presage.trainer.checkpoint.files import (
@@ -43,13 +44,14 @@ from presage.trainer.checkpoint.files import (
 )
 from presage.trainer.checkpoint.format import RowPart, from_bytes, write_part
 from presage.trainer.checkpoint.manager import claim_leftovers
-from presage.trainer.run.folder import read_identity, run_lock
+from presage.trainer.run.folder import RunIdentity, read_identity, run_lock
 from presage.trainer.run.upload import RunUploader, work_folder
 from presage.trainer.stores.bucket_files import clear_directory
 from presage.trainer.stores.factory import STORE
 from presage.trainer.stores.store import RowsAndRecords, select
 
 Rows = NDArray[np.int64]
+logger = logging.getLogger(__name__)
 
 
 def erase_ids(source: Path | Location, path: Path, table: str, work: Path) -> dict[str, Any]:
@@ -114,12 +116,29 @@ def erase_rows(run: Path, ids: NDArray[np.int64], table: str) -> dict[str, Any]:
     Raises:
         SchemaError: there is no run or table, a process uses the run, or a checkpoint is damaged.
     """
-    read_identity(run)  # raises SchemaError if the folder holds no run
-    job = load_job(run / JOB)
-    rows = np.unique(rows_of_ids(ids, table, table_of(job.data.tables, table, run)))
+    identity, job = read_identity(run), load_job(run / JOB)
+    config = table_of(job.data.tables, table, run)
+    rows = np.unique(rows_of_ids(ids, table, config))
+    if identity.is_of_slots:
+        _check_has_slots(run, identity, table, config)
     check_unused(run)
     with run_lock(run):
-        return _erase_locked(run, job, rows, table) | {"table": table, "num_ids": len(ids)}
+        saved = identity.saved_name(table)
+        return _erase_locked(run, job, rows, saved) | {"table": table, "num_ids": len(ids)}
+
+
+def _check_has_slots(run: Path, identity: RunIdentity, table: str, config: TableConfig) -> None:
+    """Raise SchemaError if rows of a table are not erased; warn that others may be left."""
+    if not {*config.features} & {*identity.train["sparse"]}:
+        raise SchemaError(
+            f"--table has no slots in the run: {table!r}; its rows, if any, are in the dense "
+            "state, from which no row is erased: train a new run",
+            file=str(run / RUN_FILE),
+        )
+    logger.warning(
+        "rows may be left in the directory of PlannedSlots on each machine; remove it, the next "
+        "process makes it again"
+    )
 
 
 def _erase_locked(run: Path, job: Job, rows: Rows, table: str) -> dict[str, Any]:
