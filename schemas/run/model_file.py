@@ -5,7 +5,10 @@ A model file is a zip archive with uncompressed members, so that rows are memory
     MANIFEST.json              sizes and hashes of the other members; written last
     job.yaml, schema.pbtxt     of the run
     program.pt2                `torch.export`: arrays of `presage.schemas.run.model_inputs` to
-    logits rows/<table>/rows.npy      (num_rows,) int64, ascending: the trained rows
+                               logits
+    dense.safetensors          instead of the program, where no job has the model: parameters and
+                               buffers by their name in it
+    rows/<table>/rows.npy      (num_rows,) int64, ascending: the trained rows
     rows/<table>/values.npy    (num_rows, dim)
 
 Other rows have their initial values, see `presage.schemas.rows`. The file holds no pickles, and
@@ -14,7 +17,7 @@ Other rows have their initial values, see `presage.schemas.rows`. The file holds
 A folder of changed rows updates a model to that of a newer checkpoint:
 
     MANIFEST.json                          hash of the older checkpoint, manifest of the newer model
-    program.pt2, job.yaml, schema.pbtxt    of the newer model
+    program.pt2 or dense.safetensors, job.yaml, schema.pbtxt    of the newer model
     rows/<table>.parquet                   row: int64, ascending; vector: its new values
     dropped/<table>.parquet                row: int64; rows that have their initial values again
 """
@@ -45,7 +48,7 @@ from presage.schemas.dataset.files import replace_bytes, sha256_of
 from presage.schemas.dataset.manifest import decode_manifest, encode_manifest
 from presage.schemas.errors import SchemaError
 from presage.schemas.layout import JOB, MANIFEST, SCHEMA
-from presage.schemas.rows import initial_rows
+from presage.schemas.rows import TORCHREC_SUFFIX, initial_rows
 from presage.schemas.run.model_inputs import ModelInputs, build_inputs
 from presage.schemas.storage.location import Location, local_copy
 
@@ -118,7 +121,7 @@ def _pairs(value: Any) -> Iterator[tuple[str, Any]]:
 # The model file.
 
 MODEL_FORMAT = 1
-PROGRAM = "program.pt2"
+PROGRAM, PARAMETERS = "program.pt2", "dense.safetensors"
 TEXTS = (JOB, SCHEMA)
 """Members copied from the run."""
 _EPOCH = (1980, 1, 1, 0, 0, 0)
@@ -154,6 +157,7 @@ class ModelManifest:
 
     name: str
     model: str
+    """`train.model.name` of its job, or `PlannedSlots`."""
     inputs: ModelInputs
     label: str
     """Column of the label; not an input."""
@@ -218,8 +222,23 @@ class ModelFile:
             return file.read(self.manifest.parts[name].num_bytes)
 
     @property
+    def has_program(self) -> bool:
+        """Whether the file has a program; otherwise it has the parameters of a user's model."""
+        return PROGRAM in self.manifest.parts
+
+    @property
     def program(self) -> bytes:
-        """Bytes for `torch.export.load`."""
+        """Bytes for `torch.export.load`.
+
+        Raises:
+            SchemaError: the model is that of a user's loop.
+        """
+        if not self.has_program:
+            raise SchemaError(
+                f"model has no program, since it is of {self.manifest.model}; load "
+                f"{PARAMETERS} into your own module, and look rows up with open_model(...).rows_of",
+                file=str(self.path),
+            )
         return self.read(PROGRAM)
 
     def stored_rows(self, table: str) -> tuple[NDArray[np.int64], Array]:
@@ -239,7 +258,7 @@ class ModelFile:
         manifest, (trained, values) = self.manifest, self._rows[table]
         result = initial_rows(
             rows,
-            table=table,
+            table=table if self.has_program else f"{table}{TORCHREC_SUFFIX}",
             seed=manifest.seed,
             dim=manifest.dim,
             dtype=manifest.inputs.dtype,
@@ -263,7 +282,8 @@ def open_model(source: Path | Location) -> ModelFile:
         path = copy.enter_context(local_copy(source))
         manifest, offsets = _verify_model(path)
         model = ModelFile(path, manifest, offsets, copy.pop_all())
-        check_program(model.program, file=str(path))
+        if model.has_program:
+            check_program(model.program, file=str(path))
         return model
 
 

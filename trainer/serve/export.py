@@ -30,7 +30,14 @@ from presage.schemas.dataset.files import sha256_of
 from presage.schemas.errors import SchemaError
 from presage.schemas.features import load_features
 from presage.schemas.layout import JOB, MANIFEST, SCHEMA
-from presage.schemas.run.model_file import PROGRAM, Lineage, ModelManifest, rows_paths, write_model
+from presage.schemas.run.model_file import (
+    PARAMETERS,
+    PROGRAM,
+    Lineage,
+    ModelManifest,
+    rows_paths,
+    write_model,
+)
 from presage.schemas.run.model_inputs import (
     DENSE,
     HISTORY,
@@ -46,7 +53,7 @@ from presage.schemas.run.run_manifest import local_run
 from presage.schemas.storage.location import Location
 from presage.trainer.checkpoint.dense_state import load_state
 from presage.trainer.checkpoint.files import DENSE_FILE, CheckpointManifest
-from presage.trainer.checkpoint.format import NpyFile
+from presage.trainer.checkpoint.format import NpyFile, to_buffers
 from presage.trainer.checkpoint.load import (
     CheckpointTable,
     read_dense,
@@ -60,8 +67,10 @@ from presage.trainer.data.decode import BatchSpec, spec_of_columns
 from presage.trainer.embedding.cache import DirectSource
 from presage.trainer.embedding.module import Embedding
 from presage.trainer.models.attention import AttentionModel, build
-from presage.trainer.run.folder import has_run, read_identity
+from presage.trainer.run.folder import RunIdentity, has_run, read_identity
+from presage.trainer.slots.slot_checkpoints import read_model
 from presage.trainer.stores.local import memory_store
+from presage.trainer.stores.store import TableLayout
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -82,21 +91,33 @@ class ExportedCheckpoint:
     """A verified checkpoint of a run."""
 
     run: Path
+    identity: RunIdentity
     job: Job
     spec: BatchSpec
+    layouts: Mapping[str, TableLayout]
+    """By table of the job."""
     checkpoint: Path
     manifest: CheckpointManifest
 
     def rows(self, table: str) -> CheckpointTable:
         """Return the rows of a table."""
-        layout = layouts_of(self.spec, self.job.train)[table]
-        return table_rows(self.checkpoint, self.manifest, layout)
+        return table_rows(self.checkpoint, self.manifest, self.layouts[table])
+
+    def parts(self, table: str) -> set[str]:
+        """Return the folders with rows of a table, below `checkpoints/`."""
+        return set(self.manifest.parts.get(self.layouts[table].table, ()))
+
+    @property
+    def dim(self) -> int:
+        """Width of a row."""
+        return next(iter(self.layouts.values())).dim
 
     @property
     def inputs(self) -> ModelInputs:
         """Inputs of the model."""
         spec, model = self.spec, self.job.train.model
-        history = model.history if model.name == "attention" else None
+        is_attention = model.name == "attention" and not self.identity.is_of_slots
+        history = model.history if is_attention else None
         return ModelInputs(
             dense=spec.dense,
             sparse={f: spec.table_of[f] for f in spec.sparse},
@@ -122,9 +143,30 @@ def open_checkpoint(run: Path, train_step: int | None = None) -> ExportedCheckpo
             file=str(run),
         )
     job, features = load_job(run / JOB), load_features(run / SCHEMA)
-    checkpoint = require_checkpoint(run, train_step)
+    identity, checkpoint = read_identity(run), require_checkpoint(run, train_step)
+    manifest = verify_checkpoint(checkpoint)
     spec = spec_of_columns(features, job.data, job.train.dtype)
-    return ExportedCheckpoint(run, job, spec, checkpoint, verify_checkpoint(checkpoint))
+    if identity.is_of_slots:
+        spec, layouts = _of_slots(spec, identity, manifest)
+    else:
+        layouts = layouts_of(spec, job.train)
+    return ExportedCheckpoint(run, identity, job, spec, layouts, checkpoint, manifest)
+
+
+def _of_slots(
+    spec: BatchSpec, identity: RunIdentity, manifest: CheckpointManifest
+) -> tuple[BatchSpec, dict[str, TableLayout]]:
+    """Return the columns that a run of `PlannedSlots` reads, and the layouts of its tables."""
+    read = {*identity.train["dense"], *identity.train["sparse"]}
+    columns = {
+        name: tuple(column for column in getattr(spec, name) if column in read)
+        for name in ("dense", "sparse", "weighted")
+    }
+    saved = manifest.fingerprint["tables"]
+    tables = {spec.table_of[feature] for feature in columns["sparse"]}
+    layouts = {t: TableLayout(**saved[identity.saved_name(t)]) for t in sorted(tables)}
+    dtype = next(iter(layouts.values())).dtype
+    return replace(spec, **columns, dtype=dtype), layouts
 
 
 def export_run(
@@ -143,13 +185,12 @@ def export_run(
         tempfile.TemporaryDirectory(dir=target.local and target.local.parent) as folder,
     ):
         source = open_checkpoint(run_folder, train_step)
-        members: dict[str, Path | bytes] = {PROGRAM: program_of(source), **texts_of(source)}
+        members: dict[str, Path | bytes] = {**dense_of(source), **texts_of(source)}
         num_rows: dict[str, int] = {}
         for table in source.inputs.features_of:
             paths = [Path(folder) / f"{table}.{n}.npy" for n in ("rows", "values")]
             chunks = ((r, records.values) for r, records in source.rows(table).contents())
-            dim = source.job.train.embedding_dim
-            num_rows[table] = write_rows(chunks, paths, dim, source.spec.dtype)
+            num_rows[table] = write_rows(chunks, paths, source.dim, source.spec.dtype)
             members |= dict(zip(rows_paths(table), paths, strict=True))
         write_model(target, manifest_of(source), members)
     return Exported(
@@ -167,33 +208,38 @@ def texts_of(source: ExportedCheckpoint) -> dict[str, bytes]:
 
 def manifest_of(source: ExportedCheckpoint) -> ModelManifest:
     """Return the manifest of a model, without its parts."""
-    train = source.job.train
+    train = source.identity.train
     return ModelManifest(
         name=source.job.name,
-        model=train.model.name,
+        model=train["model"]["name"],
         inputs=source.inputs,
         label=source.spec.label,
-        dim=train.embedding_dim,
-        seed=train.seed,
-        batch_samples=train.batch_samples,
+        dim=source.dim,
+        seed=next(iter(source.layouts.values())).seed,
+        batch_samples=train["batch_samples"],
         lineage=Lineage(
             run=source.run.absolute().name,
             train_step=source.manifest.train_step,
             checkpoint_sha256=sha256_of(source.checkpoint / MANIFEST),
-            segments_sha256=read_identity(source.run).segments,
+            segments_sha256=source.identity.segments,
         ),
         parts={},
     )
 
 
-def program_of(source: ExportedCheckpoint) -> bytes:
-    """Return the exported program of a checkpoint; equal checkpoints give equal bytes."""
+def dense_of(source: ExportedCheckpoint) -> dict[str, bytes]:
+    """Return the file of a checkpoint's dense part; equal checkpoints give equal bytes.
+
+    It is the exported program, or the parameters of a model that no job has.
+    """
+    if source.identity.is_of_slots:
+        return {PARAMETERS: b"".join(to_buffers(read_model(source.checkpoint)))}
     model = served_model(source.job.train, source.spec)
     arrays = read_dense(source.checkpoint)
     load_state(arrays, model.model, None, file=str(source.checkpoint / DENSE_FILE))
     program = io.BytesIO()
     save(_export(model.eval(), source.inputs, source.job.train.embedding_dim), program)
-    return program.getvalue()
+    return {PROGRAM: program.getvalue()}
 
 
 def _export(model: ServedModel, inputs: ModelInputs, dim: int) -> ExportedProgram:

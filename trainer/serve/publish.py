@@ -22,8 +22,6 @@ from presage.schemas.dataset.files import sha256_of
 from presage.schemas.errors import SchemaError
 from presage.schemas.layout import JOB, MANIFEST, SCHEMA
 from presage.schemas.run.model_file import (
-    PROGRAM,
-    TEXTS,
     ChangesManifest,
     changed_batch,
     changed_path,
@@ -44,10 +42,10 @@ from presage.schemas.storage.location import Location, local_copy, new_folder
 from presage.trainer.checkpoint.format import RowPart
 from presage.trainer.serve.export import (
     ExportedCheckpoint,
+    dense_of,
     export_run,
     manifest_of,
     open_checkpoint,
-    program_of,
     texts_of,
     write_rows,
 )
@@ -73,7 +71,7 @@ def publish(
     since_step: int,
     train_step: int | None = None,
 ) -> Published:
-    """Write the rows that changed between two checkpoints of a run, and the newer program.
+    """Write the rows that changed between two checkpoints of a run, and the newer dense part.
 
     Without `train_step` the newer checkpoint is the newest.
 
@@ -106,7 +104,7 @@ def _publish(run: Path, output: Path, since_step: int, train_step: int | None) -
     for name in ("rows", "dropped"):
         (output / name).mkdir(parents=True)
     counts = {t: _write_changes(older, newer, t, output) for t in newer.inputs.features_of}
-    for name, content in {PROGRAM: program_of(newer), **texts_of(newer)}.items():
+    for name, content in {**dense_of(newer), **texts_of(newer)}.items():
         (output / name).write_bytes(content)
     files = sorted(p for p in output.rglob("*") if p.is_file())
     manifest = ChangesManifest(
@@ -149,7 +147,7 @@ def _apply_changes(model: Path | Location, changes: Path, output: Location) -> C
         )
     newer = manifest.model
     with tempfile.TemporaryDirectory(dir=output.local and output.local.parent) as folder:
-        members: dict[str, Path | bytes] = {n: changes / n for n in (PROGRAM, *TEXTS)}
+        members: dict[str, Path | bytes] = {n: changes / n for n in manifest.files if "/" not in n}
         for table in newer.inputs.features_of:
             merged = _merge_rows(older.stored_rows(table), changes, table)
             paths = [Path(folder) / f"{table}.{n}.npy" for n in ("rows", "values")]
@@ -173,7 +171,7 @@ def _write_changes(
     older: ExportedCheckpoint, newer: ExportedCheckpoint, table: str, output: Path
 ) -> tuple[int, int]:
     """Write the changed and the dropped rows of a table; return their numbers."""
-    schema = changed_schema(newer.job.train.embedding_dim, newer.spec.dtype)
+    schema = changed_schema(newer.dim, newer.spec.dtype)
     paths = output / changed_path(table), output / dropped_path(table)
     options: dict[str, Any] = {"compression": "zstd", "use_dictionary": False}  # few values recur
     num_changed, num_dropped = 0, 0
@@ -195,7 +193,7 @@ def _changes(
 ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.floating], NDArray[np.int64]]]:
     """Yield chunks of changed rows, their new values, and dropped rows, all ascending."""
     old_rows, new_rows = older.rows(table), newer.rows(table)
-    parts = [set(s.manifest.parts.get(table, ())) for s in (older, newer)]
+    parts = [s.parts(table) for s in (older, newer)]
     folders = [newer.checkpoint.parent / part for part in sorted(parts[0] ^ parts[1])]
     for rows, _ in merge_newest([_rows_only(RowPart(folder)) for folder in folders]):
         (in_old, old), (in_new, new) = old_rows.find(rows), new_rows.find(rows)
