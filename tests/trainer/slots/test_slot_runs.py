@@ -39,6 +39,7 @@ from presage.trainer.checkpoint.read_rows import verified_chunks
 from presage.trainer.embedding.collections import EmbeddingBagCollection
 from presage.trainer.run.folder import read_identity
 from presage.trainer.run.warm_start import open_warm_start
+from presage.trainer.serve.export import open_checkpoint
 from presage.trainer.slots.slot_checkpoints import read_model
 from presage.trainer.stores.store import TableLayout
 from tests.shared import hard_links, json_of, make_once, refusal_of
@@ -54,6 +55,8 @@ from tests.trainer.slots.test_planned_slots import (
 from tests.trainer.slots.torchrec_run import SEED, Case, Model, opened, run
 
 OPTIONS: dict[str, Any] = {"epochs": 1, "seed": 5}
+SOME = [feature for feature in FEATURES if feature != "age"]
+"""All features but those of users, and one dense feature."""
 TABLES = ("items", "pages", "users")
 
 
@@ -77,7 +80,7 @@ def slots(name: str, base: Path, **options: Any) -> Case:
 
 def warm(name: str, base: Path, **options: Any) -> Case:
     """Return a run of slots on the second day, from that of the first."""
-    start = {"days": DATES[1:2], "warm_start": str(base / "day"), "features": FEATURES}
+    start = {"days": DATES[1:2], "warm_start": str(base / "day"), "features": SOME}
     return slots(name, base, **{**start, **options})
 
 
@@ -85,14 +88,14 @@ def _runs(folder: Path) -> None:
     make_days(folder, dtype="float32")
     cases = [
         slots("all", folder, days=DATES[:1], save_at=[11, 12]),
-        slots("day", folder, days=DATES[:1], features=FEATURES, save_at=[12]),
+        slots("day", folder, days=DATES[:1], features=SOME, save_at=[12]),
         warm("next", folder),
         warm("next-log", folder, store="log"),
         Case(
             name="whole",
             dataset=str(folder / "dataset"),
             days=DATES[:2],
-            features=FEATURES,
+            features=SOME,
             **OPTIONS,
         ),
     ]
@@ -159,10 +162,6 @@ def test_started_run_continues_after_its_own_checkpoint_without_the_other(tmp_pa
 
 
 REFUSED_STARTS: dict[str, tuple[dict[str, Any], str]] = {
-    "other layers": (
-        {"hidden": 0},
-        "is of another model or optimizer: top.2.bias is not in the model",
-    ),
     "wider layers": ({"hidden": 24}, "Size mismatch"),
     "optimizer": (
         {"optimizer": "adagrad"},
@@ -176,6 +175,10 @@ REFUSED_STARTS: dict[str, tuple[dict[str, Any], str]] = {
     "folder": ({"run": "job"}, "run to continue is of a job in"),
     "started": ({"run": "day"}, "run to continue has no warm start in"),
     "no run": ({"run": None}, "needs a run; pass run=... as well"),
+    "other layers": (
+        {"hidden": 0},
+        "is of another model or optimizer: top.2.bias is not in the model",
+    ),
 }
 
 
@@ -196,9 +199,9 @@ def test_what_a_run_cannot_start_from_is_refused(tmp_path: Path) -> None:
             opened(case)
         assert message in str(raised.value), name
         assert "\n" not in str(raised.value), name
-    case = warm("other layers", runs(), folder=str(tmp_path / "rows"))
-    with one_rank():
-        opened(replace(case, run=str(tmp_path / "other layers")))  # it is no longer locked
+    case = warm("again", runs(), folder=str(tmp_path / "rows"))
+    with one_rank():  # the run that was refused last, whose objects still exist, is not locked
+        opened(replace(case, run=str(tmp_path / "other layers")))
 
 
 @pytest.mark.slow
@@ -400,6 +403,13 @@ def test_parameters_that_numpy_lacks_are_refused(tmp_path: Path) -> None:
     dcp.save({"dense": {"model": model}}, checkpoint_id=tmp_path / "distributed", no_dist=True)
     with pytest.raises(SchemaError, match="parameter 'b' is bfloat16, which NumPy lacks"):
         read_model(tmp_path)
+
+
+@pytest.mark.slow
+def test_export_reads_the_columns_that_the_loader_read() -> None:
+    inputs = open_checkpoint(runs() / "day").inputs
+    assert inputs.dense == ("price",)
+    assert list(inputs.sparse) == ["clicked", "item", "page", "viewed"]
 
 
 @pytest.mark.slow
