@@ -29,6 +29,9 @@ class Batch(Pipelineable):
         global_weight: sum of the weights of this step over all ranks, or 1 if it is 0.
         epoch: pass over the split, from 0.
         step: step within the epoch, from 0.
+        overlaps_next: (num_values,) bool, whether one of the next `overlap_steps` global batches
+            looks up the row of each entry of `sparse_features.values()`; None if not requested.
+        overlaps_previous: the same for the `overlap_steps` global batches before.
     """
 
     dense_features: torch.Tensor
@@ -40,6 +43,8 @@ class Batch(Pipelineable):
     global_weight: float
     epoch: int
     step: int
+    overlaps_next: torch.Tensor | None = None
+    overlaps_previous: torch.Tensor | None = None
 
     @property
     def num_samples(self) -> int:
@@ -85,6 +90,7 @@ class Batch(Pipelineable):
         sparse = self.sparse_features
         inverse = sparse.inverse_indices_or_none()  # TorchRec's record_stream leaves it out
         tensors = [self.dense_features, self.labels, self.weights, *self.kept.values()]
+        tensors += self._overlaps().values()
         for tensor in tensors if inverse is None else [*tensors, inverse[1]]:
             tensor.record_stream(stream)
         sparse.record_stream(stream)  # type: ignore[arg-type]  # any stream, as its base class says
@@ -99,7 +105,12 @@ class Batch(Pipelineable):
             labels=function(self.labels),
             weights=function(self.weights),
             kept={name: function(values) for name, values in self.kept.items()},
+            **{name: function(values) for name, values in self._overlaps().items()},
         )
+
+    def _overlaps(self) -> dict[str, torch.Tensor]:
+        masks = {"overlaps_next": self.overlaps_next, "overlaps_previous": self.overlaps_previous}
+        return {name: mask for name, mask in masks.items() if mask is not None}
 
 
 def _tensors_text(batch: Batch) -> str:
@@ -114,6 +125,7 @@ def _tensors_text(batch: Batch) -> str:
     inverse = batch.sparse_features.inverse_indices_or_none()
     if inverse is not None:
         rows.append(("sparse_features, inverse indices", _shape(inverse[1])))
+    rows += [(name, _shape(mask)) for name, mask in batch._overlaps().items()]
     return align(rows, 2)
 
 

@@ -8,9 +8,10 @@ import operator
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from socket import gethostname
 from typing import Any, Literal, Protocol, cast
@@ -32,6 +33,7 @@ from presage.schemas.storage.location import Location
 from presage.schemas.storage.versions import Versions
 from presage.trainer.components import order_of
 from presage.trainer.data.decode import BatchSpec, spec_of
+from presage.trainer.data.overlaps import StepOverlaps
 from presage.trainer.data.reader import Reader, prefetch
 from presage.trainer.evaluation.metrics import columns_of
 from presage.trainer.growing.follow import check_continues, directories_of
@@ -81,6 +83,7 @@ class DataLoader(IterableDataset[Batch]):
         keep: Sequence[str] | None = None,
         dtype: Literal["float32", "float64"] = "float32",
         lookups: bool = False,
+        overlap_steps: int = 0,
         follow: bool = False,
         read_ahead: int = 2,
     ) -> None:
@@ -105,12 +108,16 @@ class DataLoader(IterableDataset[Batch]):
             dtype: of labels, weights and dense features.
             lookups: prepare the look-ups of `presage.trainer.embedding.collections` in the reading
                 thread.
+            overlap_steps: mark in `Batch.overlaps_next` and `Batch.overlaps_previous` the rows that
+                this many of the following, or of the preceding global batches use; 0: leave both
+                out. The dataset needs the index of the order.
             follow: wait for further segments until the dataset is sealed.
             read_ahead: batches that a thread reads ahead of the loop.
 
         Raises:
             ValueError: an argument is out of range, or of another type.
-            SchemaError: the dataset is invalid or empty, or lacks a column.
+            SchemaError: the dataset is invalid or empty, lacks a column, or has no index of this
+                order, which `overlap_steps` needs; the message says how to build it.
         """
         self.batch_samples = _integer("batch_samples", batch_samples, 1)
         self.epochs = _integer("epochs", epochs, 1)
@@ -123,6 +130,7 @@ class DataLoader(IterableDataset[Batch]):
         self._equal_batches = _boolean("equal_batches", equal_batches)
         self._deduplicated = _boolean("deduplicated", deduplicated)
         self._lookups = _boolean("lookups", lookups)
+        self._overlap_steps = _integer("overlap_steps", overlap_steps, 0)
         self._dataset, selected = _open(dataset)
         self.split = (selected or TRAIN) if split is None else split
         self._check_arguments(selected)
@@ -212,7 +220,7 @@ class DataLoader(IterableDataset[Batch]):
 
     def first_batch(self) -> Batch:
         """Return the first batch of this rank; the state of the loader does not change."""
-        return self._read(self._reader(), 0)
+        return self._reading()(0)
 
     def embedding_bag_configs(self, embedding_dim: int) -> list[EmbeddingBagConfig]:
         """Return TorchRec's config of each table that the sparse features of a batch look up.
@@ -369,13 +377,8 @@ class DataLoader(IterableDataset[Batch]):
         with Lease(self._dataset.directory, f"loader {gethostname()}:{os.getpid()}") as lease:
             while True:
                 lease.hold(directories_of(self._dataset))
-                reader = self._reader()
-
-                def read(train_step: int, reader: Reader = reader) -> Batch:
-                    return self._read(reader, train_step)
-
                 steps = range(train_step, self._end_step(), stride)
-                with closing(prefetch(read, steps, self.read_ahead)) as batches:
+                with closing(prefetch(self._reading(), steps, self.read_ahead)) as batches:
                     for step, batch in zip(steps, batches, strict=True):
                         self._last = step
                         yield batch
@@ -383,6 +386,29 @@ class DataLoader(IterableDataset[Batch]):
                 if not self._may_grow():
                     return
                 self._wait_for_segments()
+
+    def _reading(self) -> Callable[[int], Batch]:
+        """Return a function of one thread that reads the batch of a step."""
+        reader = Reader(
+            self._dataset,
+            self._order,
+            self._spec,
+            split=self.split,
+            expanded=not self._deduplicated,
+            lookups=self._lookups,
+            equal_batches=self._equal_batches,
+            num_sharing=max(self.world_size, _worker()[1]),
+        )
+        if not self._overlap_steps:
+            return partial(self._read, reader)
+        overlaps = StepOverlaps(self._dataset, self._order, self._spec, self._overlap_steps)
+
+        def read(train_step: int) -> Batch:
+            batch = self._read(reader, train_step)
+            following, previous = overlaps.masks(train_step, batch.sparse_features)
+            return replace(batch, overlaps_next=following, overlaps_previous=previous)
+
+        return read
 
     def _read(self, reader: Reader, train_step: int) -> Batch:
         num_padding = 0
@@ -394,18 +420,6 @@ class DataLoader(IterableDataset[Batch]):
             num_padding=num_padding,
             total_weight=reader.total_weight(train_step),
             **self._position_of(train_step),
-        )
-
-    def _reader(self) -> Reader:
-        return Reader(
-            self._dataset,
-            self._order,
-            self._spec,
-            split=self.split,
-            expanded=not self._deduplicated,
-            lookups=self._lookups,
-            equal_batches=self._equal_batches,
-            num_sharing=max(self.world_size, _worker()[1]),
         )
 
     def _order_of(self, dataset: OpenDataset) -> Order:
@@ -453,6 +467,11 @@ class DataLoader(IterableDataset[Batch]):
                 "the evaluation split is passed once, unshuffled; leave out epochs, shuffle "
                 "and follow"
             )
+        if self._overlap_steps and (self.split != TRAIN or self.follow):
+            raise ValueError(
+                "overlap_steps needs the index of a loader of the train split without follow, got "
+                f"split={self.split!r}, follow={self.follow}; leave it out"
+            )
 
     def _check_dataset(self) -> None:
         file = str(self._dataset.directory)
@@ -466,6 +485,8 @@ class DataLoader(IterableDataset[Batch]):
                 f"split; {'select other segments' if selected else advice}",
                 file=file,
             )
+        if self._overlap_steps:
+            self._dataset.index_for(self._order)
 
 
 def _open(dataset: AnyDataset) -> tuple[OpenDataset, Split | None]:
