@@ -36,8 +36,6 @@ from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import presage
-from presage.schemas.dataset.hints import read_hints
-from presage.trainer.embedding.collections import planner_constraints
 
 
 class Clicks(nn.Module):
@@ -63,20 +61,18 @@ def plan_of(args: argparse.Namespace, model: Clicks, device: torch.device) -> Sh
     """
     world_size = dist.get_world_size()
     sharder = cast("ModuleSharder[nn.Module]", EmbeddingBagCollectionSharder())
-    names = [table.name for table in model.rows.embedding_bag_configs()]
+    tables = model.rows.embedding_bag_configs()
     if args.sharding == "row_wise":
-        shardings = {name: row_wise(compute_kernel="fused") for name in names}
+        shardings = {table.name: row_wise(compute_kernel="fused") for table in tables}
         plan = construct_module_sharding_plan(
             model.rows, shardings, sharder, world_size, world_size, device.type
         )
         return ShardingPlan({"rows": plan})
-    hints = planner_constraints(read_hints(args.hints)) if args.hints else {}
-    constraints = {f"{name}_rows": constraint for name, constraint in hints.items()}
-    for name in names:
-        constraint = constraints.setdefault(name, ParameterConstraints())
+    constraints = {table.name: ParameterConstraints() for table in tables}
+    if args.hints:
+        constraints = presage.planner_constraints(args.hints, tables, world_size=world_size)
+    for constraint in constraints.values():
         constraint.sharding_types = ["table_wise"]
-        if constraint.batch_sizes:  # those of hints are of global batches
-            constraint.batch_sizes = [size // world_size for size in constraint.batch_sizes]
     planner = EmbeddingShardingPlanner(
         topology=Topology(world_size=world_size, compute_device=device.type),
         batch_size=args.batch_samples // world_size,

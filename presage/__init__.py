@@ -11,18 +11,20 @@ if TYPE_CHECKING:
     from presage.embedding_rows import open_rows
     from presage.loader import DataLoader
     from presage.planned_slots import PlannedSlots
+    from presage.trainer.embedding.planner import planner_constraints
 
 ROOT = Path(__file__).resolve().parents[1]
 """The source tree, or the folder of installed packages."""
 if not Path(__file__).with_name("schemas").is_dir():  # in a source tree
     __path__.append(str(ROOT))  # where `presage.schemas` and so on are beside this package
 
-__all__ = ["DataLoader", "Dataset", "PlannedSlots", "open_rows"]
+__all__ = ["DataLoader", "Dataset", "PlannedSlots", "open_rows", "planner_constraints"]
 _MODULES = {
     "DataLoader": "presage.loader",
     "Dataset": "presage.dataset",
     "PlannedSlots": "presage.planned_slots",
     "open_rows": "presage.embedding_rows",
+    "planner_constraints": "presage.trainer.embedding.planner",
 }
 """Module of each public name; it is imported when it is first used, since it imports libraries."""
 

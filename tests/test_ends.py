@@ -136,6 +136,8 @@ LIBRARY = {
     "PlannedSlots": f"data = {LOADER}; presage.PlannedSlots("
     "data, cache_rows=100_000, directory=tempfile.mkdtemp()); next(iter(data))",
     "open_rows": f"data = {LOADER}; rows = presage.open_rows(data, 'memory'); next(iter(data))",
+    "planner_constraints": f"data = {LOADER}; presage.planner_constraints({{}}, []); "
+    "next(iter(data))",
 }
 """Programs that end while they read."""
 
@@ -148,6 +150,7 @@ LIBRARY = {
         pytest.param("DataLoader", marks=pytest.mark.nightly),  # the next one has both
         "PlannedSlots",
         "open_rows",
+        "planner_constraints",
     ],
 )
 @pytest.mark.parametrize("times", [1, pytest.param(50, marks=pytest.mark.chaos)])
