@@ -1,13 +1,14 @@
 """Which rows of a batch the steps around it use: equal to a search through all batches."""
 
 from functools import cache
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torchrec.distributed.pec_collision_handlers import BooleanOverlapChecker
 
 import presage
 from presage.batch import Batch
@@ -118,6 +119,23 @@ def test_worker_processes_mark_the_rows_of_all_steps(
     assert len(batches) == len(steps) - 13
     for train_step, batch in enumerate(batches, 13):
         check(batch, steps, train_step, 2)
+
+
+def test_masks_are_those_of_torchrec() -> None:
+    features = [*TABLES["pages"], *TABLES["items"], "price"]
+    checker = BooleanOverlapChecker(torch.device("cpu"), mask_size=12 + 300)
+
+    def remapped(batch: Batch) -> torch.Tensor:
+        values = batch.sparse_features.values().clone()
+        values[ranges_of(batch)["page"]] += 300
+        return values
+
+    for previous, batch in pairwise(loader(features=features, overlap_steps=1)):
+        forward, backward = checker.check(remapped(batch), remapped(previous))
+        assert batch.overlaps_previous is not None
+        assert previous.overlaps_next is not None
+        assert torch.equal(batch.overlaps_previous, forward)
+        assert torch.equal(previous.overlaps_next, backward)
 
 
 def test_features_that_are_not_read_count_as_uses_of_their_table() -> None:
