@@ -1,6 +1,6 @@
 """Which rows of a step the steps around it use, too, from the index.
 
-TorchRec's `TrainPipelinePEC` searches for this overlap online, one step ahead.
+TorchRec's `PECEmbeddingCollection` searches for this overlap online, one step ahead.
 """
 
 from __future__ import annotations
