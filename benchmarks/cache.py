@@ -1,14 +1,14 @@
 """Training with the planned cache, in front of remote stores, and under a memory limit.
 
-`plain` has all rows in the trainer's memory, `cached` follows the plan with the Belady policy,
-`lru` keeps the most recently used rows, both with at most so many rows per table and one thread
-besides training; `uncached` fetches and writes in every step. Modes alternate. Requires root.
-
-`stores`: the demo's 26 tables, dim 64, batch 4,096. Each mode is one training process pinned to the
-first core, with two store processes pinned to the second. Trainer and stores communicate in their
-own network namespace, whose loopback is limited to 2 Gbit/s (`tc tbf`): fetches and write-backs
-share it like a link of 1 Gbit/s each way. The time of a step is the median over steps after the
-first tenth. `bound` is the time of a step without a cache over one without stores.
+`links`: rows in two store processes behind a link, which fetches and write-backs share; Linux
+limits a loopback in a network namespace of its own to twice the link's rate. Requires root. A log
+of eight columns of ids with the skew of Meta's traces and the reuse distances of KuaiRand and
+30Music (`common/reuse.py`), in one table, so that a cache has one limit. A step of 4,096 samples
+reads 0.2 % of the rows. Modes train the same steps from the middle of the run, with one thread of
+computation and the cache that a run would have there: `planned` follows the oracle, `lru` keeps
+the most recently used rows, `lru_next` also reads the rows of the next batch ahead, `uncached`
+reads and writes all in every step, `memory` has no link. `bound` is the larger of computation and
+transfer of `lru_next` over that of `planned`, whose bytes are the least of any cache of its size.
 
 `memory`: 26 tables of 2 M rows shaped like Criteo's large ones, dim 256, batch 1,024, one compute
 thread. A run without limit trains the first epoch, which touches every row. Each mode resumes from
@@ -32,6 +32,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -45,85 +46,135 @@ from benchmarks.common.harness import (
     compared,
     median,
     ratios,
+    report,
+    short,
 )
 from benchmarks.common.id_logs import write_id_job, write_id_log
 from benchmarks.common.logs import (
-    DEMO_JOB,
     REPOSITORY,
     build_dataset,
-    demo_dataset,
     num_lines,
     read_job,
-    write_job_file,
     write_yaml,
 )
 from benchmarks.common.processes import drop_pages, module, run
+from benchmarks.common.reuse import draw_columns
 from benchmarks.common.skew import NUM_TABLES, skewed_rows
 from benchmarks.common.training import step_figures
+from benchmarks.peers.linked import MODES
 from presage.schemas.config.job import load_job
 from presage.schemas.dataset.opened import open_dataset
-from presage.schemas.run.records import METRICS, SUMMARY, read_metrics
+from presage.schemas.run.records import METRICS, read_metrics
 from presage.trainer.components import order_of
 
-# Stores behind a network.
+# Stores behind a link.
 
-MODES = ("plain", "cached", "lru", "uncached")
-DIM, BATCH, NUM_STORES, RATE = 64, 4096, 2, "2gbit"
-TOOLS = ("ip", "taskset", "tc", "unshare")
+BATCH = 4096
+TOOLS = ("ip", "tc", "unshare")
 IN_NAMESPACE = """
 ip link set lo up
-tc qdisc add dev lo root tbf rate {rate} burst 1mb latency 100ms
-exec "{python}" -m benchmarks.cache --inside "{folder}"
+tc qdisc add dev lo root tbf rate {rate}mbit burst 1mb latency 100ms
+exec "{python}" -m benchmarks.peers.linked "{task}"
 """
+NUM_NUMBERS = 2
+MODELS = {
+    "small": {"embedding_dim": 64, "bottom_layers": [64], "top_layers": [64, 32]},
+    "medium": {"embedding_dim": 128, "bottom_layers": [128], "top_layers": [128, 64]},
+    "large": {"embedding_dim": 256, "bottom_layers": [256], "top_layers": [256, 128]},
+}
+# Simulated before the first timing, rows that a step reads, 1e7 samples, at caches of 2, 5, 10 and
+# 20 %: LRU 12,270, 9,899, 7,874 and 5,759; the plan 8,533, 6,142, 4,564 and 3,058. At 200 Mbit/s
+# the bounds of the large model at 10 and 20 %, and of the medium one at 10 %, are thus at least 1.7.
 
 
-def write_job(folder: Path, rows: int) -> Path:
-    """Write the demo's job with the benchmark's model; return its path."""
-    job = read_job(DEMO_JOB)
-    job["train"] = {
-        "model": {"name": "dlrm", "bottom_layers": [64], "top_layers": [64, 32]},
-        "embedding_dim": DIM,
-        "batch_samples": BATCH,
-        "num_threads": 1,
-        "cache": {"policy": "belady", "rows": rows, "prefetch_steps": 4},
+def write_dataset(options: argparse.Namespace, folder: Path) -> Path:
+    """Write the log and build its dataset, unless it exists: one table for all columns of ids."""
+    dataset = folder / "dataset"
+    if dataset.is_dir():
+        return dataset
+    columns: dict[str, Any] = {}
+    num_rows = 0
+    for name, (rows, count) in draw_columns(Path(options.shared_data), options.samples).items():
+        columns[name] = rows + num_rows
+        num_rows += count
+    job = {name: num_rows for name in columns}
+    rng = np.random.default_rng(2)
+    for k in range(NUM_NUMBERS):
+        columns[f"number_{k}"], job[f"number_{k}"] = rng.random(options.samples, np.float32), 0
+    write_id_log(folder / "log", columns, options.samples)
+    path = write_id_job(folder / "job", job, {"oracle": {"batch_samples": BATCH}}, {})
+    body = read_job(path)
+    features = [name for name, rows in job.items() if rows]
+    table = {"features": features, "rows": "identity", "num_rows": num_rows}
+    body["data"]["tables"] = {"rows": table}
+    build_dataset(write_yaml(path, body), folder / "log", folder / "unfinished")
+    shutil.rmtree(folder / "log")
+    return (folder / "unfinished").rename(dataset)
+
+
+def train_linked(task: dict[str, Any], mode: str, folder: Path) -> dict[str, float]:
+    """Train the steps of a mode behind a link; return its figures."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    file = folder / "task.json"
+    file.write_text(json.dumps({**task, "mode": mode, "folder": str(folder)}), encoding="utf-8")
+    rate = 2 * task["megabits"]
+    script = IN_NAMESPACE.format(rate=rate, python=sys.executable, task=file)
+    return run(["unshare", "--net", "bash", "-euc", script]).json()
+
+
+def measure_links(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    """Train in every mode, for each model, link and size of the cache."""
+    if os.geteuid() != 0:
+        raise MissingError("it must run as root to create its network; use sudo")
+    if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
+        raise MissingError(f"it must have {', '.join(TOOLS)}, got no {missing[0]} on PATH")
+    kept = options.scratch or scratch
+    kept.mkdir(parents=True, exist_ok=True)
+    dataset = write_dataset(options, kept)
+    found: dict[str, Any] = {}
+    for model, megabits, share in product(options.models, options.megabits, options.shares):
+        sizes = dict(MODELS[model])
+        dim = sizes.pop("embedding_dim")
+        train = {
+            "model": {"name": "dlrm", **sizes},
+            "embedding_dim": dim,
+            "batch_samples": BATCH,
+            "num_threads": 1,
+        }
+        task = {"dataset": str(dataset), "train": train, "megabits": megabits, "share": share}
+        task["steps"] = options.steps
+        modes = options.modes
+        sides = {mode: partial(train_linked, task, mode, scratch / "run") for mode in modes}
+        label = f"{model} model, {megabits} Mbit/s, cache of {share:.0%}"
+        found[label] = compare_linked(alternate(sides, options.rounds), megabits)
+        report(label, found[label])
+    return found
+
+
+def compare_linked(runs: dict[str, list[dict[str, float]]], megabits: int) -> dict[str, Any]:
+    """Return the result of a cell, the plan against LRU with the next batch prefetched.
+
+    `bound` is how much faster any cache of this size can be: a step takes at least its computation
+    and at least the time of its bytes, of which none has fewer than the plan.
+    """
+    ms = {mode: [one["step_ms"] for one in of] for mode, of in runs.items()}
+    link_ms = {
+        mode: median([one["bytes"] for one in of]) * 8 / (2 * megabits * 1e3)
+        for mode, of in runs.items()
     }
-    return write_job_file(folder, job)
-
-
-def train_in_namespace(folder: Path) -> int:
-    """Train one mode inside the network namespace, as configured in `folder/task.json`."""
-    task = json.loads((folder / "task.json").read_text(encoding="utf-8"))
-    job, processes = Path(task["job"]), []
-    try:
-        if task["mode"] != "plain":
-            token = folder / "token"
-            token.write_text(os.urandom(16).hex(), encoding="utf-8")
-            addresses = []
-            for number in range(NUM_STORES):
-                process = _start_store(folder, number, token, task["delay_sec"])
-                processes.append(process)
-                assert process.stdout is not None, "its output is piped"
-                addresses.append(json.loads(process.stdout.readline())["address"])
-            body = read_job(job)
-            body["train"]["stores"] = {"addresses": addresses, "token_file": str(token)}
-            job = write_job_file(folder, body)
-        train = train_command(job, task["dataset"], folder / "run", task["mode"])
-        train += ["--steps", str(task["steps"])]
-        return subprocess.run(["taskset", "-c", "0", *train], stdout=subprocess.DEVNULL).returncode
-    finally:
-        for process in processes:
-            assert process.stdin is not None, "its input is piped"
-            process.stdin.close()  # a store exits at the end of its input
-            process.wait()
-
-
-def _start_store(
-    folder: Path, number: int, token: Path, delay_sec: float
-) -> subprocess.Popen[bytes]:
-    command = module("trainer", "store", "--token-file", token, "--end-with-stdin")
-    command += ["--directory", str(folder / f"store-{number}"), "--delay-sec", str(delay_sec)]
-    return subprocess.Popen(
-        ["taskset", "-c", "1", *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    compute = median(ms["memory"])
+    bound = max(compute, link_ms["lru_next"]) / max(compute, link_ms["planned"])
+    others = [mode for mode in ms if mode != "planned"]
+    return compared(
+        ms["planned"],
+        ms["lru_next"],
+        "ms per step, the plan against LRU with the next batch prefetched",
+        bound=bound,
+        link_ms={mode: short(each) for mode, each in link_ms.items()},
+        against={mode: ratios(ms["planned"], ms[mode]) for mode in others},
+        equal_losses=len({one["loss"] for of in runs.values() for one in of}) == 1,
+        modes={mode: of[-1] for mode, of in runs.items()},
     )
 
 
@@ -131,57 +182,6 @@ def train_command(job: Path, dataset: Path | str, output: Path, embedding: str) 
     """Return the command of one mode."""
     words = ("train", job, "--dataset", dataset, "--output", output, "--embedding", embedding)
     return module("trainer", *words, "--json")
-
-
-def train_mode(task: dict[str, Any], mode: str, scratch: Path) -> dict[str, float]:
-    """Run one mode and return the milliseconds of a step, fetched rows and hit rate."""
-    folder = scratch / "mode"
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir()
-    (folder / "task.json").write_text(json.dumps(task | {"mode": mode}), encoding="utf-8")
-    script = IN_NAMESPACE.format(rate=RATE, python=sys.executable, folder=folder)
-    run(["unshare", "--net", "bash", "-euc", script])
-    metrics = read_metrics(folder / "run" / METRICS)
-    summary = json.loads((folder / "run" / SUMMARY).read_text(encoding="utf-8"))
-    return {
-        **step_figures(metrics[len(metrics) // 10 :]),
-        "fetched_rows": summary["fetched_rows"] / len(metrics),
-        "hit_rate": summary["cache_hit_rate"],
-    }
-
-
-def measure_stores(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    """Train in every mode."""
-    if os.geteuid() != 0:
-        raise MissingError("it must run as root to create its network; use sudo")
-    if missing := [tool for tool in TOOLS if shutil.which(tool) is None]:
-        raise MissingError(f"it must have {', '.join(TOOLS)}, got no {missing[0]} on PATH")
-    job = write_job(scratch / "job", options.rows)
-    path = options.dataset or demo_dataset(scratch, options.samples, job)
-    task = {"job": str(job), "dataset": str(path), "steps": options.steps}
-    task["delay_sec"] = options.delay_sec
-    runs = alternate(
-        {mode: partial(train_mode, task, mode, scratch) for mode in MODES}, options.rounds
-    )
-    sec = {mode: [one["step_ms"] / 1e3 for one in of] for mode, of in runs.items()}
-    dataset = open_dataset(path)
-    touched = [
-        max(s.manifest.tables[table].num_unique_rows for s in dataset.segments)
-        for table in dataset.job.data.tables
-    ]
-    return compared(
-        [BATCH / one for one in sec["cached"]],
-        [BATCH / one for one in sec["uncached"]],
-        "samples/s, the planned cache against no cache",
-        higher=True,
-        bound=median(ratios(sec["plain"], sec["uncached"])),
-        against_lru=ratios(sec["cached"], sec["lru"]),
-        of_plain=ratios(sec["cached"], sec["plain"]),
-        cached_rows=sum(min(options.rows, t) for t in touched),
-        touched_rows=sum(touched),
-        equal_losses=len({one["loss_last"] for of in runs.values() for one in of}) == 1,
-        modes={mode: of[-1] for mode, of in runs.items()},
-    )
 
 
 # A memory limit.
@@ -353,20 +353,20 @@ def measure_memory(options: argparse.Namespace, scratch: Path) -> dict[str, Any]
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark and print the result."""
     options = Options("cache", __doc__, rounds=2)
-    options.add_parts({"stores": measure_stores, "memory": measure_memory}, small=("stores",))
-    options.add("--samples", 1_000_000, "of the demo's log", small=40_000)
-    options.add("--steps", 200, "of `stores`", small=8)
-    options.add("--rows", 20_000, "cached rows per table of `stores`")
-    options.add("--delay-sec", 0.0, "added to every response of a store")
-    options.add("--dataset", None, "an existing dataset of the demo")
+    options.add_parts({"links": measure_links, "memory": measure_memory}, small=("links",))
+    options.add_shared_data()
+    options.add("--samples", 10_000_000, "of the log of `links`", small=200_000)
+    options.add("--steps", 40, "of a mode of `links`", small=4)
+    options.add("--models", tuple(MODELS), "of `links`", small=("small",), choices=tuple(MODELS))
+    options.add("--megabits", (1000, 200), "of the links, each way", small=(200,))
+    options.add("--shares", (0.02, 0.05, 0.1, 0.2), "of the rows that are cached", small=(0.5,))
+    options.add("--modes", MODES, "of `links`", choices=MODES)
     options.add("--large-samples", 786_432, "of the log of `memory`", small=32_768)
     options.add("--large-steps", 48, "of the second epoch", small=8)
     options.add("--large-rows", 6000, "cached rows of a table of `memory`")
     options.add("--limit-mib", 2000, "memory of a process")
-    options.add("--scratch", None, "folder to keep and reuse the dataset of `memory` in")
-    options.add("--inside", None, argparse.SUPPRESS)
-    inside = options.parse(argv).inside
-    return options.run_parts(argv) if inside is None else train_in_namespace(inside)
+    options.add("--scratch", None, "folder to keep and reuse a part's dataset in")
+    return options.run_parts(argv)
 
 
 if __name__ == "__main__":

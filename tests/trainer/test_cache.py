@@ -115,15 +115,21 @@ def test_cache_hands_out_what_a_store_without_a_cache_does(
 @given(
     steps=st.lists(st.sets(st.integers(0, 30), max_size=12), min_size=1, max_size=25),
     capacity=st.integers(12, 31),
+    knows_next=st.booleans(),
+    flush_every=st.sampled_from([None, 1, 3]),
 )
 @settings(max_examples=80)
 def test_lru_hands_out_what_a_store_without_a_cache_does_and_counts_as_a_dictionary(
-    steps: list[set[int]], capacity: int
+    steps: list[set[int]], capacity: int, knows_next: bool, flush_every: int | None
 ) -> None:
     rows = [np.array(sorted(step), np.int64) * 1_000_003 for step in steps]
     direct, cached = (memory_store({"items": LAYOUT}) for _ in range(2))
-    cache = LruCache(cached, capacity)
-    assert run_source(DirectSource(direct), rows) == run_source(cache, rows)
+    if knows_next:
+        following = [*rows[1:], np.empty(0, np.int64)]
+        cache = LruCache(cached, capacity + 12, lambda step: {"items": following[step - 1]})
+    else:
+        cache = LruCache(cached, capacity)
+    assert run_source(DirectSource(direct), rows) == run_source(cache, rows, flush_every)
     (rows_found, found), (rows_wanted, wanted) = (
         whole(store.tables["items"]) for store in (cached, direct)
     )

@@ -1,10 +1,15 @@
 """Row sources without a plan: `--embedding lru` and `uncached`, to compare the planned cache with.
 
-A step waits for its missing rows, since its rows are not known earlier; evicted rows are written
+A step waits for its missing rows, unless those of the next step are known; evicted rows are written
 back beside training, by one thread as in `cache.py`. Eviction is exact LRU.
 """
 
 from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +19,7 @@ from presage.trainer.embedding.cache import DirectSource, RowsOfTables, RowSourc
 from presage.trainer.stores.local import RowMap
 from presage.trainer.stores.store import (
     GatheredRows,
+    Records,
     RowsInPlace,
     Store,
     StoreThread,
@@ -50,41 +56,64 @@ class _TableCache:
         self._slot_of = np.empty(0, np.int64)  # by position in the map
         self._position = np.full(cache_rows, _NONE, np.int64)  # by slot
         self._last_used = np.full(cache_rows, _NONE, np.int64)  # by slot
+        self._uses = deque([(_NONE, np.arange(cache_rows))])  # ascending steps, and their slots
         self.records = empty_records(layout, cache_rows)
 
-    def find(
-        self, train_step: int, rows: NDArray[np.int64]
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the slots of the rows of a step, -1 for missing ones, and slots for these.
+    def place(
+        self, train_step: int, rows: NDArray[np.int64], first_kept: int
+    ) -> tuple[NDArray[np.int64], NDArray[np.bool_], WriteBack]:
+        """Give slots to the rows of a step: those of the least recently used rows to missing ones.
 
-        The latter hold the least recently used rows, lower slots first within a step, or none.
+        Of rows that were used last in the same step, those in lower slots leave first.
+
+        Args:
+            train_step: the step.
+            rows: its distinct rows.
+            first_kept: rows that this step or a later one uses stay.
+
+        Returns:
+            the slots, which of the rows are missing, and the rows that had their slots.
 
         Raises:
-            PlanError: the cache is smaller than the step.
+            PlanError: the cache is too small.
         """
-        capacity = len(self._position)
-        if len(rows) > capacity:
-            raise PlanError(
-                f"cache is smaller than a step: cache_rows={capacity} and {len(rows)} rows of "
-                f"table {self._table!r} at step {train_step}; use at least {len(rows)}",
-                required_rows=len(rows),
-            )
         positions = self._map_positions(rows)
         slots = self._slot_of[positions]
-        self._last_used[slots[slots != _NONE]] = train_step
-        num_missing = int((slots == _NONE).sum())
-        age = self._last_used * capacity + np.arange(capacity)
-        if num_missing < capacity:
-            return slots, np.argpartition(age, num_missing)[:num_missing]
-        return slots, np.arange(capacity)
-
-    def assign(self, train_step: int, slots: NDArray[np.int64], rows: NDArray[np.int64]) -> None:
-        """Replace the rows in some slots."""
-        replaced = self._position[slots]
+        is_missing = slots == _NONE
+        self._last_used[slots[~is_missing]] = train_step
+        free = self._oldest(int(is_missing.sum()), first_kept, train_step, len(rows))
+        evicted = self.cached(free)
+        replaced = self._position[free]
         self._slot_of[replaced[replaced != _NONE]] = _NONE
-        self._position[slots] = positions = self._map.find(rows)
+        slots[is_missing] = free
+        self._position[free] = positions[is_missing]
         self._slot_of[positions] = slots
-        self._last_used[slots] = train_step
+        self._last_used[free] = train_step
+        self._uses.append((train_step, np.sort(slots)))
+        return slots, is_missing, evicted
+
+    def _oldest(
+        self, count: int, first_kept: int, train_step: int, num_rows: int
+    ) -> NDArray[np.int64]:
+        """Return so many slots, of the least recently used rows."""
+        found, missing = [np.empty(0, np.int64)], count
+        while missing:
+            step, slots = self._uses.popleft() if self._uses else (train_step, found[0])
+            if step >= first_kept:
+                cache_rows = len(self._position)
+                required = cache_rows + missing
+                steps = "a step" if first_kept == train_step else "two steps"
+                raise PlanError(
+                    f"cache is smaller than {steps}: {cache_rows=} and {num_rows} rows of "
+                    f"table {self._table!r} at step {train_step}; use at least {required}",
+                    required_rows=required,
+                )
+            slots = slots[self._last_used[slots] == step]
+            if len(slots) > missing:
+                self._uses.appendleft((step, slots[missing:]))
+            found.append(slots[:missing])
+            missing -= len(found[-1])
+        return np.concatenate(found)
 
     def rows_in(self, slots: NDArray[np.integer]) -> NDArray[np.int64]:
         return self._map.rows[self._position[slots]]
@@ -105,47 +134,86 @@ class _TableCache:
         return positions
 
 
+@dataclass(frozen=True, slots=True)
+class _PlacedStep:
+    """The slots of the rows of a step, by table, and the records that are read for it."""
+
+    slots: Mapping[str, NDArray[np.int64]]
+    is_missing: Mapping[str, NDArray[np.bool_]]
+    reading: Future[dict[str, Records]]
+
+
 class LruCache(RowSource):
     """A row source that keeps the most recently used rows in memory, in front of stores."""
 
-    def __init__(self, store: Store, cache_rows: int) -> None:
-        """Allocate the caches; no thread runs before the first `gather`."""
+    def __init__(
+        self,
+        store: Store,
+        cache_rows: int,
+        next_rows: Callable[[int], RowsOfTables] | None = None,
+    ) -> None:
+        """Allocate the caches; no thread runs before the first `gather`.
+
+        Args:
+            store: of the rows.
+            cache_rows: of each table.
+            next_rows: returns the rows of a step, which are read while the step before is trained;
+                none after the last. None: rows of later steps are not known.
+        """
         super().__init__()
         self._store = store
         self._slots = np.arange(cache_rows)
         self._tables = {t: _TableCache(layout, cache_rows) for t, layout in store.layouts.items()}
         self._thread = StoreThread(store, "lru")
         self._written = -1
-        self._used: dict[str, NDArray[np.int64]] = {}
+        self._next_rows = next_rows
+        self._next: _PlacedStep | None = None
+        self._used: Mapping[str, NDArray[np.int64]] = {}
 
     def gather(self, train_step: int, rows: RowsOfTables) -> dict[str, GatheredRows]:
         """Return the rows of a step after reading the missing ones.
 
         Raises:
-            PlanError: the cache is smaller than the step.
+            PlanError: the cache is smaller than the step, or than the next one with it.
         """
-        places = {table: self._tables[table].find(train_step, r) for table, r in rows.items()}
-        missing = {table: rows[table][slots == _NONE] for table, (slots, _) in places.items()}
+        placed = self._next or self._place(train_step, rows, train_step)
+        self._put_read(placed)
+        self._used = placed.slots
+        self.num_accesses += sum(map(len, placed.slots.values()))
+        self.fetched_rows += sum(int(missing.sum()) for missing in placed.is_missing.values())
+        if self._next_rows is not None:
+            following = train_step + 1
+            self._next = self._place(following, self._next_rows(following), train_step)
+        return {
+            table: GatheredRows(self._tables[table].records, slots.astype(np.int32))
+            for table, slots in placed.slots.items()
+        }
+
+    def _place(self, train_step: int, rows: RowsOfTables, first_kept: int) -> _PlacedStep:
+        """Find the slots of the rows of a step, and read those that are missing."""
+        places = {t: self._tables[t].place(train_step, r, first_kept) for t, r in rows.items()}
+        missing = {table: rows[table][is_missing] for table, (_, is_missing, _) in places.items()}
         # One thread reads and writes in turn: a row that was evicted earlier is in its store.
         reading = self._thread.read(lambda step: self._store.fetch(step, missing), train_step)
-        evicted = {table: self._tables[table].cached(free) for table, (_, free) in places.items()}
-        if any(len(back.rows) for back in evicted.values()):
+        evicted = {table: back for table, (*_, back) in places.items() if len(back.rows)}
+        if evicted:
             self._thread.write(train_step - 1, evicted)
-        fetched = reading.result()
-        gathered: dict[str, GatheredRows] = {}
-        for table, (slots, free) in places.items():
-            cache = self._tables[table]
-            if self._changes is not None:
-                gone = GatheredRows(cache.records, free.astype(np.int32))
-                self._changes.record_eviction(table, free, cache.rows_in(free), gone)
-            cache.assign(train_step, free, missing[table])
-            cache.records.put(free, fetched[table])
-            slots[slots == _NONE] = free
-            gathered[table] = GatheredRows(cache.records, slots.astype(np.int32))
-            self._used[table] = slots
-            self.num_accesses += len(slots)
-            self.fetched_rows += len(free)
-        return gathered
+        if self._changes is not None:
+            for table, (slots, is_missing, back) in places.items():
+                free = slots[is_missing]
+                evicted_from = free[len(free) - len(back.rows) :]  # slots without a row come first
+                gone = GatheredRows(back.records)
+                self._changes.record_eviction(table, evicted_from, back.rows, gone)
+        return _PlacedStep(
+            {table: slots for table, (slots, *_) in places.items()},
+            {table: is_missing for table, (_, is_missing, _) in places.items()},
+            reading,
+        )
+
+    def _put_read(self, placed: _PlacedStep) -> None:
+        for table, fetched in placed.reading.result().items():
+            missing = placed.slots[table][placed.is_missing[table]]
+            self._tables[table].records.put(missing, fetched)
 
     def release(self, train_step: int, rows: RowsOfTables) -> None:
         """Keep the rows that were gathered last; they stay cached until they are evicted."""
@@ -157,6 +225,8 @@ class LruCache(RowSource):
 
     def flush(self) -> None:
         """Write every cached row to its store; the rows stay cached."""
+        if self._next is not None:
+            self._put_read(self._next)
         cached = {table: cache.cached(self._slots) for table, cache in self._tables.items()}
         self._thread.write(self._written, cached)
         self._thread.finish_writes()
