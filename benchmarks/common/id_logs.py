@@ -19,7 +19,11 @@ _TIME = _ALWAYS + " time_domain { integer_format: UNIX_MICROSECONDS }"
 
 
 def write_id_log(
-    folder: Path, columns: Mapping[str, NDArray[Any]], num_samples: int, per_session: int = 1
+    folder: Path,
+    columns: Mapping[str, NDArray[Any]],
+    num_samples: int,
+    per_session: int = 1,
+    first: int = 0,
 ) -> Path:
     """Write samples one second apart, of which half have the label 1; return the folder.
 
@@ -28,13 +32,14 @@ def write_id_log(
         columns: (num_samples,) each.
         num_samples: of the log.
         per_session: samples of a session.
+        first: number of the first sample.
     """
     folder.mkdir(parents=True)
-    number = np.arange(num_samples)
+    number = np.arange(first, first + num_samples)
     rows = {
         "session": number // per_session,
         "time": number.astype("datetime64[s]").astype("datetime64[us]"),
-        "label": np.random.default_rng(1).integers(0, 2, num_samples),
+        "label": np.random.default_rng([1, first]).integers(0, 2, num_samples),
     }
     pq.write_table(pa.table({**rows, **columns}), folder / "log.parquet", row_group_size=1 << 16)
     return folder

@@ -133,18 +133,20 @@ def with_auto(job: Path, scratch: Path) -> Path:
 
 
 def build_job(job: Path, log: Path, dataset: Path) -> dict[str, Any]:
-    """Build a dataset on the local runner and return what `build --json` prints."""
+    """Build a dataset, or append a segment, on the local runner; return what `--json` prints."""
+    append = dataset.exists()
+    attempt = f"benchmark-{len([*dataset.glob('segments/*')])}"
     return build(
         BuildRequest(
             BuildInput(job, log),
-            SegmentTarget(Location.parse(dataset), "benchmark"),
+            SegmentTarget(Location.parse(dataset), attempt, append=append),
             BuildOptions([]),
         )
     )
 
 
 def build_dataset(job: Path, log: Path, dataset: Path) -> Path:
-    """Build a dataset on the local runner and return its path."""
+    """Build a dataset, or append a segment, on the local runner; return the dataset's path."""
     build_job(job, log, dataset)
     return dataset
 
