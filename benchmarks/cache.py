@@ -32,7 +32,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import partial
-from itertools import pairwise, product
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,7 @@ from benchmarks.common.logs import (
     write_yaml,
 )
 from benchmarks.common.processes import drop_pages, module, run
-from benchmarks.common.reuse import draw_columns
+from benchmarks.common.reuse import BATCH_SAMPLES, build_reuse
 from benchmarks.common.skew import NUM_TABLES, skewed_rows
 from benchmarks.common.training import step_figures
 from benchmarks.peers.linked import MODES
@@ -69,16 +69,12 @@ from presage.trainer.components import order_of
 
 # Stores behind a link.
 
-BATCH = 4096
 TOOLS = ("ip", "tc", "unshare")
 IN_NAMESPACE = """
 ip link set lo up
 tc qdisc add dev lo root tbf rate {rate}mbit burst 1mb latency 100ms
 exec "{python}" -m benchmarks.peers.linked "{task}"
 """
-NUM_NUMBERS = 2
-NUM_SEGMENTS, WINDOW = 14, "16h"
-"""As of a fortnight, and of two of its hours: samples are one second apart, so 57,600 of 1e7."""
 MODELS = {
     "small": {"embedding_dim": 64, "bottom_layers": [64], "top_layers": [64, 32]},
     "medium": {"embedding_dim": 128, "bottom_layers": [64], "top_layers": [64, 32]},
@@ -88,36 +84,6 @@ MODELS = {
 # million: LRU 12,075, 9,634, 7,654 and 5,578; the plan 8,693, 6,042, 4,436 and 2,990, which is all
 # first uses. At 200 Mbit/s the bounds of the large model at 10 and 20 %, and of the medium one at
 # 10 %, are thus 1.7 or more.
-
-
-def write_dataset(options: argparse.Namespace, folder: Path) -> Path:
-    """Write the log and build its dataset, unless it exists: one table for all columns of ids."""
-    dataset = folder / "dataset"
-    if dataset.is_dir():
-        return dataset
-    columns: dict[str, Any] = {}
-    num_rows = 0
-    for name, (rows, count) in draw_columns(Path(options.shared_data), options.samples).items():
-        columns[name] = rows + num_rows
-        num_rows += count
-    job = {name: num_rows for name in columns}
-    rng = np.random.default_rng(2)
-    for k in range(NUM_NUMBERS):
-        columns[f"number_{k}"], job[f"number_{k}"] = rng.random(options.samples, np.float32), 0
-    data = {"oracle": {"batch_samples": BATCH}, "window": {"span": WINDOW}}
-    path = write_id_job(folder / "job", job, data, {})
-    body = read_job(path)
-    features = [name for name, rows in job.items() if rows]
-    table = {"features": features, "rows": "identity", "num_rows": num_rows}
-    body["data"]["tables"] = {"rows": table}
-    write_yaml(path, body)
-    ends = np.linspace(0, options.samples, NUM_SEGMENTS + 1).astype(int)
-    for first, end in pairwise(ends.tolist()):
-        part = {name: values[first:end] for name, values in columns.items()}
-        log = write_id_log(folder / "log", part, end - first, first=first)
-        build_dataset(path, log, folder / "unfinished")
-        shutil.rmtree(log)
-    return (folder / "unfinished").rename(dataset)
 
 
 def train_linked(task: dict[str, Any], mode: str, folder: Path) -> dict[str, float]:
@@ -139,7 +105,7 @@ def measure_links(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         raise MissingError(f"it must have {', '.join(TOOLS)}, got no {missing[0]} on PATH")
     kept = options.scratch or scratch
     kept.mkdir(parents=True, exist_ok=True)
-    dataset = write_dataset(options, kept)
+    dataset = build_reuse(Path(options.shared_data), options.samples, kept)
     found: dict[str, Any] = {}
     for model, megabits, share in product(options.models, options.megabits, options.shares):
         sizes = dict(MODELS[model])
@@ -147,7 +113,7 @@ def measure_links(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         train = {
             "model": {"name": "dlrm", **sizes},
             "embedding_dim": dim,
-            "batch_samples": BATCH,
+            "batch_samples": BATCH_SAMPLES,
             "num_threads": 1,
         }
         task = {"dataset": str(dataset), "train": train, "megabits": megabits, "share": share}

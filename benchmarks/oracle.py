@@ -19,6 +19,10 @@ is one row of one table in one step.
 `memory`: peak memory of planning a large table, with 16,384 uniform accesses per step. `ours` is
 the trainer's plan (Belady, a cache of 5 % of the rows, at least four steps), which decodes files
 step by step; the peer is the same plan over fully decoded lists and next uses. Each is a process.
+
+`windows`: rows that a step fetches when rows are kept for uses within a window of steps only, as
+BagPipe does, and when the whole run is known, on the log of `benchmarks.cache --parts links`; and
+the losses of a run with the planned cache against one without.
 """
 
 from __future__ import annotations
@@ -44,11 +48,22 @@ from benchmarks.common.harness import (
     median,
     medians,
     ratios,
+    report,
 )
 from benchmarks.common.id_logs import write_id_job, write_id_log
-from benchmarks.common.logs import build_dataset, build_job, demo_dataset, each_log, job_path
+from benchmarks.common.logs import (
+    build_dataset,
+    build_job,
+    demo_dataset,
+    each_log,
+    job_path,
+    read_job,
+    write_job_file,
+)
 from benchmarks.common.processes import in_process, measured
+from benchmarks.common.reuse import build_reuse
 from benchmarks.common.skew import NUM_ROWS, skewed_rows, uniform_rows
+from benchmarks.common.training import train_steps
 from benchmarks.peers.bagpipe import bagpipe_rate, fetches_equal_rows
 from presage.pipelines.report.sizes import dataset_bytes
 from presage.pipelines.table.indexes import PartBuilder, add_index
@@ -70,11 +85,14 @@ from presage.trainer.components import build_components, order_of, plans_of
 from presage.trainer.data.decode import spec_of
 from presage.trainer.data.reader import Reader, prefetch
 from presage.trainer.embedding.cache import PlannedCache, TablePlan
+from presage.trainer.options import TrainOptions
 from presage.trainer.step import PhaseTimer, train_batch
 
 BATCHES = 2_048, 16_384
 LOOKAHEAD = 200
 """BagPipe's default window in batches; the benchmark limits it to a quarter of the run."""
+SHORT_RUN = 131_072
+"""Samples of a run that is over before a window of BagPipe's has paid."""
 Kernel = Callable[[NDArray[np.int32], int, int], NDArray[np.int32]]
 
 
@@ -154,7 +172,11 @@ def measure_kernels(options: argparse.Namespace, _: Path) -> dict[str, Any]:
         assert fetches_equal_rows(bagpipe, few, NUM_ROWS[:16], 64), "fetched rows must be equal"
     found: dict[str, Any] = {}
     for batch in BATCHES:
-        inputs = {"": (columns, NUM_ROWS), ", uniform": (worst, (NUM_ROWS[-1],) * 2)}
+        inputs = {
+            "": (columns, NUM_ROWS),
+            f", {SHORT_RUN:,} samples": ([rows[:SHORT_RUN] for rows in columns], NUM_ROWS),
+            ", uniform": (worst, (NUM_ROWS[-1],) * 2),
+        }
         for kind, (rows, sizes) in inputs.items():
             figures = compare_kernels(rows, sizes, batch, options.rounds, bagpipe)
             found[f"kernels, batch {batch}{kind}"] = figures
@@ -308,6 +330,74 @@ def measure_plan(dataset: OpenDataset, rounds: int, max_steps: int) -> dict[str,
     )
 
 
+# Windows of the look-ahead.
+
+WINDOWS = 1, 5, 25, 200, 1000
+"""Steps that a row is kept for its next use; BagPipe's default is 200."""
+
+
+def measure_windows(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    """Count the rows that each window fetches, and compare losses with those without a cache.
+
+    The first row has the whole run, whose fetches are the first uses; caches of a limited size know
+    the whole run, too.
+    """
+    kept = options.scratch or scratch
+    kept.mkdir(parents=True, exist_ok=True)
+    path = build_reuse(Path(options.shared_data), options.reuse_samples, kept)
+    dataset = open_dataset(path)
+    order = order_of(dataset.job, dataset)
+    (table,) = dataset.job.data.tables
+    num_rows = num_unique_rows(dataset, table)
+    kinds = {"whole run": CacheConfig(policy="ttl", lookahead=order.num_steps, prefetch_steps=1)}
+    for window in WINDOWS:
+        if window < order.num_steps:
+            kinds[f"{window} steps"] = replace(kinds["whole run"], lookahead=window)
+    for share in options.shares:
+        limit = CacheConfig(policy="belady", rows=round(share * num_rows), prefetch_steps=1)
+        kinds[f"whole run, {share:.0%} of the rows"] = limit
+    index = dataset.index_for(order)
+    fetched: dict[str, float] = {}
+    found: dict[str, Any] = {}
+    for kind, cache in kinds.items():
+        start = time.thread_time()
+        plan = summarize(CachePlan(indexed_steps(dataset, index, table), cache))
+        seconds = time.thread_time() - start
+        fetched[kind] = plan.fetched_rows
+        found[kind] = compared(
+            [plan.fetched_rows / order.num_steps],
+            [fetched["whole run"] / order.num_steps],
+            "rows fetched in a step, against a look-ahead over the whole run",
+            accesses=plan.num_accesses / order.num_steps,
+            most_cached=round(plan.peak_cache_rows / num_rows, 4),
+            ns_per_access=round(seconds / plan.num_accesses * 1e9, 1),
+        )
+        report(kind, found[kind])
+    found["losses"] = compare_losses(path, scratch, options.loss_steps)
+    return found
+
+
+def compare_losses(dataset: Path, scratch: Path, num_steps: int) -> dict[str, Any]:
+    """Compare the losses of so many steps with a planned cache, and without one."""
+    body = read_job(dataset / "job.yaml")
+    body["train"]["cache"] = {"policy": "ttl", "lookahead": LOOKAHEAD, "prefetch_steps": 2}
+    job = write_job_file(scratch / "losses", body, dataset / "job.yaml")
+    losses: list[list[float]] = []
+    for embedding in ("cached", "plain"):
+        options = TrainOptions(embedding=embedding, steps=num_steps, fast=True)
+        metrics = train_steps(job, dataset, scratch / embedding, options)
+        losses.append([metric.loss for metric in metrics])
+    ours, peer = losses
+    differ = [step for step, (a, b) in enumerate(zip(ours, peer, strict=True)) if a != b]
+    return compared(
+        ours[-1:],
+        peer[-1:],
+        "loss of the last step, against training without a cache",
+        steps=len(ours),
+        first_difference=differ[0] if differ else None,
+    )
+
+
 # Memory of a plan.
 
 COLUMN, STEP_SAMPLES = "item", 16_384
@@ -376,6 +466,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "bytes": measure_bytes,
             "plan": measure_training,
             "memory": measure_memory,
+            "windows": measure_windows,
         }
     )
     options.add_logs([*GOALS])
@@ -385,6 +476,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.add("--steps", 1 << 30, "of each training of `plan`, at least 2", small=3)
     options.add("--rows", 2_000_000, "of the table of `memory`", small=100_000)
     options.add("--accesses", 8_000_000, "of `memory`", small=200_000)
+    options.add("--reuse-samples", 10_000_000, "of the log of `windows`", small=200_000)
+    options.add("--shares", (0.05, 0.1, 0.2), "cached rows of `windows`", small=(0.5,))
+    options.add("--loss-steps", 1000, "of `windows`", small=20)
+    options.add("--scratch", None, "folder to keep and reuse the dataset of `windows` in")
     return options.run_parts(argv)
 
 

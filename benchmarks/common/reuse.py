@@ -11,15 +11,19 @@ measured time.
 from __future__ import annotations
 
 import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import duckdb
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.common.logs import MissingError
+from benchmarks.common.id_logs import write_id_job, write_id_log
+from benchmarks.common.logs import MissingError, build_dataset, read_job, write_yaml
 
 HISTOGRAMS = {"2021": "2021_locality_stats.txt", "2022": "2022_locality_stats.txt"}
 """Year -> Meta's statistics; the first of each file's traces is taken."""
@@ -117,7 +121,7 @@ def _real_times(shared_data: Path, column: str) -> _Times:
     if not path.parent.is_dir():
         raise MissingError(f"{files} must exist, got none in {shared_data}; give --shared-data")
     names = [str(path).replace("{test,val}", part) for part in ("test", "val")]
-    table = duckdb.sql(f"{query} FROM read_parquet({sorted({*names})})").fetchnumpy()
+    table = duckdb.connect().execute(f"{query} FROM read_parquet({sorted({*names})})").fetchnumpy()
     time = np.argsort(np.argsort(table["time"], kind="stable")) / len(table["time"])
     _, numbers, counts = np.unique(table["id"], return_inverse=True, return_counts=True)
     order = np.lexsort((time, numbers, counts[numbers]))
@@ -146,3 +150,47 @@ def _order(uses: NDArray[np.int64], real: _Times, rng: np.random.Generator) -> N
     low, high = real.times[start + before], real.times[start + after]
     time = low + (at - before) * (high - low) + rng.random(len(uses))[rows]
     return rows[np.argsort(time % 1.0, kind="stable")]
+
+
+# ---- Its dataset ----
+
+BATCH_SAMPLES = 4096
+NUM_NUMBERS = 2
+NUM_SEGMENTS, WINDOW = 14, "16h"
+"""As of a fortnight, and of two of its hours: samples are one second apart, so 57,600 of 1e7."""
+
+
+def build_reuse(shared_data: Path, num_samples: int, folder: Path) -> Path:
+    """Build the dataset of a drawn log in a folder, unless it exists; return its path.
+
+    One table has the rows of all columns, so that a cache has one limit.
+
+    Raises:
+        MissingError: a published log is not there.
+    """
+    dataset = folder / "dataset"
+    if dataset.is_dir():
+        return dataset
+    columns: dict[str, Any] = {}
+    num_rows = 0
+    for name, (rows, count) in draw_columns(shared_data, num_samples).items():
+        columns[name] = rows + num_rows
+        num_rows += count
+    job = {name: num_rows for name in columns}
+    rng = np.random.default_rng(2)
+    for k in range(NUM_NUMBERS):
+        columns[f"number_{k}"], job[f"number_{k}"] = rng.random(num_samples, np.float32), 0
+    data = {"oracle": {"batch_samples": BATCH_SAMPLES}, "window": {"span": WINDOW}}
+    path = write_id_job(folder / "job", job, data, {})
+    body = read_job(path)
+    features = [name for name, rows in job.items() if rows]
+    table = {"features": features, "rows": "identity", "num_rows": num_rows}
+    body["data"]["tables"] = {"rows": table}
+    write_yaml(path, body)
+    ends = np.linspace(0, num_samples, NUM_SEGMENTS + 1).astype(int)
+    for first, end in pairwise(ends.tolist()):
+        part = {name: values[first:end] for name, values in columns.items()}
+        log = write_id_log(folder / "log", part, end - first, first=first)
+        build_dataset(path, log, folder / "unfinished")
+        shutil.rmtree(log)
+    return (folder / "unfinished").rename(dataset)
