@@ -1,9 +1,9 @@
-"""The ranks of the benchmark of slots: a model on full tables and one on slots, in turns."""
+"""The ranks of the benchmark of slots: one model on full tables and one on slots, in turns."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from multiprocessing import SimpleQueue
@@ -21,7 +21,7 @@ from torchrec.distributed.sharding_plan import (
     row_wise,
     table_wise,
 )
-from torchrec.distributed.types import ShardingPlan
+from torchrec.distributed.types import CacheParams, ShardingPlan
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
@@ -48,6 +48,8 @@ class SlotsConfig:
         batch_samples: of a global batch.
         steps: of a turn.
         rounds: turns of each side; the first does not count.
+        sides: of `KERNELS`.
+        device: cpu, or cuda with one rank for each device.
     """
 
     dataset: Path
@@ -59,6 +61,18 @@ class SlotsConfig:
     batch_samples: int
     steps: int
     rounds: int
+    sides: tuple[str, ...]
+    device: str
+
+
+KERNELS = {
+    "slots": "fused",
+    "full": "fused",
+    "uvm": "fused_uvm",
+    "uvm_caching": "fused_uvm_caching",
+}
+"""Side -> TorchRec's kernel. `uvm`: full tables in the memory of the host; `uvm_caching`: the same
+with FBGEMM's LRU cache of as many rows as there are slots on the device."""
 
 
 class Clicks(nn.Module):
@@ -81,14 +95,17 @@ class Clicks(nn.Module):
 def run_rank(rank: int, config: SlotsConfig, results: SimpleQueue[Any]) -> None:
     """Train both sides in turns; rank 0 returns seconds a step and losses of each turn."""
     torch.set_num_threads(1)
+    device = torch.device(f"cuda:{rank}" if config.device == "cuda" else "cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     dist.init_process_group(
-        "gloo",
+        "nccl" if device.type == "cuda" else "gloo",
         init_method=f"file://{config.scratch}/group",
         rank=rank,
         world_size=config.world_size,
     )
-    loaders = [
-        presage.DataLoader(
+    loaders = {
+        side: presage.DataLoader(
             config.dataset,
             batch_samples=config.batch_samples,
             rank=rank,
@@ -96,24 +113,27 @@ def run_rank(rank: int, config: SlotsConfig, results: SimpleQueue[Any]) -> None:
             equal_batches=True,
             deduplicated=False,
         )
-        for _ in range(2)
-    ]
+        for side in config.sides
+    }
     slots = presage.PlannedSlots(
-        loaders[1],
+        loaders["slots"],
         cache_rows=config.cache_rows,
         sharding=config.sharding,  # type: ignore[arg-type]
         directory=config.scratch / "rows",
     )
+    num_dense = loaders["slots"].first_batch().dense_features.shape[1]
+    cached = {t.name: t.num_embeddings for t in slots.embedding_bag_configs(config.dim)}
     sides: dict[str, tuple[nn.Module, Any, Iterator[Batch]]] = {}
-    for name, source in (("full", loaders[0]), ("slots", slots)):
+    for name, loader in loaders.items():
+        source = slots if name == "slots" else loader
         tables = source.embedding_bag_configs(config.dim)
-        num_dense = loaders[0].first_batch().dense_features.shape[1]
-        model, optimizer = build(config, tables, num_dense)
+        model, optimizer = build(config, tables, num_dense, name, device, cached)
         if name == "slots":
             slots.attach(model, optimizer)
         else:
             initialise(model)
-        sides[name] = model, optimizer, slots.batches() if name == "slots" else iter(loaders[0])
+        batches = slots.batches() if name == "slots" else iter(loader)
+        sides[name] = model, optimizer, (batch.to(device) for batch in batches)
     turns: dict[str, list[tuple[float, list[float]]]] = {name: [] for name in sides}
     for number in range(config.rounds):
         for name in [*sides][:: -1 if number % 2 else 1]:
@@ -132,7 +152,7 @@ def train(
 ) -> tuple[float, list[float]]:
     """Return the seconds of a step, and the losses."""
     losses: list[float] = []
-    dist.barrier()
+    wait()
     start = time.perf_counter()
     for batch in islice(batches, steps):
         optimizer.zero_grad()
@@ -140,29 +160,43 @@ def train(
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
-    dist.barrier()
+    wait()
     return (time.perf_counter() - start) / max(1, len(losses)), losses
 
 
+def wait() -> None:
+    """Wait until all ranks and devices are done."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    dist.barrier()
+
+
 def build(
-    config: SlotsConfig, tables: Sequence[EmbeddingBagConfig], num_dense: int
+    config: SlotsConfig,
+    tables: Sequence[EmbeddingBagConfig],
+    num_dense: int,
+    side: str,
+    device: torch.device,
+    cached: Mapping[str, int],
 ) -> tuple[DistributedModelParallel, CombinedOptimizer]:
-    """Return a sharded model and its optimizers."""
+    """Return a sharded model and its optimizers; `cached` are the slots of each table."""
     torch.manual_seed(0)
     model = Clicks([*tables], num_dense)
     apply_optimizer_in_backward(RowWiseAdagrad, model.rows.parameters(), {"lr": 0.05})
     shardings = {
-        table.name: row_wise(compute_kernel="fused")
+        table.name: row_wise(compute_kernel=KERNELS[side])
         if config.sharding == "row_wise"
-        else table_wise(rank=i % config.world_size, compute_kernel="fused")
+        else table_wise(rank=i % config.world_size, compute_kernel=KERNELS[side])
         for i, table in enumerate(tables)
     }
     sharder: Any = EmbeddingBagCollectionSharder()
     sizes = config.world_size, config.world_size
-    plan = construct_module_sharding_plan(model.rows, shardings, sharder, *sizes, "cpu")
-    parallel = DistributedModelParallel(
-        model, device=torch.device("cpu"), plan=ShardingPlan({"rows": plan})
-    )
+    plan = construct_module_sharding_plan(model.rows, shardings, sharder, *sizes, device.type)
+    if side == "uvm_caching":
+        for table in tables:
+            share = cached[table.name] / table.num_embeddings
+            plan[table.name].cache_params = CacheParams(load_factor=min(1.0, share))
+    parallel = DistributedModelParallel(model, device=device, plan=ShardingPlan({"rows": plan}))
     dense = KeyedOptimizerWrapper(
         dict(in_backward_optimizer_filter(parallel.named_parameters())),
         lambda parameters: torch.optim.Adagrad(parameters, lr=0.01),
