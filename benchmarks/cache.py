@@ -8,7 +8,8 @@ reads 0.2 % of the rows. Modes train the same steps from the middle of the run, 
 computation and the cache that a run would have there: `planned` follows the oracle, `lru` keeps
 the most recently used rows, `lru_next` also reads the rows of the next batch ahead, `uncached`
 reads and writes all in every step, `memory` has no link. `bound` is the larger of computation and
-transfer of `lru_next` over that of `planned`, whose bytes are the least of any cache of its size.
+transfer of `lru_next` over that of `planned`, whose rows are the fewest of any cache of its size;
+computation is that of `planned`, or the whole step of `memory` if it is shorter.
 
 `memory`: 26 tables of 2 M rows shaped like Criteo's large ones, dim 256, batch 1,024, one compute
 thread. A run without limit trains the first epoch, which touches every row. Each mode resumes from
@@ -29,7 +30,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from itertools import product
@@ -61,7 +62,6 @@ from benchmarks.common.processes import drop_pages, module, run
 from benchmarks.common.reuse import BATCH_SAMPLES, build_reuse
 from benchmarks.common.skew import NUM_TABLES, skewed_rows
 from benchmarks.common.training import step_figures
-from benchmarks.peers.linked import MODES
 from presage.schemas.config.job import load_job
 from presage.schemas.dataset.opened import open_dataset
 from presage.schemas.run.records import METRICS, read_metrics
@@ -69,6 +69,9 @@ from presage.trainer.components import order_of
 
 # Stores behind a link.
 
+CACHES = ("planned", "lru_next", "lru")
+COMPUTATION = ("forward", "backward", "update")
+"""Phases of a step that wait for no row."""
 TOOLS = ("ip", "tc", "unshare")
 IN_NAMESPACE = """
 ip link set lo up
@@ -86,12 +89,12 @@ MODELS = {
 # 10 %, are thus 1.7 or more.
 
 
-def train_linked(task: dict[str, Any], mode: str, folder: Path) -> dict[str, float]:
-    """Train the steps of a mode behind a link; return its figures."""
+def train_linked(task: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Train the steps of a task behind a link; return its figures, or why it is refused."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     file = folder / "task.json"
-    file.write_text(json.dumps({**task, "mode": mode, "folder": str(folder)}), encoding="utf-8")
+    file.write_text(json.dumps({**task, "folder": str(folder)}), encoding="utf-8")
     rate = 2 * task["megabits"]
     script = IN_NAMESPACE.format(rate=rate, python=sys.executable, task=file)
     return run(["unshare", "--net", "bash", "-euc", script]).json()
@@ -107,46 +110,54 @@ def measure_links(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
     kept.mkdir(parents=True, exist_ok=True)
     dataset = build_reuse(Path(options.shared_data), options.samples, kept)
     found: dict[str, Any] = {}
-    for model, megabits, share in product(options.models, options.megabits, options.shares):
+    for model, megabits in product(options.models, options.megabits):
         sizes = dict(MODELS[model])
-        dim = sizes.pop("embedding_dim")
         train = {
+            "embedding_dim": sizes.pop("embedding_dim"),
             "model": {"name": "dlrm", **sizes},
-            "embedding_dim": dim,
             "batch_samples": BATCH_SAMPLES,
             "num_threads": 1,
         }
-        task = {"dataset": str(dataset), "train": train, "megabits": megabits, "share": share}
+        task = {"dataset": str(dataset), "train": train, "megabits": megabits}
         task["steps"] = options.steps
-        modes = options.modes
-        sides = {mode: partial(train_linked, task, mode, scratch / "run") for mode in modes}
-        label = f"{model} model, {megabits} Mbit/s, cache of {share:.0%}"
-        found[label] = compare_linked(alternate(sides, options.rounds), megabits)
-        report(label, found[label])
+        kinds = [(0.0, "memory"), (0.0, "uncached"), *product(options.shares, CACHES)]
+        sides = {
+            (share, mode): partial(
+                train_linked, {**task, "share": share, "mode": mode}, scratch / "run"
+            )
+            for share, mode in kinds
+        }
+        runs = alternate(sides, options.rounds)
+        for share in options.shares:
+            cell = {mode: runs[share, mode] for mode in CACHES}
+            cell |= {mode: runs[0.0, mode] for mode in ("memory", "uncached")}
+            label = f"{model} model, {megabits} Mbit/s, cache of {share:.0%}"
+            found[label] = compare_linked(cell, megabits)
+            report(label, found[label])
     return found
 
 
-def compare_linked(runs: dict[str, list[dict[str, float]]], megabits: int) -> dict[str, Any]:
-    """Return the result of a cell, the plan against LRU with the next batch prefetched.
-
-    `bound` is how much faster any cache of this size can be: a step takes at least its computation
-    and at least the time of its bytes, of which none has fewer than the plan.
-    """
+def compare_linked(runs: Mapping[str, list[dict[str, Any]]], megabits: int) -> dict[str, Any]:
+    """Return the result of a cell, the plan against LRU with the next batch prefetched."""
+    refused = {mode: of[0]["refused"] for mode, of in runs.items() if "refused" in of[0]}
+    if refused:
+        return {"unit": "refused", "refused": refused}
     ms = {mode: [one["step_ms"] for one in of] for mode, of in runs.items()}
     link_ms = {
         mode: median([one["bytes"] for one in of]) * 8 / (2 * megabits * 1e3)
         for mode, of in runs.items()
     }
-    compute = median(ms["memory"])
+    own = median([sum(one[phase] for phase in COMPUTATION) for one in runs["planned"]])
+    compute = min(own, median(ms["memory"]))
     bound = max(compute, link_ms["lru_next"]) / max(compute, link_ms["planned"])
-    others = [mode for mode in ms if mode != "planned"]
     return compared(
         ms["planned"],
         ms["lru_next"],
         "ms per step, the plan against LRU with the next batch prefetched",
         bound=bound,
+        compute_ms=short(compute),
         link_ms={mode: short(each) for mode, each in link_ms.items()},
-        against={mode: ratios(ms["planned"], ms[mode]) for mode in others},
+        against={mode: ratios(ms["planned"], each) for mode, each in ms.items()},
         equal_losses=len({one["loss"] for of in runs.values() for one in of}) == 1,
         modes={mode: of[-1] for mode, of in runs.items()},
     )
@@ -334,7 +345,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.add("--models", tuple(MODELS), "of `links`", small=("small",), choices=tuple(MODELS))
     options.add("--megabits", (1000, 200), "of the links, each way", small=(200,))
     options.add("--shares", (0.02, 0.05, 0.1, 0.2), "of the rows that are cached", small=(0.5,))
-    options.add("--modes", MODES, "of `links`", choices=MODES)
     options.add("--large-samples", 786_432, "of the log of `memory`", small=32_768)
     options.add("--large-steps", 48, "of the second epoch", small=8)
     options.add("--large-rows", 6000, "cached rows of a table of `memory`")

@@ -23,6 +23,7 @@ from benchmarks.common.logs import KNOWN_LOGS, SHARED_DATA, MissingError
 SKIPPED = 77
 """Exit status of a benchmark that cannot run here, as in Automake."""
 
+K = TypeVar("K")
 T = TypeVar("T")
 Measure = Callable[[argparse.Namespace, Path], dict[str, Any]]
 """Returns a comparison, or several by name, from the options and an empty folder."""
@@ -160,8 +161,8 @@ def report(label: str, figures: object) -> None:
 
 
 def alternate(
-    sides: Mapping[str, Callable[[], T]], rounds: int, *, warm_up: int = 0
-) -> dict[str, list[T]]:
+    sides: Mapping[K, Callable[[], T]], rounds: int, *, warm_up: int = 0
+) -> dict[K, list[T]]:
     """Run every side in every round, forwards and backwards in turn.
 
     Args:
@@ -172,7 +173,7 @@ def alternate(
     Returns:
         The result of each side in each round.
     """
-    found: dict[str, list[T]] = {name: [] for name in sides}
+    found: dict[K, list[T]] = {name: [] for name in sides}
     for number in range(warm_up + rounds):
         for name in [*sides][:: -1 if number % 2 else 1]:
             result = sides[name]()

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from presage.schemas.config.train import CacheConfig, TrainConfig
 from presage.schemas.dataset.accesses import TableAccesses
 from presage.schemas.dataset.opened import open_dataset
+from presage.schemas.errors import PlanError
 from presage.schemas.typed_values import from_json
 from presage.trainer.components import build_components, layouts_of, order_of, plans_of
 from presage.trainer.data.decode import spec_of
@@ -48,7 +49,6 @@ from presage.trainer.stores.remote.processes import StoreProcesses
 from presage.trainer.stores.store import Records, Store, initial_records
 
 NextRows = Callable[[int], Mapping[str, NDArray[np.int64]]]
-MODES = ("memory", "planned", "lru_next", "lru", "uncached")
 NUM_STORES, PREFETCH_STEPS, WARM_UP = 2, 4, 8
 STORE_CORE = 1
 
@@ -203,7 +203,11 @@ def train(task: dict[str, Any], mode: str) -> dict[str, Any]:
 def main() -> None:
     """Run the task."""
     task = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    print(json.dumps(train(task, task["mode"])))  # noqa: T201
+    try:
+        figures = train(task, task["mode"])
+    except PlanError as error:
+        figures = {"refused": str(error)}
+    print(json.dumps(figures))  # noqa: T201
 
 
 if __name__ == "__main__":
