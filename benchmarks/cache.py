@@ -131,7 +131,7 @@ def measure_links(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         for share in options.shares:
             cell = {mode: runs[share, mode] for mode in CACHES}
             cell |= {mode: runs[0.0, mode] for mode in ("memory", "uncached")}
-            label = f"{model} model, {megabits} Mbit/s, cache of {share:.0%}"
+            label = f"{model} model, {megabits} Mbit/s, cache of {100 * share:g} %"
             found[label] = compare_linked(cell, megabits)
             report(label, found[label])
     return found
