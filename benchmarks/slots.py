@@ -1,6 +1,6 @@
-"""The cost of slots: a step of TorchRec's sharded tables with `PlannedSlots`, against full tables.
+"""`PlannedSlots` in TorchRec's sharded tables: what it costs, and tables larger than memory.
 
-Two ranks of one thread train the same DLRM on the same batches from the same rows, with
+`cost`: two ranks of one thread train the same DLRM on the same batches from the same rows, with
 `DistributedModelParallel` over gloo: once with full tables in memory, once with slots for some of
 their rows, and the others in mapped files. The sides alternate in turns of some steps, within the
 same processes. The plan is stored before the first step. `equal` says whether all losses are.
@@ -8,41 +8,51 @@ same processes. The plan is stored before the first step. `equal` says whether a
 With `--device cuda` there is a rank for each device, and two more sides: full tables in the memory
 of the host (`uvm`), and the same with FBGEMM's cache of as many rows as there are slots
 (`uvm_caching`).
+
+`memory`: two ranks train the table of `benchmarks.cache --parts links`, row-wise, after all of its
+rows were written: in a memory cgroup (version 1) of a quarter of the table's bytes, page cache
+included, and without a limit. Each side is a run of its own. Requires root.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
 import os
 import sys
 import time
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.multiprocessing.spawn import spawn
 
+from benchmarks.common.control_groups import group, require_groups
 from benchmarks.common.harness import (
     MissingError,
     Options,
+    alternate,
     compared,
-    headline,
     ratios,
     report,
     short,
 )
 from benchmarks.common.logs import build_dataset, each_log, job_path, read_job, write_job_file
+from benchmarks.common.processes import module, run
+from benchmarks.common.reuse import build_reuse
 from benchmarks.peers.slot_ranks import SlotsConfig, run_rank
+from presage.schemas.dataset.accesses import num_unique_rows
 from presage.schemas.dataset.opened import open_dataset
 from presage.trainer.slots.slot_plan import SlotPlan, SlotSettings
 
 BATCH, DIM, STEPS, RANKS = 4096, 16, 4, 2
 
 
-def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    """Measure all logs and shardings; the result is the first one."""
-    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+def measure_cost(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    """Measure all logs and shardings."""
     details: dict[str, Any] = {}
     for name, log, folder in each_log(options, scratch):
         shipped = job_path(name)
@@ -53,7 +63,7 @@ def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
             label = f"{name}, {sharding}"
             details[label] = measure_sharding(options, dataset, sharding, folder / sharding)
             report(label, details[label])
-    return headline(details)
+    return details
 
 
 def measure_sharding(
@@ -96,6 +106,63 @@ def measure_sharding(
     )
 
 
+# Tables larger than a limit of memory.
+
+LARGE_DIM, TABLES_OF_LIMIT = 256, 4
+
+
+def measure_memory(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    """Train tables of four times a memory limit, with the limit and without it."""
+    require_groups()
+    kept = options.scratch or scratch
+    kept.mkdir(parents=True, exist_ok=True)
+    dataset = build_reuse(Path(options.shared_data), options.reuse_samples, kept)
+    (table,) = (opened := open_dataset(dataset)).job.data.tables
+    num_rows = num_unique_rows(opened, table)
+    num_bytes = num_rows * (4 * LARGE_DIM + 4)
+    config = SlotsConfig(
+        dataset=dataset,
+        scratch=scratch / "ranks",
+        world_size=RANKS,
+        cache_rows=round(options.share * num_rows),
+        sharding="row_wise",
+        dim=LARGE_DIM,
+        batch_samples=BATCH,
+        steps=options.large_steps,
+        rounds=1,
+        store=options.store,
+    )
+    config.scratch.mkdir()
+    store_plan(config)
+    limit = num_bytes // TABLES_OF_LIMIT
+    sides = {
+        name: partial(train_stored, config, size)
+        for name, size in (("limited", limit), ("free", None))
+    }
+    runs = alternate(sides, options.rounds)
+    losses = {str(run["losses"]) for of in runs.values() for run in of}
+    return compared(
+        [run["step_ms"] for run in runs["limited"]],
+        [run["step_ms"] for run in runs["free"]],
+        f"ms per step under a memory limit and without, {RANKS} ranks, dim {LARGE_DIM}",
+        table_bytes=num_bytes,
+        limit_bytes=limit,
+        peak_bytes=max(run["peak_bytes"] for run in runs["limited"]),
+        equal=len(losses) == 1,
+    )
+
+
+def train_stored(config: SlotsConfig, limit_bytes: int | None) -> dict[str, Any]:
+    """Write all rows and train on slots, in processes with a limit of memory unless it is None."""
+    (config.scratch / "group").unlink(missing_ok=True)
+    command = module("benchmarks.peers.slot_ranks", json.dumps(asdict(config), default=str))
+    with group("slots") as limits:
+        if limit_bytes is not None:
+            limits.limit_memory(limit_bytes)
+        *_, (seconds, losses) = run(limits.command(command)).json()
+        return {"step_ms": seconds * 1e3, "losses": losses, "peak_bytes": limits.peak_bytes}
+
+
 def store_plan(config: SlotsConfig) -> float:
     """Plan all steps; return the seconds that it takes."""
     opened = open_dataset(config.dataset)
@@ -118,12 +185,19 @@ def store_plan(config: SlotsConfig) -> float:
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark and print the result."""
     options = Options("slots", __doc__, rounds=9)
+    options.add_parts({"cost": measure_cost, "memory": measure_memory}, small=("cost",))
     options.add_logs(("demo",), small=("demo_small",))
     kinds = ("table_wise", "row_wise")
     options.add("--shardings", kinds, "of the tables", small=kinds[:1], choices=kinds)
     options.add("--cache-rows", 20_000, "slots of each table")
     options.add("--device", "cpu", "of the tables", choices=("cpu", "cuda"))
-    return options.run(measure, argv)
+    options.add("--store", "log", "of the rows of `memory`", choices=("log", "mmap"))
+    options.add("--share", 0.05, "of the rows of `memory` that have slots", small=0.5)
+    options.add("--large-steps", 60, "of each turn of `memory`", small=2)
+    options.add("--reuse-samples", 10_000_000, "of the log of `memory`", small=200_000)
+    options.add("--scratch", None, "folder to keep and reuse the dataset of `memory` in")
+    os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    return options.run_parts(argv)
 
 
 if __name__ == "__main__":

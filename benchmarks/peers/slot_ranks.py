@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import multiprocessing
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,9 +13,11 @@ from multiprocessing import SimpleQueue
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.multiprocessing.spawn import spawn
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -29,9 +34,13 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-import presage
 from presage.batch import Batch
+from presage.loader import DataLoader
+from presage.planned_slots import PlannedSlots
 from presage.schemas.rows import initial_rows
+from presage.trainer.slots.shards import ALL
+from presage.trainer.stores.future_log import NextUseLookup
+from presage.trainer.stores.store import WriteBack, initial_records
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +59,7 @@ class SlotsConfig:
         rounds: turns of each side; the first does not count.
         sides: of `KERNELS`.
         device: cpu, or cuda with one rank for each device.
+        store: mmap or log, of the rows without a slot.
     """
 
     dataset: Path
@@ -61,8 +71,9 @@ class SlotsConfig:
     batch_samples: int
     steps: int
     rounds: int
-    sides: tuple[str, ...]
-    device: str
+    sides: tuple[str, ...] = ("slots",)
+    device: str = "cpu"
+    store: str = "mmap"
 
 
 KERNELS = {
@@ -92,8 +103,8 @@ class Clicks(nn.Module):
         return batch.mean_loss(losses, averaging_ranks=dist.get_world_size())
 
 
-def run_rank(rank: int, config: SlotsConfig, results: SimpleQueue[Any]) -> None:
-    """Train both sides in turns; rank 0 returns seconds a step and losses of each turn."""
+def join(rank: int, config: SlotsConfig) -> torch.device:
+    """Join the group of all ranks, with one thread; return the device of this one."""
     torch.set_num_threads(1)
     device = torch.device(f"cuda:{rank}" if config.device == "cuda" else "cpu")
     if device.type == "cuda":
@@ -104,23 +115,72 @@ def run_rank(rank: int, config: SlotsConfig, results: SimpleQueue[Any]) -> None:
         rank=rank,
         world_size=config.world_size,
     )
-    loaders = {
-        side: presage.DataLoader(
-            config.dataset,
-            batch_samples=config.batch_samples,
-            rank=rank,
-            world_size=config.world_size,
-            equal_batches=True,
-            deduplicated=False,
-        )
-        for side in config.sides
-    }
-    slots = presage.PlannedSlots(
-        loaders["slots"],
+    return device
+
+
+def loader_of(config: SlotsConfig, rank: int) -> DataLoader:
+    """Return the loader of a rank."""
+    return DataLoader(
+        config.dataset,
+        batch_samples=config.batch_samples,
+        rank=rank,
+        world_size=config.world_size,
+        equal_batches=True,
+        deduplicated=False,
+    )
+
+
+def slots_of(config: SlotsConfig, loader: DataLoader) -> PlannedSlots:
+    """Return the slots of a rank, whose rows are in files below the scratch folder."""
+    return PlannedSlots(
+        loader,
         cache_rows=config.cache_rows,
         sharding=config.sharding,  # type: ignore[arg-type]
         directory=config.scratch / "rows",
+        store=config.store,  # type: ignore[arg-type]
     )
+
+
+def run_stored(rank: int, config: SlotsConfig, results: SimpleQueue[Any]) -> None:
+    """Train on slots after all rows were written; rank 0 returns seconds a step, and losses.
+
+    A turn is for the slots to be filled, and `rounds` more are measured.
+    """
+    device, loader = join(rank, config), loader_of(config, rank)
+    slots, num_dense = slots_of(config, loader), loader.first_batch().dense_features.shape[1]
+    tables = slots.embedding_bag_configs(config.dim)
+    model, optimizer = build(config, tables, num_dense, "slots", device, {})
+    slots.attach(model, optimizer)
+    write_rows(slots, loader)
+    batches = slots.batches()
+    turns = [train(model, optimizer, batches, config.steps) for _ in range(1 + config.rounds)]
+    if rank == 0:
+        results.put(turns)
+    slots.close()
+    dist.destroy_process_group()
+
+
+def write_rows(slots: PlannedSlots, loader: DataLoader) -> None:
+    """Write the initial records of all rows of a rank, as a run that has trained them."""
+    attached = slots._attached
+    assert attached is not None, "a model is attached"
+    layout, next_use = attached.layout, NextUseLookup(loader.opened, loader.order)
+    for shard in attached.shards:
+        table = slots._header.tables[shard.table]
+        first, end = layout.starts[shard.table : shard.table + 2].tolist()
+        keys = np.flatnonzero(table.part_of(layout.row_of_key[first:end]) == shard.part) + first
+        for start in range(0, len(keys), 1 << 16):
+            some = keys[start : start + (1 << 16)]
+            steps = next_use(table.name, 0, layout.row_of_key[some])
+            back = WriteBack(some, initial_records(layout, some), steps)
+            attached.store.write(-1, {ALL: back})
+
+
+def run_rank(rank: int, config: SlotsConfig, results: SimpleQueue[Any]) -> None:
+    """Train all sides in turns; rank 0 returns seconds a step and losses of each turn."""
+    device = join(rank, config)
+    loaders = {side: loader_of(config, rank) for side in config.sides}
+    slots = slots_of(config, loaders["slots"])
     num_dense = loaders["slots"].first_batch().dense_features.shape[1]
     cached = {t.name: t.num_embeddings for t in slots.embedding_bag_configs(config.dim)}
     sides: dict[str, tuple[nn.Module, Any, Iterator[Batch]]] = {}
@@ -221,3 +281,17 @@ def initialise(model: nn.Module) -> None:
                     dtype="float32",
                 )
                 part.copy_(torch.from_numpy(values))
+
+
+def main() -> None:
+    """Train on slots after all rows were written, as the options on the command line say."""
+    body = json.loads(sys.argv[1])
+    paths = {name: Path(body[name]) for name in ("dataset", "scratch")}
+    config = SlotsConfig(**{**body, **paths, "sides": ("slots",)})
+    results = multiprocessing.get_context("spawn").SimpleQueue()
+    spawn(run_stored, (config, results), nprocs=config.world_size)
+    print(json.dumps(results.get()))  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()
