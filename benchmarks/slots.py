@@ -108,7 +108,7 @@ def measure_sharding(
 
 # Tables larger than a limit of memory.
 
-LARGE_DIM, TABLES_OF_LIMIT = 256, 4
+LARGE_DIM, TABLES_OF_LIMIT = 512, 4
 
 
 def measure_memory(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
@@ -192,8 +192,8 @@ def main(argv: list[str] | None = None) -> int:
     options.add("--cache-rows", 20_000, "slots of each table")
     options.add("--device", "cpu", "of the tables", choices=("cpu", "cuda"))
     options.add("--store", "log", "of the rows of `memory`", choices=("log", "mmap"))
-    options.add("--share", 0.05, "of the rows of `memory` that have slots", small=0.5)
-    options.add("--large-steps", 60, "of each turn of `memory`", small=2)
+    options.add("--share", 0.03, "of the rows of `memory` that have slots", small=0.5)
+    options.add("--large-steps", 20, "of each turn of `memory`", small=2)
     options.add("--reuse-samples", 10_000_000, "of the log of `memory`", small=200_000)
     options.add("--scratch", None, "folder to keep and reuse the dataset of `memory` in")
     os.environ |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
