@@ -136,10 +136,10 @@ class _TableCache:
 
 @dataclass(frozen=True, slots=True)
 class _PlacedStep:
-    """The slots of the rows of a step, by table, and the records that are read for it."""
+    """The slots of the rows of a step, by table, and those whose records are read for it."""
 
     slots: Mapping[str, NDArray[np.int64]]
-    is_missing: Mapping[str, NDArray[np.bool_]]
+    read_slots: Mapping[str, NDArray[np.int64]]
     reading: Future[dict[str, Records]]
 
 
@@ -180,7 +180,7 @@ class LruCache(RowSource):
         self._put_read(placed)
         self._used = placed.slots
         self.num_accesses += sum(map(len, placed.slots.values()))
-        self.fetched_rows += sum(int(missing.sum()) for missing in placed.is_missing.values())
+        self.fetched_rows += sum(map(len, placed.read_slots.values()))
         if self._next_rows is not None:
             following = train_step + 1
             self._next = self._place(following, self._next_rows(following), train_step)
@@ -193,27 +193,23 @@ class LruCache(RowSource):
         """Find the slots of the rows of a step, and read those that are missing."""
         places = {t: self._tables[t].place(train_step, r, first_kept) for t, r in rows.items()}
         missing = {table: rows[table][is_missing] for table, (_, is_missing, _) in places.items()}
+        free = {table: slots[is_missing] for table, (slots, is_missing, _) in places.items()}
         # One thread reads and writes in turn: a row that was evicted earlier is in its store.
         reading = self._thread.read(lambda step: self._store.fetch(step, missing), train_step)
         evicted = {table: back for table, (*_, back) in places.items() if len(back.rows)}
         if evicted:
             self._thread.write(train_step - 1, evicted)
         if self._changes is not None:
-            for table, (slots, is_missing, back) in places.items():
-                free = slots[is_missing]
-                evicted_from = free[len(free) - len(back.rows) :]  # slots without a row come first
+            for table, back in evicted.items():
+                # slots without a row come first
+                slots = free[table][len(free[table]) - len(back.rows) :]
                 gone = GatheredRows(back.records)
-                self._changes.record_eviction(table, evicted_from, back.rows, gone)
-        return _PlacedStep(
-            {table: slots for table, (slots, *_) in places.items()},
-            {table: is_missing for table, (_, is_missing, _) in places.items()},
-            reading,
-        )
+                self._changes.record_eviction(table, slots, back.rows, gone)
+        return _PlacedStep({t: slots for t, (slots, *_) in places.items()}, free, reading)
 
     def _put_read(self, placed: _PlacedStep) -> None:
         for table, fetched in placed.reading.result().items():
-            missing = placed.slots[table][placed.is_missing[table]]
-            self._tables[table].records.put(missing, fetched)
+            self._tables[table].records.put(placed.read_slots[table], fetched)
 
     def release(self, train_step: int, rows: RowsOfTables) -> None:
         """Keep the rows that were gathered last; they stay cached until they are evicted."""
