@@ -79,12 +79,19 @@ from presage.schemas.dataset.opened import (
 from presage.schemas.dataset.order import Order
 from presage.schemas.dataset.run_next_uses import NextUses, indexed_steps
 from presage.schemas.machine import num_cores
-from presage.schemas.oracle.cache_plan import CachePlan, PlanStep, required_rows, summarize
+from presage.schemas.oracle.cache_plan import (
+    CachePlan,
+    PlanStep,
+    plan_table,
+    required_rows,
+    summarize,
+    summarize_tables,
+)
 from presage.schemas.oracle.next_uses import distinct, next_use
-from presage.trainer.components import build_components, order_of, plans_of
+from presage.trainer.components import build_components, order_of, plan_of_rows
 from presage.trainer.data.decode import spec_of
 from presage.trainer.data.reader import Reader, prefetch
-from presage.trainer.embedding.cache import PlannedCache, TablePlan
+from presage.trainer.embedding.cache import PlannedCache
 from presage.trainer.options import TrainOptions
 from presage.trainer.step import PhaseTimer, train_batch
 
@@ -228,10 +235,12 @@ def bytes_of(name: str, log: Path, scratch: Path) -> dict[str, Any]:
 # Plans of caches.
 
 CACHE_SHARE = 0.05
-"""Size of Belady's cache as a share of the largest table's rows, at least the required minimum."""
+"""Size of Belady's cache as a share of all tables' rows, at least the required minimum."""
 
 
-def record_planning(steps: Iterator[PlanStep], cpu_sec: list[float]) -> Iterator[PlanStep]:
+def record_planning(
+    steps: Iterator[Mapping[str, PlanStep]], cpu_sec: list[float]
+) -> Iterator[Mapping[str, PlanStep]]:
     """Yield the steps of a plan and add the CPU seconds of each to a list."""
     while True:
         start = time.thread_time()
@@ -252,14 +261,11 @@ def train_planned(dataset: OpenDataset, cache: CacheConfig, max_steps: int) -> d
     spec = spec_of(dataset, config.dtype)
     components = build_components(spec, config)
     cpu_sec: list[float] = []
-    plans = {
-        table: TablePlan(record_planning(plan.steps, cpu_sec), plan.row_of_number)
-        for table, plan in plans_of(dataset, order, components.store.layouts, cache, 0).items()
-    }
+    plan = plan_of_rows(dataset, order, components.store.layouts, cache, 0)
     last = min(max_steps, order.num_steps)
     source = PlannedCache(
         components.store,
-        plans,
+        replace(plan, steps=record_planning(plan.steps, cpu_sec)),
         first_step=0,
         last_step=last,
         prefetch_steps=cache.prefetch_steps,
@@ -282,14 +288,13 @@ def plan_alone(
     index = dataset.index_for(order)
     figures: dict[str, Any] = {}
     for name, cache in caches.items():
-        seconds, accesses, fetched = 0.0, 0, 0
-        for table in dataset.job.data.tables:
-            steps = list(indexed_steps(dataset, index, table))
-            start = time.thread_time()
-            summary = summarize(CachePlan(steps, cache))
-            seconds += time.thread_time() - start
-            accesses += summary.num_accesses
-            fetched += summary.fetched_rows
+        tables = dataset.job.data.tables
+        steps = {table: list(indexed_steps(dataset, index, table)) for table in tables}
+        start = time.thread_time()
+        summaries = summarize_tables(CachePlan(steps, cache)).values()
+        seconds = time.thread_time() - start
+        accesses = sum(summary.num_accesses for summary in summaries)
+        fetched = sum(summary.fetched_rows for summary in summaries)
         figures[name] = {
             "ns_per_access": seconds / accesses * 1e9,
             "accesses_per_step": accesses / order.num_steps,
@@ -303,13 +308,12 @@ def caches_of(dataset: OpenDataset, order: Order) -> dict[str, CacheConfig]:
     """Return the job's cache with both policies; Belady's is large enough for all tables."""
     index = dataset.index_for(order)
     belady = replace(dataset.job.train.cache, policy="belady")
-    required = 1
-    for table in dataset.job.data.tables:
-        required = max(required, required_rows(NextUses(dataset, index, table), belady))
-    share = int(CACHE_SHARE * max(num_unique_rows(dataset, t) for t in dataset.job.data.tables))
+    tables = dataset.job.data.tables
+    required = required_rows((NextUses(dataset, index, table) for table in tables), belady)
+    share = int(CACHE_SHARE * sum(num_unique_rows(dataset, table) for table in tables))
     return {
         "ttl": replace(dataset.job.train.cache, policy="ttl", rows=None),
-        "belady": replace(belady, rows=max(required, share)),
+        "belady": replace(belady, rows=max(1, required, share)),
     }
 
 
@@ -361,7 +365,7 @@ def measure_windows(options: argparse.Namespace, scratch: Path) -> dict[str, Any
     found: dict[str, Any] = {}
     for kind, cache in kinds.items():
         start = time.thread_time()
-        plan = summarize(CachePlan(indexed_steps(dataset, index, table), cache))
+        plan = summarize(plan_table(indexed_steps(dataset, index, table), cache))
         seconds = time.thread_time() - start
         fetched[kind] = plan.fetched_rows
         found[kind] = compared(
@@ -427,7 +431,7 @@ def plan_decoded(dataset: OpenDataset, index: Index, table: str) -> int:
 
 def plan_rows(steps: Iterable[tuple[Any, Any]], dataset: OpenDataset) -> int:
     """Compute a plan; return its fetched rows."""
-    return summarize(CachePlan(steps, dataset.job.train.cache)).fetched_rows
+    return summarize(plan_table(steps, dataset.job.train.cache)).fetched_rows
 
 
 TASKS = {"ours": plan_streaming, "decoded whole": plan_decoded}

@@ -31,7 +31,7 @@ def open_rows(
             (benchmarks/memory.md); `StoresConfig`: store processes.
         directory: of the run's files, for any store but `memory`; files of a store before are
             replaced when training begins.
-        cache_rows: most cached rows of a table; None: all that are used again.
+        cache_rows: most cached rows of all tables; None: all that are used again.
         policy: which rows stay cached: with `belady`, those that are used next; with `ttl`, those
             that are used within `lookahead` steps.
         lookahead: of `ttl`.

@@ -17,13 +17,13 @@ from presage.schemas.dataset.accesses import TableAccesses
 from presage.schemas.dataset.checked_files import DecodedListCache
 from presage.schemas.dataset.opened import OpenDataset
 from presage.schemas.dataset.order import Order
-from presage.schemas.dataset.run_next_uses import SharedNextUses
+from presage.schemas.dataset.run_next_uses import SharedNextUses, most_cached_rows
 from presage.schemas.errors import SchemaError
-from presage.schemas.oracle.cache_plan import CachePlan, Keyframe, check_cache_size, reuse_distance
+from presage.schemas.oracle.cache_plan import CachePlan, Keyframe, check_cache_size
 from presage.trainer.data.collate import features_of_tables
 from presage.trainer.data.decode import BatchSpec
 from presage.trainer.data.transfer import device_of
-from presage.trainer.embedding.cache import DirectSource, TablePlan
+from presage.trainer.embedding.cache import DirectSource, RowsPlan
 from presage.trainer.embedding.device_embedding import DeviceEmbedding
 from presage.trainer.embedding.kernels.interface import state_width
 from presage.trainer.embedding.module import Embedding, TableSpec
@@ -147,7 +147,7 @@ DECODED_BYTES = 256 << 20
 """Bytes of decoded access lists that a shuffled run keeps; others are decoded again."""
 
 
-def plans_of(
+def plan_of_rows(
     dataset: OpenDataset,
     order: Order,
     tables: Iterable[str],
@@ -158,8 +158,8 @@ def plans_of(
     end_step: int | None = None,
     job_tables: Mapping[str, str] | None = None,
     shared: SharedNextUses | None = None,
-) -> dict[str, TablePlan]:
-    """Return the cache plan of each table from a step on.
+) -> RowsPlan:
+    """Return the cache plan of some tables from a step on.
 
     Plans stream: in memory are, for a whole table, 8 bytes per row of the dataset and 4 more per
     row of the plan so far, with several segments also 4 per row of a segment, and again 4 in a
@@ -173,7 +173,7 @@ def plans_of(
         dataset: open dataset.
         order: global order of the run.
         tables: table names.
-        config: policy and limits; the limits hold for each table.
+        config: policy and limits.
         first_step: first step to train.
         starts: state of each table's plan before the first step; none to start empty.
         end_step: one after the last known step, where plans end and beyond which no use is known;
@@ -183,7 +183,7 @@ def plans_of(
 
     Raises:
         SchemaError: the dataset has no index for this order; the message says how to build it.
-        PlanError: `config.rows` is too small for a table; the message names the size that works.
+        PlanError: `config.rows` is too small; the message names the size that works.
     """
     shared = shared or SharedNextUses(dataset, order)
     end = order.num_steps if end_step is None else end_step
@@ -194,18 +194,15 @@ def plans_of(
         table: TableAccesses(dataset, table, order, decoded, uses.numbering)
         for table, uses in next_uses.items()
     }
+    to_plan = [(table, job_tables[table]) for table in tables]
+    limited = [next_uses[name] for _, name in to_plan]
     limit = config.rows
-    if limit is not None:
-        settings = reuse_distance(config), config.prefetch_steps, first_step, end
-        peaks = {table: uses.peak_cache_rows(*settings) for table, uses in next_uses.items()}
-        exceeding = [table for table in tables if peaks[job_tables[table]] > limit]
-        check_cache_size(
-            {table: next_uses[job_tables[table]].within(to_train) for table in exceeding}, config
-        )
-    plans: dict[str, TablePlan] = {}
-    for table in tables:
-        of_table = accesses[job_tables[table]]
-        steps = map(of_table.entries, to_train, next_uses[job_tables[table]].within(to_train))
-        plan = CachePlan(steps, config, first_step=first_step, start=(starts or {}).get(table))
-        plans[table] = TablePlan(plan, of_table.rows, plan.keyframe)
-    return plans
+    if limit is not None and most_cached_rows(limited, config, first_step, end) > limit:
+        check_cache_size([uses.within(to_train) for uses in limited], config)
+    steps = {
+        table: map(accesses[name].entries, to_train, next_uses[name].within(to_train))
+        for table, name in to_plan
+    }
+    plan = CachePlan(steps, config, first_step=first_step, starts=starts)
+    rows = {table: accesses[name].rows for table, name in to_plan}
+    return RowsPlan(plan, rows, plan.keyframes)

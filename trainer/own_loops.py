@@ -36,7 +36,7 @@ from presage.trainer.checkpoint.load import (
     verify_checkpoint,
 )
 from presage.trainer.checkpoint.save import write_checkpoint
-from presage.trainer.components import plans_of
+from presage.trainer.components import plan_of_rows
 from presage.trainer.embedding.cache import PlannedCache, RowsOfTables
 from presage.trainer.embedding.ranks import world_size
 from presage.trainer.stores.factory import FILE_STORES, open_store
@@ -348,12 +348,12 @@ class EmbeddingRows:
 
     def _plan(self, store: Store) -> PlannedCache:
         order, config = self._order, self._cache_config
-        plans = plans_of(
+        plan = plan_of_rows(
             self._dataset, order, self._layouts, config, self._next, job_tables=self._job_tables
         )
         cache = PlannedCache(
             store,
-            plans,
+            plan,
             first_step=self._next,
             last_step=order.num_steps,
             prefetch_steps=config.prefetch_steps,

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from presage.schemas.config.train import TrainConfig
 from presage.trainer.embedding.cache import CachedRows, PlannedCache, RowSource
 from presage.trainer.embedding.changes import Changes
-from presage.trainer.steps import Span, plans_of_span
+from presage.trainer.steps import Span, plan_of_span
 from presage.trainer.stores.future_log import FutureLog, NextUseLookup
 from presage.trainer.stores.store import Store
 
@@ -66,10 +66,10 @@ class RunRows:
         if self._planned is None or not isinstance(source, PlannedCache):
             return
         starts = source.keyframes()
-        plans = plans_of_span(span, store.layouts, self._planned, train_step, starts)
+        plan = plan_of_span(span, store.layouts, self._planned, train_step, starts)
         is_log = isinstance(store, FutureLog)
         reschedule = partial(_reschedule, store, span, train_step) if is_log else None
-        source.replace_plans(plans, span.horizon.end_step, reschedule)
+        source.replace_plan(plan, span.horizon.end_step, reschedule)
 
     def update_written(self, written: int, *, writes: bool) -> None:
         """Update `written` to that of all replicas, and whether this one is the writer."""

@@ -20,12 +20,12 @@ from presage.schemas.dataset.run_next_uses import SharedNextUses
 from presage.schemas.errors import PlanError
 from presage.schemas.oracle.cache_plan import Keyframe
 from presage.schemas.run.records import LedgerEntry
-from presage.trainer.components import plans_of, uses_shared_features
+from presage.trainer.components import plan_of_rows, uses_shared_features
 from presage.trainer.data.collate import Microbatches, move_batch, single_microbatch
 from presage.trainer.data.decode import spec_of
 from presage.trainer.data.reader import Reader
 from presage.trainer.data.transfer import device_of
-from presage.trainer.embedding.cache import TablePlan
+from presage.trainer.embedding.cache import RowsPlan
 from presage.trainer.options import TrainOptions
 
 NO_MICROBATCHES = range(0)
@@ -147,15 +147,15 @@ class Span:
     next_uses: SharedNextUses
 
 
-def plans_of_span(
+def plan_of_span(
     span: Span,
     tables: Iterable[str],
     config: TrainConfig,
     first_step: int,
     starts: Mapping[str, Keyframe],
-) -> dict[str, TablePlan]:
-    """Return the plan of each table from a step to the end of a span; see `plans_of`."""
-    return plans_of(
+) -> RowsPlan:
+    """Return the plan of tables from a step to the end of a span; see `plan_of_rows`."""
+    return plan_of_rows(
         span.dataset,
         span.order,
         tables,

@@ -57,7 +57,7 @@ from presage.trainer.run.setup import Rollbacks, first_checkpoint, open_run, wit
 from presage.trainer.run.warm_start import steps_before, summary_of_origin
 from presage.trainer.run_rows import RunRows
 from presage.trainer.step import Clock, MicrobatchCompute, PhaseTimer, WholeBatchCompute
-from presage.trainer.steps import Span, StepReader, plans_of_span
+from presage.trainer.steps import Span, StepReader, plan_of_span
 from presage.trainer.stores.factory import open_store
 from presage.trainer.stores.future_log import FutureLog, NextUseLookup
 from presage.trainer.stores.store import RowReader
@@ -345,7 +345,7 @@ def _row_source(
     every = job.train.checkpoint.every_steps
     end = span.horizon.end_step
     starts = {table: state.keyframe for table, state in cached.items()}
-    plans = plans_of_span(span, components.store.layouts, job.train, first, starts)
+    plan = plan_of_span(span, components.store.layouts, job.train, first, starts)
     steps: dict[str, Any] = {
         "first_step": first,
         "last_step": end,
@@ -353,10 +353,10 @@ def _row_source(
         "saves_at": () if every is None else range(0, sys.maxsize, every),
     }
     if job.train.device == "cpu":
-        source = PlannedCache(components.store, plans, **steps)
+        source = PlannedCache(components.store, plan, **steps)
     else:
         device = device_of(job.train.device)
-        source = DeviceCache(components.store, plans, device, cache.rows, **steps)
+        source = DeviceCache(components.store, plan, device, cache.rows, **steps)
     source.requested_step = end
     return source
 

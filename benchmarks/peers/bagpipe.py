@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from presage.schemas.config.train import CacheConfig
-from presage.schemas.oracle.cache_plan import CachePlan
+from presage.schemas.oracle.cache_plan import plan_table
 from presage.schemas.oracle.next_uses import next_use
 
 ORACLE = Path("BagPipe/oraclecacher.py")
@@ -174,7 +174,7 @@ def fetches_equal_rows(
     for table, rows in enumerate(columns):
         ids = rows.astype(np.int64)
         steps = [np.unique(ids[start : start + batch]) for start in range(0, len(rows), batch)]
-        plan = CachePlan(zip(steps, next_use(steps, num_rows[table]), strict=True), cache)
+        plan = plan_table(zip(steps, next_use(steps, num_rows[table]), strict=True), cache)
         for of_tables, step in zip(fetched, plan, strict=False):
             if not np.array_equal(of_tables[table], step.numbers[step.fetch]):
                 return False

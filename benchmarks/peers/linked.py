@@ -31,11 +31,10 @@ from presage.schemas.dataset.accesses import TableAccesses
 from presage.schemas.dataset.opened import open_dataset
 from presage.schemas.errors import PlanError
 from presage.schemas.typed_values import from_json
-from presage.trainer.components import build_components, layouts_of, order_of, plans_of
+from presage.trainer.components import build_components, layouts_of, order_of, plan_of_rows
 from presage.trainer.data.decode import spec_of
 from presage.trainer.data.reader import Reader, prefetch
 from presage.trainer.embedding.cache import (
-    CachedRows,
     DirectSource,
     PlannedCache,
     RowSource,
@@ -114,17 +113,14 @@ class Run:
 
     def _planned(self, store: Store) -> PlannedCache:
         cache = CacheConfig(policy="belady", rows=self.cache_rows, prefetch_steps=PREFETCH_STEPS)
-        plans = plans_of(self.dataset, self.order, [self.table], cache, 0)
-        for _ in islice(plans[self.table].steps, self.first):
+        plan = plan_of_rows(self.dataset, self.order, [self.table], cache, 0)
+        for _ in islice(plan.steps, self.first):
             pass
-        of_plan = plans[self.table].keyframe
-        assert of_plan is not None, "plans of runs have keyframes"
-        keyframe = of_plan()
-        state = CachedRows(keyframe, plans[self.table].rows(keyframe.numbers))
-        starts = {self.table: keyframe}
+        state = plan.states()[self.table]
+        starts = {self.table: state.keyframe}
         source = PlannedCache(
             store,
-            plans_of(self.dataset, self.order, [self.table], cache, self.first, starts=starts),
+            plan_of_rows(self.dataset, self.order, [self.table], cache, self.first, starts=starts),
             first_step=self.first,
             last_step=self.order.num_steps,
             prefetch_steps=PREFETCH_STEPS,

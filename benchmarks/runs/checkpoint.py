@@ -56,7 +56,13 @@ from presage.trainer.checkpoint.files import (
 from presage.trainer.checkpoint.load import load_rows, newest_checkpoint, verify_checkpoint
 from presage.trainer.checkpoint.manager import CHECKPOINT_LOG, BackgroundSaver
 from presage.trainer.checkpoint.save import save_checkpoint
-from presage.trainer.components import Components, build_components, layouts_of, order_of, plans_of
+from presage.trainer.components import (
+    Components,
+    build_components,
+    layouts_of,
+    order_of,
+    plan_of_rows,
+)
 from presage.trainer.data.decode import spec_of
 from presage.trainer.embedding.cache import DirectSource, PlannedCache, RowSource
 from presage.trainer.embedding.changes import Changes
@@ -109,7 +115,7 @@ def train_and_save(
         if embedding == "cached":
             source = PlannedCache(
                 store,
-                plans_of(dataset, order, layouts, config.cache, 0),
+                plan_of_rows(dataset, order, layouts, config.cache, 0),
                 first_step=0,
                 last_step=last,
                 prefetch_steps=config.cache.prefetch_steps,

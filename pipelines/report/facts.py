@@ -31,7 +31,7 @@ from presage.pipelines.table.indexes import (
     TableReport,
     default_order,
     policy_reports,
-    table_report,
+    table_reports,
 )
 from presage.schemas.dataset.accesses import TableAccesses
 from presage.schemas.dataset.manifest import GroupCounts
@@ -276,7 +276,7 @@ class OracleFacts:
     """Accesses of a training run in the default order, and what caches make of them."""
 
     tables: Mapping[str, TableReport]  # under the job's plan, most accesses first
-    policies: Mapping[str, Mapping[str, PolicyReport]]  # table to policy to its result
+    policies: Mapping[str, Mapping[str, PolicyReport]]  # policy to table to its result
     num_steps: int
     lookahead: int  # steps
     largest: str  # table with the most accesses; the other attributes are of this one
@@ -301,12 +301,9 @@ def oracle_facts(dataset: OpenDataset) -> OracleFacts | None:
     """
     index = dataset.index_for(default_order(dataset))
     order, cache = index.order, replace(dataset.job.train.cache, rows=None)
-    policies, tables = dict[str, dict[str, PolicyReport]](), dict[str, TableReport]()
-    for name in dataset.job.data.tables:
-        accesses, next_uses = open_table(dataset, index, name)
-        policies[name] = policy_reports(accesses, next_uses, cache)
-        num_rows = len(accesses.rows)
-        tables[name] = table_report(dataset, index, name, num_rows, cache, policies[name])
+    opened = {name: open_table(dataset, index, name) for name in dataset.job.data.tables}
+    policies = policy_reports(opened, cache)
+    tables = table_reports(dataset, index, opened, cache, policies)
     tables = dict(sorted(tables.items(), key=lambda t: (-t[1].num_accesses, t[0])))
     largest = next((name for name, report in tables.items() if report.num_accesses), None)
     if largest is None:

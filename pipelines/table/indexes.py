@@ -49,7 +49,12 @@ from presage.schemas.dataset.order import Order
 from presage.schemas.dataset.run_next_uses import NextUses, open_table
 from presage.schemas.layout import FILES, TRAIN
 from presage.schemas.machine import num_cores
-from presage.schemas.oracle.cache_plan import CachePlan, cache_too_small, required_rows, summarize
+from presage.schemas.oracle.cache_plan import (
+    CachePlan,
+    cache_too_small,
+    required_rows,
+    summarize_tables,
+)
 from presage.schemas.oracle.miss_ratio import lru_curve
 from presage.schemas.storage.location import Location
 
@@ -267,8 +272,19 @@ def oracle(arguments: argparse.Namespace, beam_args: list[str]) -> dict[str, Any
         rows=cache.rows if arguments.cache_rows is None else arguments.cache_rows,
     )
     index, names = dataset.index_for(order), sorted(dataset.job.data.tables)
-    tables = {name: _report(dataset, index, name, cache) for name in names}
-    return {"num_steps": order.num_steps, "lookahead": lookahead, "tables": tables}
+    opened = {name: open_table(dataset, index, name) for name in names}
+    policies = policy_reports(opened, cache)
+    reports = table_reports(dataset, index, opened, cache, policies)
+    return {
+        "num_steps": order.num_steps,
+        "lookahead": lookahead,
+        "tables": {
+            name: asdict(reports[name])
+            | {"policies": {policy: asdict(of[name]) for policy, of in policies.items()}}
+            | {"load": _load(*opened[name])}
+            for name in names
+        },
+    }
 
 
 def open_segments(path: Location, segments: Sequence[str] | None) -> OpenDataset:
@@ -277,20 +293,14 @@ def open_segments(path: Location, segments: Sequence[str] | None) -> OpenDataset
     return dataset if segments is None else select_segments(dataset, segments)
 
 
-def _report(dataset: OpenDataset, index: Index, table: str, cache: CacheConfig) -> dict[str, Any]:
-    accesses, next_uses = open_table(dataset, index, table)
-    policies = policy_reports(accesses, next_uses, cache)
-    report = table_report(dataset, index, table, len(accesses.rows), cache, policies)
+def _load(accesses: TableAccesses, next_uses: NextUses) -> dict[str, Any]:
     reuse, never = count_distances(next_uses)
     slots = slot_accesses(accesses.steps(), accesses.rows, len(next_uses))
-    return asdict(report) | {
-        "policies": {name: asdict(report) for name, report in policies.items()},
-        "load": {
-            "most_rows_per_step": int(next_uses.reuse(1).num_rows.max(initial=0)),
-            "slots": slots.tolist(),
-            "reuse": reuse[: int(np.flatnonzero(reuse).max(initial=-1)) + 1].tolist(),
-            "never": never,
-        },
+    return {
+        "most_rows_per_step": int(next_uses.reuse(1).num_rows.max(initial=0)),
+        "slots": slots.tolist(),
+        "reuse": reuse[: int(np.flatnonzero(reuse).max(initial=-1)) + 1].tolist(),
+        "never": never,
     }
 
 
@@ -439,16 +449,16 @@ class TableReport:
 
 @dataclass(frozen=True, slots=True)
 class PolicyReport:
-    """Results of one policy with one cache size.
+    """Results of one policy with one cache size, for one table.
 
     Attributes:
-        required_rows: smallest cache size that the plan fits.
-        cache_rows: cache size; None for no limit.
+        required_rows: smallest cache size that the plan fits, of all tables.
+        cache_rows: cache size, of all tables; None for no limit.
         fetched_rows: rows read, first uses included; None, like the next three, if the plan does
             not fit the cache.
         written_rows: rows written back on eviction.
         hit_rate: share of accesses that need no read.
-        peak_cache_rows: maximum number of rows in the cache, including those in flight.
+        peak_cache_rows: most rows of the table in the cache, including those in flight.
     """
 
     required_rows: int
@@ -459,48 +469,73 @@ class PolicyReport:
     peak_cache_rows: int | None
 
 
+TableIndex = tuple[TableAccesses, NextUses]
+
+
 def policy_reports(
-    accesses: TableAccesses, next_uses: NextUses, cache: CacheConfig
-) -> dict[str, PolicyReport]:
-    """Run both policies over one table with `cache.rows`, or the peak of `ttl` if that is unset."""
-    ttl = policy_report(accesses, next_uses, replace(cache, policy="ttl"))
-    rows = cache.rows or max(1, ttl.peak_cache_rows or 0)
-    best = policy_report(accesses, next_uses, replace(cache, policy="belady", rows=rows))
-    return {"ttl": ttl, "belady": best}
+    tables: Mapping[str, TableIndex], cache: CacheConfig
+) -> dict[str, dict[str, PolicyReport]]:
+    """Run both policies with `cache.rows`, or what `ttl` takes if that is unset.
+
+    Returns:
+        policy to table to its report.
+    """
+    ttl, belady = replace(cache, policy="ttl"), replace(cache, policy="belady")
+    required = required_rows((next_uses for _, next_uses in tables.values()), ttl)
+    return {
+        "ttl": policy_report(tables, ttl),
+        "belady": policy_report(tables, replace(belady, rows=cache.rows or max(1, required))),
+    }
 
 
-def policy_report(accesses: TableAccesses, next_uses: NextUses, cache: CacheConfig) -> PolicyReport:
-    """Run one policy over one table."""
-    required = required_rows(next_uses, cache)
+def policy_report(tables: Mapping[str, TableIndex], cache: CacheConfig) -> dict[str, PolicyReport]:
+    """Run one policy; return the report of each table."""
+    required = required_rows((next_uses for _, next_uses in tables.values()), cache)
     if cache.rows is not None and required > cache.rows:
-        return PolicyReport(required, cache.rows, None, None, None, None)
-    summary = summarize(CachePlan(map(accesses.entries, count(), next_uses), cache))
-    return PolicyReport(
-        required_rows=required,
-        cache_rows=cache.rows,
-        fetched_rows=summary.fetched_rows,
-        written_rows=summary.written_rows,
-        hit_rate=summary.hit_rate,
-        peak_cache_rows=summary.peak_cache_rows,
-    )
+        return dict.fromkeys(tables, PolicyReport(required, cache.rows, None, None, None, None))
+    steps = {t: map(accesses.entries, count(), uses) for t, (accesses, uses) in tables.items()}
+    return {
+        table: PolicyReport(
+            required_rows=required,
+            cache_rows=cache.rows,
+            fetched_rows=summary.fetched_rows,
+            written_rows=summary.written_rows,
+            hit_rate=summary.hit_rate,
+            peak_cache_rows=summary.peak_cache_rows,
+        )
+        for table, summary in summarize_tables(CachePlan(steps, cache)).items()
+    }
 
 
-def table_report(
+def table_reports(
     dataset: OpenDataset,
     index: Index,
-    table: str,
-    num_unique_rows: int,
+    tables: Mapping[str, TableIndex],
     cache: CacheConfig,
-    policies: Mapping[str, PolicyReport],
-) -> TableReport:
-    """Return the report of one table under the job's policy.
+    policies: Mapping[str, Mapping[str, PolicyReport]],
+) -> dict[str, TableReport]:
+    """Return the report of each table under the job's policy.
 
     Raises:
         PlanError: the cache is too small.
     """
     chosen = policies[cache.policy]
+    return {
+        name: _table_report(dataset, index, name, len(accesses.rows), cache, chosen[name])
+        for name, (accesses, _) in tables.items()
+    }
+
+
+def _table_report(
+    dataset: OpenDataset,
+    index: Index,
+    table: str,
+    num_unique_rows: int,
+    cache: CacheConfig,
+    chosen: PolicyReport,
+) -> TableReport:
     if chosen.fetched_rows is None or chosen.hit_rate is None or chosen.peak_cache_rows is None:
-        raise cache_too_small(cache, chosen.required_rows, table=table)
+        raise cache_too_small(cache, chosen.required_rows)
     manifests = [s.manifest for s in dataset.segments]  # older ones may lack a table
     counts = [m.tables[table] for m in manifests if table in m.tables]
     return TableReport(

@@ -22,13 +22,14 @@ from presage.schemas.dataset.run_next_uses import NextUses
 from presage.schemas.errors import SchemaError, suggest_name
 from presage.schemas.features import FeatureSet, load_features
 from presage.schemas.oracle.cache_plan import reuse_distance
+from presage.schemas.oracle.reuse import StepReuse, peak_cache_rows, sum_reuse
 from presage.schemas.paths import schema_path
 from presage.schemas.storage.location import Location
 
 
 @dataclass(frozen=True, slots=True)
 class Lookahead:
-    """Rows of all tables, or of one.
+    """Rows of all tables.
 
     Attributes:
         window_rows: rows of the smallest cache with which the plan works.
@@ -49,22 +50,17 @@ def compute_lookahead(tables: Iterable[NextUses], cache: CacheConfig) -> Lookahe
     Raises:
         ValueError: there is no table.
     """
-    parts = [_of_table(next_uses, cache) for next_uses in tables]
-    if not parts:
+    windows, kept, touched = list[StepReuse](), list[StepReuse](), list[StepReuse]()
+    for next_uses in tables:
+        windows.append(next_uses.reuse(reuse_distance(cache)))
+        kept.append(next_uses.reuse(cache.lookahead))
+        touched.append(next_uses.reuse(len(next_uses)))
+    if not windows:
         raise ValueError("lookahead covers no table; name one")
+    window, near, whole = map(sum_reuse, (windows, kept, touched))
     return Lookahead(
-        sum(part.window_rows for part in parts),
-        sum(part.fetched_rows for part in parts),
-        np.sum([part.touched_rows for part in parts], axis=0),
-    )
-
-
-def _of_table(next_uses: NextUses, cache: CacheConfig) -> Lookahead:
-    window_rows = next_uses.peak_cache_rows(reuse_distance(cache), cache.prefetch_steps)
-    kept, whole = (next_uses.reuse(distance) for distance in (cache.lookahead, len(next_uses)))
-    return Lookahead(
-        window_rows,
-        int((kept.num_rows - kept.kept).sum()),
+        peak_cache_rows(window, cache.prefetch_steps),
+        int((near.num_rows - near.kept).sum()),
         np.cumsum(whole.num_rows - whole.returning),
     )
 

@@ -268,20 +268,20 @@ def batch_bytes(facts: DataFacts, train: TrainConfig, num_replicas: int) -> int:
 
 
 def cache_rows(facts: DataFacts, train: TrainConfig) -> int:
-    """Return the rows of the plan's caches: the limit, or the need according to the oracle.
+    """Return the rows of the cache: the limit, or the need according to the oracle.
 
     Without an index this is a bound: the rows of all steps of the lookahead. Belady's plan without
     a limit keeps every row that is used again.
     """
-    limit, touched = train.cache.rows, facts.table_rows.values()
+    limit, touched = train.cache.rows, sum(facts.table_rows.values())
     if limit is not None:
-        return sum(min(limit, rows) for rows in touched)
+        return min(limit, touched)
     if train.cache.policy == "belady":
-        return sum(touched)
+        return touched
     if facts.window_rows is not None:
         return facts.window_rows
     steps = train.cache.lookahead + train.cache.prefetch_steps
-    return min(sum(touched), math.ceil(steps * facts.rows_per_step))
+    return min(touched, math.ceil(steps * facts.rows_per_step))
 
 
 def trainer_memory(

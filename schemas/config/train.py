@@ -130,7 +130,7 @@ class CacheConfig:
     prefetch_steps: int = 2
     """Steps before its use that a row is fetched; with `ttl` at most `lookahead`."""
     rows: int | None = None
-    """Largest number of rows in the cache of each table, including those in flight; unbounded when
+    """Largest number of rows in the cache, of all tables, including those in flight; unbounded when
     null; required for `--embedding lru`."""
     files: Literal["log", "mmap"] = "log"
     """Store of the rows that are not cached, if there are no store processes: `log`: files in the

@@ -6,7 +6,7 @@ shuffled blocks also per epoch, for others of 12 bytes while they are linked.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from itertools import count, islice
@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from presage.schemas.arrays import jagged_of, offsets_of, stable_order
+from presage.schemas.config.train import CacheConfig
 from presage.schemas.dataset.accesses import (
     DECODED_CACHE_BYTES,
     READ_THREADS,
@@ -37,8 +38,15 @@ from presage.schemas.dataset.order import Order
 from presage.schemas.errors import SchemaError
 from presage.schemas.kernels import oracle as kernels
 from presage.schemas.layout import reuse_columns
+from presage.schemas.oracle.cache_plan import reuse_distance
 from presage.schemas.oracle.next_uses import NEVER, clip_to_horizon
-from presage.schemas.oracle.reuse import StepReuse, bounds_up_to, next_bound, peak_cache_rows
+from presage.schemas.oracle.reuse import (
+    StepReuse,
+    bounds_up_to,
+    next_bound,
+    peak_cache_rows,
+    sum_reuse,
+)
 
 HEAP_BYTES = 64 << 20
 """Next uses beyond the segment that are kept in memory; more are in a temporary file."""
@@ -67,7 +75,6 @@ class NextUses:
         """Link segments and epochs; distances within them are read on demand."""
         self._order, self._parts, self._table = index.order, index.parts, table
         self._dataset, self._numbering = dataset, numbering
-        self._peaks: dict[tuple[int, ...], int] = {}  # of caches, by their settings
         self._lists = ListsOfSegments(lambda segment: index.parts[segment].steps(table, cache))
         # by segment and distinct epoch: the step of the next use after the last one, in the order
         # of last uses, and the first entry of each step
@@ -132,17 +139,6 @@ class NextUses:
         return StepReuse(
             num_rows.ravel()[:end_step].astype(np.int64), kept[:end_step], returning[:end_step]
         )
-
-    def peak_cache_rows(
-        self, distance: int, prefetch_steps: int, first_step: int = 0, end_step: int | None = None
-    ) -> int:
-        """Return the most rows that a cache holds, see `reuse`; it is computed once."""
-        end_step = len(self) if end_step is None else end_step
-        settings = distance, prefetch_steps, first_step, end_step
-        if settings not in self._peaks:
-            reuse = self.reuse(distance, end_step)
-            self._peaks[settings] = peak_cache_rows(reuse, prefetch_steps, first_step)
-        return self._peaks[settings]
 
     def last_uses(self, every: int) -> NDArray[np.int64]:
         """Return how many rows of each step are not used again before a multiple of `every`.
@@ -245,6 +241,18 @@ class NextUses:
         with ThreadPoolExecutor(READ_THREADS) as pool:
             list(pool.map(read, used))
         return kept
+
+
+def most_cached_rows(
+    tables: Iterable[NextUses], cache: CacheConfig, first_step: int = 0, end_step: int | None = None
+) -> int:
+    """Return the most rows of some tables that a cache needs or keeps, from counts of reuse.
+
+    They are those of `required_rows`, or more: a lookahead that is no bound of the counts is that
+    of the next one, see `NextUses.reuse`.
+    """
+    reuse = [next_uses.reuse(reuse_distance(cache), end_step) for next_uses in tables]
+    return peak_cache_rows(sum_reuse(reuse), cache.prefetch_steps, first_step)
 
 
 class SharedNextUses:

@@ -13,6 +13,9 @@ A row that is not used again is always evicted. For the others, there are two po
 - `belady`: the cache has a given size, and if the next fetches do not fit, the rows with the
   farthest next use are evicted. No plan of that size and prefetch fetches fewer rows.
 
+All tables share one cache: its size is that of their rows together, and the row that is evicted is
+the one with the farthest next use of any table. A table has slots of its own.
+
 Sources: BagPipe (SOSP 2023), the section on the oracle cacher; Belady, "A study of replacement
 algorithms" (1966).
 """
@@ -20,7 +23,7 @@ algorithms" (1966).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 
@@ -31,7 +34,7 @@ from presage.schemas.arrays import Array
 from presage.schemas.config.train import CacheConfig
 from presage.schemas.errors import PlanError
 from presage.schemas.oracle.next_uses import NEVER
-from presage.schemas.oracle.reuse import StepReuse, peak_cache_rows
+from presage.schemas.oracle.reuse import StepReuse, peak_cache_rows, sum_reuse
 
 # A vectorized priority queue of cached rows by next use. Each batch is an ascending run of 64-bit
 # keys (step of the next use, then slot), runs of similar length are merged, and the largest keys
@@ -146,10 +149,9 @@ class EvictedRows:
 
 
 class CacheState:
-    """Cached rows. Memory: 4 bytes per number, 24 to 64 bytes per slot.
+    """Cached rows of a table. Memory: 4 bytes per number, 24 to 64 bytes per slot.
 
     Attributes:
-        queue: rows that may be evicted, until their next use comes near.
         num_rows: cached rows, rows in flight included.
     """
 
@@ -161,11 +163,10 @@ class CacheState:
         self._free = np.empty(0, np.int64)  # a stack
         self._num_free = 0
         self._num_slots = 0
-        self.queue = NextUseQueue()
         self.num_rows = 0
 
     @classmethod
-    def restored(cls, keyframe: Keyframe, prefetch_steps: int) -> CacheState:
+    def restored(cls, keyframe: Keyframe) -> CacheState:
         """Return the state of a keyframe."""
         state = cls()
         state._reserve_slots(keyframe.num_slots)
@@ -175,9 +176,6 @@ class CacheState:
         state._next_use[keyframe.slots] = keyframe.next_use
         state._release(keyframe.free)
         state.num_rows = len(keyframe.numbers)
-        window_end = keyframe.train_step + prefetch_steps
-        is_evictable = keyframe.next_use > window_end
-        state.queue.add(keyframe.next_use[is_evictable], keyframe.slots[is_evictable], window_end)
         return state
 
     def keyframe(self, train_step: int) -> Keyframe:
@@ -221,6 +219,10 @@ class CacheState:
         """Record the use of rows, and the step of their next use."""
         self._last_use[slots] = train_step
         self._next_use[slots] = next_use
+
+    def next_use(self, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the step of the next use of rows, as `record_use` recorded it."""
+        return self._next_use[slots]
 
     def unused(self) -> NDArray[np.bool_]:
         """Return for each slot whether its row was fetched but not used yet."""
@@ -309,140 +311,212 @@ class _PrefetchedStep:
     fetch: NDArray[np.bool_]
 
 
-class CachePlan(Iterator[PlanStep]):
-    """Iterator over the plan of one table; linear in entries."""
+class _TablePlan:
+    """The plan of one table; which rows leave to make room is decided for all tables."""
+
+    def __init__(
+        self, steps: Iterable[IndexStep], cache: CacheConfig, start: Keyframe | None
+    ) -> None:
+        self._steps = iter(steps)
+        self._cache = cache
+        self._start = start
+        self.state = CacheState() if start is None else CacheState.restored(start)
+        self.window: deque[_PrefetchedStep] = deque()  # steps whose fetches are issued
+
+    def fill(self) -> None:
+        """Issue the fetches of the first steps; after a keyframe, restore those in flight.
+
+        The window of a keyframe may be shorter: the index may have been extended since.
+        """
+        if self.window:
+            return
+        unused = None if self._start is None else self.state.unused()
+        self._start = None
+        for step in islice(self._steps, self._cache.prefetch_steps + 1):
+            slots = self.state.slots_of(step[0])
+            if unused is not None and (slots == ABSENT).any():
+                if self.window:
+                    self._steps = chain([step], self._steps)  # fetched when there is space
+                    return
+                unused = None  # no row is in flight
+            if unused is None:
+                self.prefetch(step, slots)
+            else:
+                self.window.append(_PrefetchedStep(*step, slots, unused[slots]))
+                unused[slots] = False
+
+    def following(self) -> tuple[IndexStep, NDArray[np.int64]] | None:
+        """Return the step after the window and the slots of its rows; None: the window is full."""
+        if len(self.window) > self._cache.prefetch_steps:
+            return None
+        step = next(self._steps, None)
+        return None if step is None else (step, self.state.slots_of(step[0]))
+
+    def prefetch(self, step: IndexStep, slots: NDArray[np.int64]) -> None:
+        """Issue the fetches of a step."""
+        numbers, distances = step
+        fetch = slots == ABSENT
+        slots[fetch] = self.state.insert(numbers[fetch])
+        self.window.append(_PrefetchedStep(numbers, distances, slots, fetch))
+
+    def finish(self, train_step: int, trained: _PrefetchedStep) -> NDArray[np.int64]:
+        """Record a trained step; return the slots of the rows that are evicted at once."""
+        never = trained.distances == NEVER
+        next_use = np.where(never, NEVER_AGAIN, train_step + trained.distances.astype(np.int64))
+        self.state.record_use(trained.slots, train_step, next_use)
+        if self._cache.policy == "ttl":
+            return trained.slots[never | (trained.distances > self._cache.lookahead)]
+        return trained.slots[never]
+
+
+class CachePlan(Iterator[dict[str, PlanStep]]):
+    """Iterator over the steps of all tables' plans; linear in entries."""
 
     def __init__(
         self,
-        steps: Iterable[IndexStep],
+        tables: Mapping[str, Iterable[IndexStep]],
         cache: CacheConfig,
         *,
         first_step: int = 0,
         flush_every: int | None = None,
-        start: Keyframe | None = None,
+        starts: Mapping[str, Keyframe] | None = None,
     ) -> None:
         """Create a plan; nothing is read yet.
 
         Args:
-            steps: ascending numbers and next-use distances of each step, from the first one on.
+            tables: by name, the ascending numbers and next-use distances of each step, from the
+                first one on.
             cache: policy and limits; `rows` includes rows in flight.
-            first_step: first step of the plan, with an empty cache.
+            first_step: first step of the plan; the cache of a table that `starts` lacks is empty.
             flush_every: interval of steps at which all cached rows are written to the store.
-            start: state of a plan with the same settings to resume from; replaces `first_step`.
+            starts: states before the first step, of a plan with the same settings.
         """
-        self._steps = iter(steps)
+        starts = starts or {}
+        assert all(start.train_step == first_step for start in starts.values())
+        self._tables = {t: _TablePlan(steps, cache, starts.get(t)) for t, steps in tables.items()}
         self._cache = cache
         self._flush_every = flush_every
-        self._window: deque[_PrefetchedStep] = deque()  # steps whose fetches are issued
-        self._next = first_step if start is None else start.train_step
-        self._start = start
-        self._state = (
-            CacheState() if start is None else CacheState.restored(start, cache.prefetch_steps)
-        )
+        self._next = first_step
+        self._queue = NextUseQueue()  # of slots * tables + table, that may be evicted
+        if self._has_queue:
+            used = (
+                (t, keyframe.slots, keyframe.next_use)
+                for t, name in enumerate(self._tables)
+                if (keyframe := starts.get(name)) is not None
+            )
+            self._add_evictable(used)
 
-    def __next__(self) -> PlanStep:
+    def __next__(self) -> dict[str, PlanStep]:
         """Return the next step.
 
         Raises:
             PlanError: `cache.rows` is too small for a step from here on; has the size that works.
         """
-        step = self._advance()
-        if step is None:
+        steps = self._advance()
+        if steps is None:
             raise StopIteration
-        limit = self._cache.rows
-        if limit is not None and step.resident_rows > limit:
-            sizes = [step.resident_rows, *(s.resident_rows for s in iter(self._advance, None))]
-            at = f" and {sizes[0]} at step {step.train_step}"
-            raise cache_too_small(self._cache, max(sizes), at=at)
-        return step
+        limit, rows = self._cache.rows, _resident_rows(steps)
+        if limit is not None and rows > limit:
+            at = f" and {rows} at step {self._next - 1}"
+            required = max([rows, *map(_resident_rows, iter(self._advance, None))])
+            raise cache_too_small(self._cache, required, at=at)
+        return steps
 
-    def keyframe(self) -> Keyframe:
-        """Return the state before the next step."""
-        self._fill()
-        return self._state.keyframe(self._next)
+    def keyframes(self) -> dict[str, Keyframe]:
+        """Return the state of each table before the next step."""
+        for table in self._tables.values():
+            table.fill()
+        return {name: table.state.keyframe(self._next) for name, table in self._tables.items()}
 
-    def _advance(self) -> PlanStep | None:
-        self._fill()
-        if not self._window:
+    @property
+    def _has_queue(self) -> bool:
+        return self._cache.policy == "belady" and self._cache.rows is not None
+
+    def _advance(self) -> dict[str, PlanStep] | None:
+        tables = self._tables.values()
+        for table in tables:
+            table.fill()
+        if not any(table.window for table in tables):
             return None
-        step, oldest = self._next, self._window.popleft()
-        resident_rows = self._state.num_rows
-        evicted = self._state.evict(self._finish(step, oldest))
-        # usually one step; more if the index was extended since the window was filled
-        while len(self._window) <= self._cache.prefetch_steps:
-            following = next(self._steps, None)
-            if following is None:
-                break
-            slots = self._state.slots_of(following[0])
-            victims = self._select_victims(slots, step + self._cache.prefetch_steps + 1)
-            if len(victims):
-                evicted = evicted.concat(self._state.evict(victims))
-            self._window.append(self._prefetch(following, slots))
+        step = self._next
+        oldest = [table.window.popleft() for table in tables]
+        resident_rows = [table.state.num_rows for table in tables]
+        done = [t.finish(step, trained) for t, trained in zip(tables, oldest, strict=True)]
+        if self._has_queue:
+            used = enumerate(zip(tables, oldest, strict=True))
+            self._add_evictable((i, o.slots, t.state.next_use(o.slots)) for i, (t, o) in used)
+        evicted = [t.state.evict(slots) for t, slots in zip(tables, done, strict=True)]
         self._next += 1
-        return PlanStep(
-            train_step=step,
-            numbers=oldest.numbers,
-            slots=oldest.slots,
-            fetch=oldest.fetch,
-            evict=evicted.numbers,
-            evict_slots=evicted.slots,
-            next_use=evicted.next_use,
-            write_back=evicted.last_use >= self._last_flush(step),
-            resident_rows=resident_rows,
-        )
+        # usually one step; more if the index was extended since the window was filled
+        while any(found := [table.following() for table in tables]):
+            victims = self._select_victims([each[1] for each in found if each is not None])
+            for i, (table, each) in enumerate(zip(tables, found, strict=True)):
+                if len(slots := victims[i]):
+                    evicted[i] = evicted[i].concat(table.state.evict(slots))
+                if each is not None:
+                    table.prefetch(*each)
+        return {
+            name: PlanStep(
+                train_step=step,
+                numbers=oldest[i].numbers,
+                slots=oldest[i].slots,
+                fetch=oldest[i].fetch,
+                evict=evicted[i].numbers,
+                evict_slots=evicted[i].slots,
+                next_use=evicted[i].next_use,
+                write_back=evicted[i].last_use >= self._last_flush(step),
+                resident_rows=resident_rows[i],
+            )
+            for i, name in enumerate(self._tables)
+        }
 
-    def _fill(self) -> None:
-        """Issue the fetches of the first steps; after a keyframe, restore those in flight.
+    def _add_evictable(
+        self, used: Iterable[tuple[int, NDArray[np.int64], NDArray[np.int64]]]
+    ) -> None:
+        """Add the slots of tables that are used next after the window, not in it."""
+        window_end = self._next + self._cache.prefetch_steps
+        next_uses, slots = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        for table, of_table, next_use in used:
+            is_evictable = next_use > window_end
+            next_uses.append(next_use[is_evictable])
+            slots.append(of_table[is_evictable] * len(self._tables) + table)
+        self._queue.add(np.concatenate(next_uses), np.concatenate(slots), window_end)
 
-        The window of a keyframe may be shorter: the index may have been extended since.
-        """
-        if self._window:
-            return
-        unused = None if self._start is None else self._state.unused()
-        self._start = None
-        for step in islice(self._steps, self._cache.prefetch_steps + 1):
-            slots = self._state.slots_of(step[0])
-            if unused is not None and (slots == ABSENT).any():
-                if self._window:
-                    self._steps = chain([step], self._steps)  # fetched when there is space
-                    return
-                unused = None  # no row is in flight
-            if unused is None:
-                self._window.append(self._prefetch(step, slots))
-            else:
-                self._window.append(_PrefetchedStep(*step, slots, unused[slots]))
-                unused[slots] = False
-
-    def _prefetch(self, step: IndexStep, slots: NDArray[np.int64]) -> _PrefetchedStep:
-        numbers, distances = step
-        fetch = slots == ABSENT
-        slots[fetch] = self._state.insert(numbers[fetch])
-        return _PrefetchedStep(numbers, distances, slots, fetch)
-
-    def _finish(self, train_step: int, trained: _PrefetchedStep) -> NDArray[np.int64]:
-        """Record a trained step; return the slots of the rows that are evicted at once."""
-        never = trained.distances == NEVER
-        next_use = np.where(never, NEVER_AGAIN, train_step + trained.distances.astype(np.int64))
-        self._state.record_use(trained.slots, train_step, next_use)
-        if self._cache.policy == "ttl":
-            return trained.slots[never | (trained.distances > self._cache.lookahead)]
-        if self._cache.rows is not None:
-            window_end = train_step + self._cache.prefetch_steps
-            is_evictable = next_use > window_end  # the others are used in the window
-            self._state.queue.add(next_use[is_evictable], trained.slots[is_evictable], window_end)
-        return trained.slots[never]
-
-    def _select_victims(self, slots: NDArray[np.int64], train_step: int) -> NDArray[np.int64]:
-        if self._cache.policy == "ttl" or self._cache.rows is None:
-            return np.empty(0, np.int64)
-        fetches = int((slots == ABSENT).sum())
-        excess = self._state.num_rows + fetches - self._cache.rows
-        return self._state.queue.take(max(0, excess), train_step)
+    def _select_victims(self, following: Sequence[NDArray[np.int64]]) -> list[NDArray[np.int64]]:
+        """Return the slots of each table whose rows leave, so that rows of further steps fit."""
+        num_tables, limit = len(self._tables), self._cache.rows
+        if not self._has_queue or limit is None:
+            return [np.empty(0, np.int64)] * num_tables
+        cached = sum(table.state.num_rows for table in self._tables.values())
+        excess = cached + sum(int((slots == ABSENT).sum()) for slots in following) - limit
+        taken = self._queue.take(max(0, excess), self._next + self._cache.prefetch_steps)
+        slots, tables = np.divmod(taken, num_tables)
+        return [slots[tables == table] for table in range(num_tables)]
 
     def _last_flush(self, train_step: int) -> int:
         """Return the step of the last flush: rows used since then have unwritten changes."""
         every = self._flush_every
         return 0 if every is None else train_step // every * every
+
+
+def _resident_rows(steps: Mapping[str, PlanStep]) -> int:
+    return sum(step.resident_rows for step in steps.values())
+
+
+_ONE = ""
+"""Name of the table of a plan of one."""
+
+
+def plan_table(
+    steps: Iterable[IndexStep],
+    cache: CacheConfig,
+    *,
+    first_step: int = 0,
+    flush_every: int | None = None,
+) -> Iterator[PlanStep]:
+    """Return the plan of a single table, see `CachePlan`."""
+    plan = CachePlan({_ONE: steps}, cache, first_step=first_step, flush_every=flush_every)
+    return (step[_ONE] for step in plan)
 
 
 def cache_too_small(
@@ -489,34 +563,44 @@ class PlanSummary:
 
 def summarize(plan: Iterable[PlanStep]) -> PlanSummary:
     """Return the totals of the plan of one table."""
-    accesses = fetched = written = peak = 0
-    for step in plan:
-        accesses += len(step.numbers)
-        fetched += int(step.fetch.sum())
-        written += int(step.write_back.sum())
-        peak = max(peak, step.resident_rows)
-    return PlanSummary(accesses, fetched, written, peak)
+    return summarize_tables({_ONE: step} for step in plan).get(_ONE, PlanSummary(0, 0, 0, 0))
 
 
-def required_rows(distances: Iterable[NDArray[np.integer]], cache: CacheConfig) -> int:
-    """Return the smallest cache size of a plan, from next-use distances alone.
+def summarize_tables(plan: Iterable[Mapping[str, PlanStep]]) -> dict[str, PlanSummary]:
+    """Return the totals of each table of a plan."""
+    totals: dict[str, NDArray[np.int64]] = {}
+    for steps in plan:
+        for table, step in steps.items():
+            total = totals.setdefault(table, np.zeros(4, np.int64))
+            total[:3] += (len(step.numbers), step.fetch.sum(), step.write_back.sum())
+            total[3] = max(total[3], step.resident_rows)
+    return {table: PlanSummary(*total.tolist()) for table, total in totals.items()}
+
+
+def required_rows(tables: Iterable[Iterable[NDArray[np.integer]]], cache: CacheConfig) -> int:
+    """Return the smallest cache size of the plan of some tables, from next-use distances alone.
 
     `ttl` needs the rows kept for a later use and those of the window, prefetch_steps + 1 steps;
     `belady` only those of the window, which a time to live of `prefetch_steps` keeps.
 
     Example:
         >>> steps = [np.array([2, 0]), np.array([0]), np.array([0])]
-        >>> required_rows(steps, CacheConfig(policy="belady", prefetch_steps=1))
+        >>> required_rows([steps], CacheConfig(policy="belady", prefetch_steps=1))
         3
-        >>> required_rows(steps, CacheConfig(policy="ttl", lookahead=2, prefetch_steps=2))
-        3
+        >>> required_rows([steps, steps], CacheConfig(policy="ttl", lookahead=2, prefetch_steps=2))
+        6
     """
-    ttl = reuse_distance(cache)
+    distance = reuse_distance(cache)
+    reuse = sum_reuse([_count_reuse(distances, distance) for distances in tables])
+    return peak_cache_rows(reuse, cache.prefetch_steps)
+
+
+def _count_reuse(distances: Iterable[NDArray[np.integer]], within: int) -> StepReuse:
     entries: list[int] = []
     kept: list[int] = []  # by step, rows that are kept for their next use
     arriving = np.zeros(1024, np.int64)  # by step, rows that were kept for it
     for step, step_distances in enumerate(distances):
-        is_kept = (step_distances != NEVER) & (step_distances <= ttl)
+        is_kept = (step_distances != NEVER) & (step_distances <= within)
         counts = np.bincount(step_distances[is_kept])
         entries.append(len(step_distances))
         kept.append(int(counts.sum()))
@@ -524,9 +608,9 @@ def required_rows(distances: Iterable[NDArray[np.integer]], cache: CacheConfig) 
         if top > len(arriving):
             arriving = np.concatenate([arriving, np.zeros(top, np.int64)])
         arriving[step:top] += counts
-    num_rows, arrived = np.array(entries, np.int64), arriving[: len(entries)]
-    reuse = StepReuse(num_rows, np.array(kept, np.int64), arrived)
-    return peak_cache_rows(reuse, cache.prefetch_steps)
+    return StepReuse(
+        np.array(entries, np.int64), np.array(kept, np.int64), arriving[: len(entries)]
+    )
 
 
 def reuse_distance(cache: CacheConfig) -> int:
@@ -534,17 +618,11 @@ def reuse_distance(cache: CacheConfig) -> int:
     return cache.prefetch_steps if cache.policy == "belady" else cache.lookahead
 
 
-def check_cache_size(
-    tables: Mapping[str, Iterable[NDArray[np.integer]]], cache: CacheConfig
-) -> None:
-    """Raise PlanError if the cache is too small for the next-use distances of each step of a table.
+def check_cache_size(tables: Iterable[Iterable[NDArray[np.integer]]], cache: CacheConfig) -> None:
+    """Raise PlanError if the cache is too small for the next-use distances of the tables' steps.
 
     Raises:
-        PlanError: names the table that needs the most rows, and how many.
+        PlanError: has the size that works.
     """
-    if cache.rows is None or not tables:
-        return
-    required = {table: required_rows(distances, cache) for table, distances in tables.items()}
-    largest = max(required, key=lambda table: required[table])
-    if required[largest] > cache.rows:
-        raise cache_too_small(cache, required[largest], table=largest)
+    if cache.rows is not None and (required := required_rows(tables, cache)) > cache.rows:
+        raise cache_too_small(cache, required)

@@ -7,8 +7,8 @@ and next uses: the size of a cache, and the rows that change between two checkpo
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 from itertools import chain, count, takewhile
 
 import numpy as np
@@ -106,6 +106,18 @@ class StepReuse:
     num_rows: Ints
     kept: Ints
     returning: Ints
+
+
+def sum_reuse(tables: Sequence[StepReuse]) -> StepReuse:
+    """Return the reuse of the rows of several tables, of the same steps; of none, of no step.
+
+    Example:
+        >>> one = StepReuse(np.array([2, 1]), np.array([1, 0]), np.array([0, 1]))
+        >>> sum_reuse([one, one]).num_rows.tolist(), sum_reuse([]).num_rows.tolist()
+        ([4, 2], [])
+    """
+    columns = ([getattr(reuse, field.name) for reuse in tables] for field in fields(StepReuse))
+    return StepReuse(*(np.atleast_1d(np.sum(column or [[]], axis=0)) for column in columns))
 
 
 def peak_cache_rows(reuse: StepReuse, prefetch_steps: int, first_step: int = 0) -> int:

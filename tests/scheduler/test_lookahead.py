@@ -47,7 +47,9 @@ def test_lookahead_equals_a_walk_over_the_rows(tmp_path: Path, shuffle: str) -> 
         cache = CacheConfig(lookahead=lookahead, prefetch_steps=2)
         ahead, bound = compute_lookahead([next_uses, next_uses], cache), next_bound(lookahead)
         assert ahead.fetched_rows == 2 * slow_fetched(trace, bound)
-        assert ahead.window_rows == 2 * required_rows(distances, replace(cache, lookahead=bound))
+        assert ahead.window_rows == required_rows(
+            [distances, distances], replace(cache, lookahead=bound)
+        )
         assert ahead.touched_rows.tolist() == [2 * count for count in slow_touched(trace)]
 
 

@@ -23,7 +23,7 @@ from presage.scheduler.model.plan_inputs import VALUE_BYTES, DataFacts, take_sna
 from presage.schemas.config.job import Job, load_job
 from presage.schemas.dataset.opened import open_dataset
 from presage.schemas.dataset.run_next_uses import indexed_steps
-from presage.schemas.oracle.cache_plan import CachePlan, summarize
+from presage.schemas.oracle.cache_plan import plan_table, summarize
 from presage.schemas.rows import rows_of_ids
 from presage.schemas.run.records import RUN_FILE
 from presage.schemas.storage.location import Location
@@ -147,7 +147,7 @@ def test_facts_of_dataset_hold_what_the_plan_of_the_run_needs(
     order = index.order
     assert index.entry.batch_samples == job.train.batch_samples
     plans = [
-        summarize(CachePlan(indexed_steps(dataset, index, table), cache))
+        summarize(plan_table(indexed_steps(dataset, index, table), cache))
         for table in job.data.tables
     ]
     assert facts.window_rows == sum(found.peak_cache_rows for found in plans)

@@ -89,7 +89,7 @@ def check_reuse(next_uses: NextUses, distances: list[list[int]]) -> None:
         times = Counter(step for steps in again for step in steps)
         assert reuse.returning.tolist() == [times[step] for step in range(end)]
         cache = CacheConfig(lookahead=bound, prefetch_steps=prefetch)
-        assert peak_cache_rows(reuse, prefetch) == required_rows(flat, cache)
+        assert peak_cache_rows(reuse, prefetch) == required_rows([flat], cache)
 
 
 def check_last_uses(next_uses: NextUses, distances: list[list[int]]) -> None:

@@ -17,8 +17,10 @@ from presage.schemas.oracle.cache_plan import (
     CachePlan,
     PlanStep,
     check_cache_size,
+    plan_table,
     required_rows,
     summarize,
+    summarize_tables,
 )
 from presage.schemas.oracle.next_uses import next_use
 from tests.schemas.reference import fewest_fetches, next_step, plan_ref
@@ -49,7 +51,7 @@ def fitting(steps: Steps, cache: CacheConfig) -> CacheConfig:
     """The same settings, with a cache large enough."""
     if cache.rows is None:
         return cache
-    needed = required_rows([d for _, d in indexed(steps)], cache)
+    needed = required_rows([[d for _, d in indexed(steps)]], cache)
     return replace(cache, rows=max(1, needed, cache.rows))
 
 
@@ -72,7 +74,7 @@ def as_lists(step: PlanStep) -> tuple[object, ...]:
 @given(STEPS, configs())
 def test_plan_of_time_to_live_is_that_of_the_reference(steps: Steps, cache: CacheConfig) -> None:
     cache = replace(cache, policy="ttl", rows=None)
-    found = list(CachePlan(indexed(steps), cache))
+    found = list(plan_table(indexed(steps), cache))
     wanted = reference(steps, cache)
     assert len(found) == len(steps)
     for step, ref in zip(found, wanted, strict=True):
@@ -85,7 +87,7 @@ def test_plan_of_time_to_live_is_that_of_the_reference(steps: Steps, cache: Cach
 def test_belady_reads_as_often_as_the_reference(steps: Steps, cache: CacheConfig) -> None:
     """Rows with the same next use are equally good; which of them leaves is free."""
     cache = fitting(steps, replace(cache, policy="belady", rows=cache.rows or 4))
-    found = list(CachePlan(indexed(steps), cache))
+    found = list(plan_table(indexed(steps), cache))
     wanted = reference(steps, cache)
     assert sum(int(s.fetch.sum()) for s in found) == sum(len(s.fetch) for s in wanted)
     assert [s.resident_rows for s in found] == [len(s.cache) for s in wanted]
@@ -101,10 +103,10 @@ def test_belady_reads_as_few_rows_as_any_cache_could(
 ) -> None:
     cache = CacheConfig(policy="belady", prefetch_steps=prefetch_steps, rows=rows)
     fewest = fewest_fetches(steps, prefetch_steps=prefetch_steps, rows=rows)
-    fits = required_rows([d for _, d in indexed(steps)], cache) <= rows
+    fits = required_rows([[d for _, d in indexed(steps)]], cache) <= rows
     assert (fewest is not None) == fits
     if fits:
-        assert summarize(CachePlan(indexed(steps), cache)).fetched_rows == fewest
+        assert summarize(plan_table(indexed(steps), cache)).fetched_rows == fewest
 
 
 @given(STEPS, configs())
@@ -113,7 +115,7 @@ def test_plan_obeyed_literally_finds_every_row_in_its_slot(
 ) -> None:
     cache = fitting(steps, cache)
     issued: dict[int, int] = {}  # slot to number, from the issue of its read on
-    planned = list(CachePlan(indexed(steps), cache))
+    planned = list(plan_table(indexed(steps), cache))
     written = dict.fromkeys(range(NUM_NUMBERS), -1)
     peak = max((s.resident_rows for s in planned), default=0)
     reads = 0
@@ -138,13 +140,49 @@ def test_plan_obeyed_literally_finds_every_row_in_its_slot(
     assert not issued  # after the last step everything was written back
 
 
+@given(STEPS, configs(), st.integers(0, NUM_NUMBERS), st.data())
+def test_tables_share_a_cache_as_if_their_rows_were_those_of_one(
+    steps: Steps, cache: CacheConfig, first: int, data: st.DataObject
+) -> None:
+    """Rows with the same next use are equally good, so the sums are equal."""
+    tables = {
+        "few": [frozenset(n for n in step if n < first) for step in steps],
+        "others": [frozenset(n - first for n in step if n >= first) for step in steps],
+    }
+    cache = fitting(steps, cache)
+    of_tables = {table: indexed(own) for table, own in tables.items()}
+    distances = [[d for _, d in own] for own in of_tables.values()]
+    assert required_rows(distances, cache) == required_rows([[d for _, d in indexed(steps)]], cache)
+    stop = data.draw(st.integers(0, len(steps)))
+    plan = CachePlan(of_tables, cache)
+    found = [next(plan) for _ in range(stop)]
+    rest = {table: own[stop:] for table, own in of_tables.items()}
+    found += CachePlan(rest, cache, first_step=stop, starts=plan.keyframes())
+    wanted = list(plan_table(indexed(steps), cache))
+    assert [sum(s.resident_rows for s in step.values()) for step in found] == [
+        step.resident_rows for step in wanted
+    ]
+    sums = {table: summarize(step[table] for step in found) for table in tables}
+    assert sum(s.fetched_rows for s in sums.values()) == summarize(wanted).fetched_rows
+    assert summarize_tables(found) == (sums if steps else {})
+    for table, own in tables.items():
+        slots: dict[int, int] = {}
+        for now, step in enumerate(each[table] for each in found):
+            slots |= dict(
+                zip(step.slots[step.fetch].tolist(), step.numbers[step.fetch].tolist(), strict=True)
+            )
+            assert [slots[slot] for slot in step.slots.tolist()] == sorted(own[now])
+            for slot, number in zip(step.evict_slots.tolist(), step.evict.tolist(), strict=True):
+                assert slots.pop(slot) == number
+
+
 @given(STEPS, configs())
 def test_no_row_leaves_before_its_last_planned_use_inside_the_window(
     steps: Steps, cache: CacheConfig
 ) -> None:
     cache = fitting(steps, cache)
     window = cache.lookahead if cache.policy == "ttl" else cache.prefetch_steps
-    for step in CachePlan(indexed(steps), cache):
+    for step in plan_table(indexed(steps), cache):
         for number in step.evict.tolist():
             later = next_step(steps, number, step.train_step)
             assert later is None or later - step.train_step > window
@@ -157,18 +195,24 @@ def test_plan_from_a_keyframe_is_the_rest_of_the_plan(
     cache = fitting(steps, cache)
     every = data.draw(st.sampled_from([None, 1, 3]))
     start = data.draw(st.integers(0, len(steps)))
-    whole = CachePlan(indexed(steps), cache, flush_every=every)
+    whole = CachePlan({"items": indexed(steps)}, cache, flush_every=every)
     for _ in range(start):
         next(whole)
-    keyframe = whole.keyframe()
+    keyframe = whole.keyframes()["items"]
     assert keyframe.train_step == start
     assert len(keyframe.numbers) <= (cache.rows or NUM_NUMBERS)
     assert keyframe.num_slots <= (cache.rows or NUM_NUMBERS)
-    again = CachePlan(indexed(steps)[start:], cache, flush_every=every, start=keyframe)
-    same = again.keyframe()
+    again = CachePlan(
+        {"items": indexed(steps)[start:]},
+        cache,
+        first_step=start,
+        flush_every=every,
+        starts={"items": keyframe},
+    )
+    same = again.keyframes()["items"]
     for name in ("numbers", "slots", "last_use", "next_use", "free"):
         assert getattr(same, name).tolist() == getattr(keyframe, name).tolist(), name
-    assert [as_lists(s) for s in again] == [as_lists(s) for s in whole]
+    assert [as_lists(s["items"]) for s in again] == [as_lists(s["items"]) for s in whole]
 
 
 @given(STEPS, configs(), st.integers(1, 4))
@@ -176,12 +220,12 @@ def test_only_rows_that_changed_since_the_last_flush_are_written_back(
     steps: Steps, cache: CacheConfig, every: int
 ) -> None:
     cache = fitting(steps, cache)
-    for step in CachePlan(indexed(steps), cache, flush_every=every):
+    for step in plan_table(indexed(steps), cache, flush_every=every):
         flushed = step.train_step // every * every  # all steps before it are in the store
         for number, write in zip(step.evict.tolist(), step.write_back.tolist(), strict=True):
             changed = any(number in steps[s] for s in range(flushed, step.train_step + 1))
             assert write == changed
-    for step in CachePlan(indexed(steps), cache):
+    for step in plan_table(indexed(steps), cache):
         assert step.write_back.all()
 
 
@@ -195,22 +239,22 @@ def test_cache_that_is_too_small_names_the_smallest_size_of_the_whole_run(
         reach = cache.prefetch_steps + 1
         sizes = [len(frozenset().union(*steps[s : s + reach])) for s in range(len(steps))]
     needed = max(sizes, default=0)
-    assert required_rows(distances, cache) == needed
+    assert required_rows([distances], cache) == needed
     assert cache.rows is not None
     if needed <= cache.rows:
-        check_cache_size({"few": [], "items": distances}, cache)
-        assert len(list(CachePlan(indexed(steps), cache))) == len(steps)
+        check_cache_size([[d[:0] for d in distances], distances], cache)
+        assert len(list(plan_table(indexed(steps), cache))) == len(steps)
         return
     with pytest.raises(PlanError) as early:
-        check_cache_size({"few": [], "items": distances}, cache)
+        check_cache_size([[d[:0] for d in distances], distances], cache)
     with pytest.raises(PlanError) as late:
-        list(CachePlan(indexed(steps), cache))
+        list(plan_table(indexed(steps), cache))
     assert early.value.required_rows == late.value.required_rows == needed
     works = replace(cache, rows=needed)
-    assert len(list(CachePlan(indexed(steps), works))) == len(steps)
+    assert len(list(plan_table(indexed(steps), works))) == len(steps)
     if needed > 1:
         with pytest.raises(PlanError):
-            list(CachePlan(indexed(steps), replace(cache, rows=needed - 1)))
+            list(plan_table(indexed(steps), replace(cache, rows=needed - 1)))
 
 
 REFUSALS = {
@@ -230,11 +274,10 @@ def test_refusal_names_the_first_step_and_the_size_that_all_need(policy: str) ->
     steps = [frozenset({0}), frozenset({1, 2}), frozenset({3, 4}), frozenset({5})]
     cache = CacheConfig(policy=policy, lookahead=1, prefetch_steps=1, rows=2)  # type: ignore[arg-type]
     with pytest.raises(PlanError, match=f"^{re.escape(REFUSALS[policy])}$"):
-        list(CachePlan(indexed(steps), cache))
-    named = REFUSALS[policy].replace("cache is", "cache of table 'items' is")
-    named = named.replace(" and 3 at step 0", "")
+        list(plan_table(indexed(steps), cache))
+    named = REFUSALS[policy].replace(" and 3 at step 0", "")
     with pytest.raises(PlanError, match=f"^{re.escape(named)}$"):
-        check_cache_size({"items": [d for _, d in indexed(steps)]}, cache)
+        check_cache_size([[d for _, d in indexed(steps)]], cache)
 
 
 @given(STEPS, st.integers(0, 20), configs())
@@ -242,8 +285,8 @@ def test_first_step_only_shifts_the_names_of_steps(
     steps: Steps, first_step: int, cache: CacheConfig
 ) -> None:
     cache = fitting(steps, cache)
-    shifted = [as_lists(s) for s in CachePlan(indexed(steps), cache, first_step=first_step)]
-    plain = [as_lists(s) for s in CachePlan(indexed(steps), cache)]
+    shifted = [as_lists(s) for s in plan_table(indexed(steps), cache, first_step=first_step)]
+    plain = [as_lists(s) for s in plan_table(indexed(steps), cache)]
     assert shifted == [(step[0] + first_step, *step[1:]) for step in plain]  # type: ignore[operator]
 
 
@@ -260,7 +303,7 @@ def test_plan_reads_the_index_no_farther_than_a_window_ahead(
             read += 1
             yield step
 
-    for step in CachePlan(counted(), cache):
+    for step in plan_table(counted(), cache):
         assert read <= step.train_step + cache.prefetch_steps + 2
 
 
@@ -271,7 +314,7 @@ def test_belady_over_a_published_trace_beats_lru_of_half_the_size(
 ) -> None:
     steps, trace = published
     cache = CacheConfig(policy="belady", prefetch_steps=1, rows=rows)
-    found = summarize(CachePlan(steps, cache))
+    found = summarize(plan_table(steps, cache))
     hits = found.num_accesses - found.fetched_rows
     assert found.num_accesses == 113_872
     assert found.peak_cache_rows == rows
@@ -309,18 +352,18 @@ def published(shared_data: Path) -> tuple[list[tuple[np.ndarray, np.ndarray]], l
 def test_hit_rate_is_the_share_of_accesses_that_need_no_read() -> None:
     steps = [frozenset({0, 1}), frozenset({0}), frozenset({1}), frozenset({0})]
     ttl = CacheConfig(lookahead=2, prefetch_steps=1)
-    found = summarize(CachePlan(indexed(steps), ttl))
+    found = summarize(plan_table(indexed(steps), ttl))
     assert found.fetched_rows == found.written_rows == 2  # both once, then within two steps
     assert found.hit_rate == 1 - 2 / 5
     short = replace(ttl, lookahead=1)
-    assert summarize(CachePlan(indexed(steps), short)).fetched_rows == 4
+    assert summarize(plan_table(indexed(steps), short)).fetched_rows == 4
     assert summarize([]).hit_rate == 0.0
 
 
 def test_belady_without_a_limit_reads_every_row_once() -> None:
     rng = np.random.default_rng(3)
     steps = [frozenset(rng.integers(0, NUM_NUMBERS, 3).tolist()) for _ in range(40)]
-    found = summarize(CachePlan(indexed(steps), CacheConfig(policy="belady")))
+    found = summarize(plan_table(indexed(steps), CacheConfig(policy="belady")))
     assert found.fetched_rows == len(frozenset().union(*steps))
 
 
@@ -330,6 +373,6 @@ def test_belady_of_a_skewed_trace_over_many_merged_runs_is_that_of_the_reference
     index = list(zip(steps, next_use(steps, 2000), strict=True))
     cache = CacheConfig(policy="belady", prefetch_steps=2, rows=450)
     wanted = reference([frozenset(s.tolist()) for s in steps], cache)
-    found = list(CachePlan(index, cache))
+    found = list(plan_table(index, cache))
     assert [int(s.fetch.sum()) for s in found] == [len(s.fetch) for s in wanted]
     assert 0 < sum(len(s.fetch) for s in wanted) < sum(map(len, steps))

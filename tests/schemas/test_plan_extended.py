@@ -37,20 +37,21 @@ def test_plan_that_is_extended_keeps_every_row_where_it_says(
     cache = CacheConfig(policy=policy, lookahead=lookahead, prefetch_steps=prefetch)  # type: ignore[arg-type]
     if policy == "belady":
         whole = [distances for _, distances in indexed(trace, 0, len(trace))]
-        rows = required_rows(whole, cache)
+        rows = required_rows([whole], cache)
         cache = CacheConfig(policy="belady", prefetch_steps=prefetch, rows=max(1, rows))
     version = dict.fromkeys(range(12), 0)  # of the row in its store
     slots: dict[int, tuple[int, int]] = {}  # slot -> number and version
     uses = dict.fromkeys(range(12), 0)
-    step, steps = 0, CachePlan(indexed(trace, 0, ends[0]), cache)
+    step, steps = 0, CachePlan({"": indexed(trace, 0, ends[0])}, cache)
     for end, more in zip(ends, [*ends[1:], None], strict=True):
         # segments come before the end, too: the reads that are in flight are trained first
         until = end if more is None else data.draw(st.integers(step, end))
         step = train(steps, step, until, prefetch, end, version, slots, uses)
         if more is not None:
-            frame = steps.keyframe()
-            assert frame.train_step == step
-            steps = CachePlan(indexed(trace, step, more), cache, start=frame)
+            frames = steps.keyframes()
+            assert frames[""].train_step == step
+            more_steps = {"": indexed(trace, step, more)}
+            steps = CachePlan(more_steps, cache, first_step=step, starts=frames)
     assert step == len(trace)
     for number, (row, newest) in slots.items():
         assert uses[row] == newest, number
@@ -75,7 +76,7 @@ def train(
     def issue(before: int) -> None:
         nonlocal planned
         while planned < min(before, end):
-            found = next(steps)
+            found = next(steps)[""]
             read = {int(n): version[int(n)] for n in found.numbers[found.fetch]}
             arrivals.append((found, read))
             planned += 1

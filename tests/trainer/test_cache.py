@@ -14,7 +14,7 @@ from presage.schemas.config.train import CacheConfig
 from presage.schemas.errors import PlanError, SchemaError
 from presage.schemas.oracle.cache_plan import CachePlan, required_rows
 from presage.schemas.oracle.next_uses import next_use
-from presage.trainer.embedding.cache import DirectSource, PlannedCache, RowSource, TablePlan
+from presage.trainer.embedding.cache import DirectSource, PlannedCache, RowSource, RowsPlan
 from presage.trainer.embedding.unplanned import LruCache
 from presage.trainer.stores.local import memory_store
 from presage.trainer.stores.store import Records, TableLayout
@@ -34,11 +34,11 @@ def index_of(steps: Sequence[np.ndarray]) -> tuple[list, list, np.ndarray]:
 
 def plan_of(
     steps: Sequence[np.ndarray], cache: CacheConfig, flush_every: int | None = None
-) -> TablePlan:
+) -> RowsPlan:
     """Plan a table from the rows of each step."""
     numbers, distances, rows = index_of(steps)
-    indexed = zip(numbers, distances, strict=True)
-    return TablePlan(CachePlan(indexed, cache, flush_every=flush_every), rows)
+    indexed = {"items": zip(numbers, distances, strict=True)}
+    return RowsPlan(CachePlan(indexed, cache, flush_every=flush_every), {"items": rows})
 
 
 ReadAll = Callable[[int], dict[str, Records]]
@@ -87,12 +87,12 @@ def test_cache_hands_out_what_a_store_without_a_cache_does(
     prefetch_steps = data.draw(st.integers(1, lookahead))
     rows = [np.array(sorted(step), np.int64) * 1_000_003 for step in steps]
     config = CacheConfig(policy=policy, lookahead=lookahead, prefetch_steps=prefetch_steps)  # type: ignore[arg-type]
-    needed = required_rows(index_of(rows)[1], config)
+    needed = required_rows([index_of(rows)[1]], config)
     config = replace(config, rows=max(1, needed + data.draw(st.integers(0, 4))))
     direct, cached = (memory_store({"items": LAYOUT}) for _ in range(2))
     cache = PlannedCache(
         cached,
-        {"items": plan_of(rows, config, flush_every)},
+        plan_of(rows, config, flush_every),
         first_step=0,
         last_step=len(rows),
         prefetch_steps=prefetch_steps,
@@ -170,7 +170,7 @@ def test_lru_reads_as_often_as_a_dictionary_in_order_of_use(
 
 def test_lru_that_is_smaller_than_a_step_names_the_size_that_works() -> None:
     cache = LruCache(memory_store({"items": LAYOUT}), 2)
-    with pytest.raises(PlanError, match=r"cache_rows=2 and 3 rows of table 'items'") as error:
+    with pytest.raises(PlanError, match=r"cache_rows=2 at step 1; use at least 3$") as error:
         run_source(cache, [np.array([1, 2]), np.array([1, 2, 3])])
     assert error.value.required_rows == 3
     cache.close()
@@ -181,7 +181,7 @@ def cache_over(
 ) -> PlannedCache:
     return PlannedCache(
         memory_store({"items": LAYOUT}),
-        {"items": plan_of(planned, CacheConfig(lookahead=2, prefetch_steps=1, rows=cache_rows))},
+        plan_of(planned, CacheConfig(lookahead=2, prefetch_steps=1, rows=cache_rows)),
         first_step=0,
         last_step=len(steps),
         prefetch_steps=1,
@@ -217,7 +217,7 @@ def test_rows_leave_after_a_step_that_looks_nothing_up() -> None:
     stores = [memory_store({"items": LAYOUT}) for _ in range(2)]
     cache = PlannedCache(
         stores[0],
-        {"items": plan_of(steps, config)},
+        plan_of(steps, config),
         first_step=0,
         last_step=len(steps),
         prefetch_steps=1,

@@ -221,7 +221,7 @@ def test_skipped_checkpoints_are_in_the_next_one(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    job = job_of(tmp_path, tmp_path / "memory", every_steps="1", rows="203")
+    job = job_of(tmp_path, tmp_path / "memory", every_steps="1", rows="224")
     job.write_text(job.read_text().replace("late: wait", "late: skip"))
     run, whole = tmp_path / "run", BackgroundSaver.save
 

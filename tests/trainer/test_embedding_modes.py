@@ -81,7 +81,7 @@ def test_run_resumed_in_its_mode_has_the_bits_and_metrics_of_plain(
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("changes", [{"lookahead": "2"}, {"policy": "belady", "rows": "205"}])
+@pytest.mark.parametrize("changes", [{"lookahead": "2"}, {"policy": "belady", "rows": "240"}])
 def test_smaller_plan_fetches_rows_more_often(
     changes: dict[str, str], dataset: Path, tmp_path: Path
 ) -> None:
@@ -104,7 +104,7 @@ def test_cache_that_is_too_small_is_refused_before_the_first_step(
     policy: str, dataset: Path, tmp_path: Path
 ) -> None:
     job = write_job(tmp_path / "job", policy=policy, rows="20")
-    with pytest.raises(PlanError, match=r"'items' is too small .* cache_rows=20; ") as error:
+    with pytest.raises(PlanError, match=r"cache is too small .* cache_rows=20; ") as error:
         run_job(job, dataset, tmp_path / "run", embedding="cached")
     assert losses_of(tmp_path / "run").tolist() == []
     assert error.value.required_rows is not None
@@ -120,7 +120,7 @@ def test_cache_that_is_too_small_is_refused_before_the_first_step(
 def test_resumed_run_fetches_the_rows_of_one_that_never_stopped(
     policy: str, files: str, stores: int, dataset: Path, tmp_path: Path
 ) -> None:
-    settings = {"policy": policy, "rows": {"ttl": "null", "belady": "205"}[policy]}
+    settings = {"policy": policy, "rows": {"ttl": "null", "belady": "240"}[policy]}
     settings |= {"dtype": "float32", "every_steps": "5"}
     job = write_job(tmp_path / "whole", **settings)
     expected = run_job(job, dataset, tmp_path / "plain", embedding="cached").fetched_rows

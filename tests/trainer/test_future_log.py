@@ -38,7 +38,7 @@ def log_in(folder: Path, bucket_steps: int, buffer_bytes: int, fan_out: int = 64
 def cache_over(store: Store, steps: list[np.ndarray], config: CacheConfig) -> PlannedCache:
     return PlannedCache(
         store,
-        {"items": plan_of(steps, config)},
+        plan_of(steps, config),
         first_step=0,
         last_step=len(steps),
         prefetch_steps=config.prefetch_steps,
@@ -101,7 +101,7 @@ def test_log_hands_out_and_holds_what_a_store_in_memory_does(
     rows = [np.array(sorted(step), np.int64) * 1_000_003 for step in steps]
     prefetch_steps = data.draw(st.integers(1, lookahead))
     config = CacheConfig(policy=policy, lookahead=lookahead, prefetch_steps=prefetch_steps)  # type: ignore[arg-type]
-    needed = required_rows(index_of(rows)[1], config)
+    needed = required_rows([index_of(rows)[1]], config)
     config = replace(config, rows=max(1, needed + data.draw(st.integers(0, 4))))
     folder = tmp_path_factory.mktemp("log")
     log = log_in(folder, bucket_steps, buffer_bytes, fan_out)

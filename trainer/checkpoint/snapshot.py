@@ -18,10 +18,9 @@ from numpy.typing import NDArray
 from presage.schemas.arrays import Array
 from presage.schemas.config.train import CacheConfig
 from presage.schemas.dataset.opened import OpenDataset
-from presage.schemas.dataset.run_next_uses import SharedNextUses
+from presage.schemas.dataset.run_next_uses import SharedNextUses, most_cached_rows
 from presage.schemas.errors import SchemaError
 from presage.schemas.machine import free_bytes
-from presage.schemas.oracle.cache_plan import reuse_distance
 from presage.schemas.storage.locks import lock_file
 from presage.trainer.checkpoint.format import ROW_FILES, ArraySpec
 from presage.trainer.stores.store import Records, RowsAndRecords, RowsInPlace, TableLayout
@@ -195,8 +194,8 @@ def no_room(directory: Path, num_bytes: int, reason: str = "") -> SchemaError:
 
 # ---- The size of snapshots ----
 
-_KEYFRAME_BYTES = 48
-"""Bytes of the plan's state per row in a planned cache."""
+_CACHED_ROW_BYTES, _SLOT_BYTES = 40, 8
+"""Bytes of the plan's state per row in a planned cache, and per slot."""
 _OVERHEAD_BYTES = 1 << 20
 """The header, and padding of arrays."""
 
@@ -215,17 +214,16 @@ def copy_bytes(
         return total + sum(
             _num_rows(dataset, table) * layout.row_bytes for table, layout in layouts.items()
         )
+    num_rows = {table: _num_rows(dataset, table) for table in layouts}
     for table, layout in layouts.items():
-        next_uses = shared.of(table)
-        changed = max_changed_rows(next_uses.last_uses(every_steps), steps, every_steps)
-        num_rows = _num_rows(dataset, table)
-        total += min(changed, num_rows) * layout.row_bytes
-        if cache is not None:
-            cached = cache.rows
-            if cached is None or cache.policy == "ttl":  # else rows stay until it is full
-                settings = reuse_distance(cache), cache.prefetch_steps, steps.start
-                cached = next_uses.peak_cache_rows(*settings)
-            total += min(cached, num_rows) * _KEYFRAME_BYTES
+        changed = max_changed_rows(shared.of(table).last_uses(every_steps), steps, every_steps)
+        total += min(changed, num_rows[table]) * layout.row_bytes
+    if cache is not None:
+        cached = cache.rows
+        if cached is None or cache.policy == "ttl":  # else rows stay until it is full
+            cached = most_cached_rows(map(shared.of, layouts), cache, steps.start)
+        total += min(cached, sum(num_rows.values())) * _CACHED_ROW_BYTES
+        total += sum(min(cached, rows) for rows in num_rows.values()) * _SLOT_BYTES
     return total
 
 

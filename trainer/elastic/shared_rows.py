@@ -27,7 +27,7 @@ from presage.trainer.embedding.cache import (
 from presage.trainer.embedding.changes import Changes, EvictedDirtyRows
 from presage.trainer.embedding.module import Embedding
 from presage.trainer.run_rows import RunRows
-from presage.trainer.steps import Span, plans_of_span
+from presage.trainer.steps import Span, plan_of_span
 from presage.trainer.stores.factory import STORE, open_store
 from presage.trainer.stores.remote.client import RemoteStore
 from presage.trainer.stores.remote.processes import TOKEN
@@ -322,7 +322,7 @@ class SharedRows(RunRows):
             if self._planned is None
             else PlannedCache(
                 self._write_buffer,
-                plans_of_span(span, self._write_buffer.layouts, self._planned, train_step, starts),
+                plan_of_span(span, self._write_buffer.layouts, self._planned, train_step, starts),
                 first_step=train_step,
                 last_step=span.horizon.end_step,
                 prefetch_steps=self._planned.cache.prefetch_steps,

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -162,9 +162,9 @@ def arrays_of_cached(cached: Mapping[str, CachedRows]) -> dict[str, Array]:
     """Return the state of all tables' plans as named arrays."""
     arrays: dict[str, Array] = {}
     for table, each in cached.items():
-        for field in fields(each.keyframe):
-            value = getattr(each.keyframe, field.name)
-            arrays[f"{table}/{field.name}"] = np.asarray(value, np.int64)
+        for of_keyframe in fields(each.keyframe):
+            value = getattr(each.keyframe, of_keyframe.name)
+            arrays[f"{table}/{of_keyframe.name}"] = np.asarray(value, np.int64)
         arrays[f"{table}/{_ROWS}"] = each.rows
     return arrays
 
@@ -189,22 +189,29 @@ def _cached_rows(table: str, arrays: Mapping[str, Array]) -> CachedRows:
 
 
 @dataclass(frozen=True, slots=True)
-class TablePlan:
-    """The plan of one table from the first step to be trained.
+class RowsPlan:
+    """The plan of all tables from the first step to be trained.
 
     Attributes:
-        steps: fetches and evictions of each step.
-        row_of_number: the row of each number of the steps; None: they are rows.
-        keyframe: returns the plan's state before its next step.
+        steps: fetches and evictions of each step, by table.
+        row_of_number: by table, the row of each number of the steps; absent: they are rows.
+        keyframes: returns the plan's state before its next step.
     """
 
-    steps: Iterator[PlanStep]
-    row_of_number: NDArray[np.int64] | None
-    keyframe: Callable[[], Keyframe] | None = None
+    steps: Iterator[Mapping[str, PlanStep]]
+    row_of_number: Mapping[str, NDArray[np.int64]] = field(default_factory=dict)
+    keyframes: Callable[[], Mapping[str, Keyframe]] | None = None
 
-    def rows(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the rows of numbers."""
-        return numbers if self.row_of_number is None else self.row_of_number[numbers]
+    def rows(self, table: str, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the rows of numbers of a table."""
+        row_of_number = self.row_of_number.get(table)
+        return numbers if row_of_number is None else row_of_number[numbers]
+
+    def states(self) -> dict[str, CachedRows]:
+        """Return the state of each table before the plan's next step."""
+        assert self.keyframes is not None, "a plan of a run with checkpoints has keyframes"
+        keyframes = self.keyframes()
+        return {t: CachedRows(each, self.rows(t, each.numbers)) for t, each in keyframes.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,7 +314,7 @@ class PlannedCache(RowSource):
     def __init__(
         self,
         store: Store,
-        plans: Mapping[str, TablePlan],
+        plan: RowsPlan,
         *,
         first_step: int,
         last_step: int,
@@ -319,16 +326,16 @@ class PlannedCache(RowSource):
 
         Args:
             store: of the rows.
-            plans: by table, starting at `first_step`.
+            plan: of the tables of the store, starting at `first_step`.
             first_step: first step to be gathered.
             last_step: one after the last.
-            prefetch_steps: steps between the read of a row and its use, as in the plans.
+            prefetch_steps: steps between the read of a row and its use, as in the plan.
             saves_at: steps; `cached` will be called for the state before each.
             make_slots: of the cached rows of a table.
         """
         super().__init__()
         self._store = store
-        self._plans = plans
+        self._plan = plan
         self._slots = {table: make_slots(layout) for table, layout in store.layouts.items()}
         self._next = first_step
         self._last = last_step
@@ -348,14 +355,14 @@ class PlannedCache(RowSource):
         self._slots[table].put(cached.keyframe.slots[is_cached], cached.rows[is_cached], records)
 
     def cached(self, train_step: int) -> dict[str, CachedRows]:
-        """Return the plans' states before a step, and drop earlier ones.
+        """Return the state of each table before a step, and drop earlier ones.
 
         The step is one of `saves_at`, the requested one, or the next one to be read.
         """
         for step in [step for step in list(self._cached) if step < train_step]:
             del self._cached[step]
         if train_step == self._next:
-            return dict(self._states())
+            return self._plan.states()
         return self._cached.get(train_step, {})
 
     @property
@@ -377,25 +384,22 @@ class PlannedCache(RowSource):
         return self._last
 
     def keyframes(self) -> dict[str, Keyframe]:
-        """Return the plans' states after all steps whose reads were issued are trained."""
+        """Return the plan's state after all steps whose reads were issued are trained."""
         assert not self._pending, "no read is in flight"
-        return {table: cached.keyframe for table, cached in self._states()}
+        return {table: state.keyframe for table, state in self._plan.states().items()}
 
-    def replace_plans(
-        self,
-        plans: Mapping[str, TablePlan],
-        last_step: int,
-        before: Callable[[], None] | None = None,
+    def replace_plan(
+        self, plan: RowsPlan, last_step: int, before: Callable[[], None] | None = None
     ) -> None:
-        """Continue with plans that cover more steps.
+        """Continue with a plan that covers more steps.
 
         Args:
-            plans: by table, from `keyframes`.
-            last_step: one after the last step of the plans.
+            plan: from `keyframes`.
+            last_step: one after the last step of the plan.
             before: called in the background thread, after all writes so far and before the next
                 read.
         """
-        self._plans, self._last = plans, last_step
+        self._plan, self._last = plan, last_step
         if before is not None:
             self._thread.call(before)
 
@@ -527,11 +531,11 @@ class PlannedCache(RowSource):
             self._next += 1
 
     def _read(self, train_step: int) -> dict[str, _StepReads]:
-        plan_steps = {table: next(plan.steps) for table, plan in self._plans.items()}
+        plan_steps = next(self._plan.steps)
         after = train_step + 1
         if after in self._saves_at or after == self.requested_step:
-            self._cached[after] = dict(self._states())
-        rows = {t: self._plans[t].rows(step.numbers) for t, step in plan_steps.items()}
+            self._cached[after] = self._plan.states()
+        rows = {t: self._plan.rows(t, step.numbers) for t, step in plan_steps.items()}
         orders = {table: np.argsort(r) for table, r in rows.items()}  # the plan's is by number
         missing = {t: rows[t][order][plan_steps[t].fetch[order]] for t, order in orders.items()}
         fetched = self._store.fetch(train_step, missing)
@@ -545,9 +549,3 @@ class PlannedCache(RowSource):
             )
             for table, order in orders.items()
         }
-
-    def _states(self) -> Iterator[tuple[str, CachedRows]]:
-        for table, plan in self._plans.items():
-            assert plan.keyframe is not None, "a plan of a run with checkpoints has keyframes"
-            keyframe = plan.keyframe()
-            yield table, CachedRows(keyframe, plan.rows(keyframe.numbers))

@@ -7,8 +7,6 @@ memory.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,7 +15,7 @@ from numpy.typing import NDArray
 
 from presage.schemas.errors import SchemaError
 from presage.trainer.data.transfer import to_device
-from presage.trainer.embedding.cache import CacheSlots, PlannedCache, RowsOfTables, TablePlan
+from presage.trainer.embedding.cache import CacheSlots, PlannedCache, RowsOfTables, RowsPlan
 from presage.trainer.stores.store import (
     GatheredRows,
     Records,
@@ -28,6 +26,7 @@ from presage.trainer.stores.store import (
     concat_records,
     doubled,
     empty_records,
+    enlarge,
 )
 
 
@@ -49,22 +48,29 @@ class DeviceBlock:
         self._dtype: torch.dtype = getattr(torch, layout.dtype)
         self._device = device
         self._num_used = 0
+        self._free = np.empty(0, np.int64)
         self.records = self._allocate(num_rows)
         """(capacity, dim + state_width)."""
 
     def hand_out(self, num_rows: int) -> NDArray[np.int64]:
-        """Return the positions of more rows.
+        """Return the positions of more rows: those that were returned, then unused ones.
 
         Raises:
             SchemaError: the device has too little memory.
         """
-        positions = np.arange(self._num_used, self._num_used + num_rows)
-        self._num_used += num_rows
-        if self._num_used > len(self.records):
-            larger = self._allocate(doubled(self._num_used))
+        reused, self._free = self._free[:num_rows], self._free[num_rows:]
+        top = self._num_used + num_rows - len(reused)
+        positions = np.concatenate([reused, np.arange(self._num_used, top)])
+        self._num_used = top
+        if top > len(self.records):
+            larger = self._allocate(doubled(top))
             larger[: len(self.records)] = self.records
             self.records = larger
         return positions
+
+    def take_back(self, positions: NDArray[np.int64]) -> None:
+        """Free the positions of rows."""
+        self._free = np.concatenate([self._free, positions])
 
     def take(self, positions: NDArray[np.int64]) -> Records:
         """Return copies in host memory; waits for the device."""
@@ -98,24 +104,34 @@ class DeviceBlock:
 class BlockRecords:
     """The records of one table in a block: what `CacheSlots` uses of `Records`."""
 
-    def __init__(self, block: DeviceBlock, positions: NDArray[np.int64], max_rows: int) -> None:
-        """Keep the positions of each slot, which become at most `max_rows`."""
-        self._block, self._max_rows = block, max_rows
-        self.positions = positions
+    def __init__(self, block: DeviceBlock) -> None:
+        """Start without rows."""
+        self._block = block
+        self.positions = np.empty(0, np.int64)
+        """Position in the block by slot, -1 where a slot is free."""
 
     def take(self, slots: NDArray[Any]) -> Records:
         """Return copies in host memory; waits for the device."""
         return self._block.take(self.positions[slots])
 
     def put(self, slots: NDArray[Any], records: Records) -> None:
-        """Overwrite records."""
+        """Write records."""
+        self.place(slots)
         self._block.put(self.positions[slots], records)
 
+    def place(self, slots: NDArray[Any]) -> None:
+        """Give free slots a position."""
+        slots = slots[self.positions[slots] < 0]
+        self.positions[slots] = self._block.hand_out(len(slots))
+
+    def free(self, slots: NDArray[Any]) -> None:
+        """Return the positions of slots."""
+        self._block.take_back(self.positions[slots])
+        self.positions[slots] = -1
+
     def grown(self, num_rows: int) -> BlockRecords:
-        """Return at least `num_rows` records that begin with these."""
-        count = min(doubled(num_rows), max(self._max_rows, num_rows)) - len(self.positions)
-        if count > 0:
-            self.positions = np.concatenate([self.positions, self._block.hand_out(count)])
+        """Return at least `num_rows` slots that begin with these."""
+        self.positions = enlarge(self.positions, doubled(num_rows), -1)
         return self
 
 
@@ -125,7 +141,7 @@ class DeviceCache(PlannedCache):
     def __init__(
         self,
         store: Store,
-        plans: Mapping[str, TablePlan],
+        plan: RowsPlan,
         device: torch.device,
         max_rows: int | None,
         **options: Any,
@@ -136,11 +152,13 @@ class DeviceCache(PlannedCache):
             SchemaError: the device has too little memory.
         """
         layouts = store.layouts
-        num_rows = max_rows or doubled(1)
-        self._block = DeviceBlock(next(iter(layouts.values())), num_rows * len(layouts), device)
+        num_rows = max_rows or doubled(1) * len(layouts)
+        self._block = DeviceBlock(next(iter(layouts.values())), num_rows, device)
         self._numbers = torch.empty(0)
-        slots = partial(_slots_in, self._block, max_rows)
-        super().__init__(store, plans, make_slots=slots, **options)
+        super().__init__(store, plan, make_slots=self._slots_of, **options)
+
+    def _slots_of(self, _: TableLayout) -> CacheSlots:
+        return CacheSlots(BlockRecords(self._block), 0)
 
     def gather_block(self, train_step: int, rows: RowsOfTables) -> torch.Tensor:
         """Return (num_rows, dim + state_width), rows of all tables one after the other.
@@ -154,6 +172,7 @@ class DeviceCache(PlannedCache):
         for table, reads in self._current.items():
             own, slots = self._slots[table], reads.slots[reads.fetch]
             own.reserve(slots, reads.rows[reads.fetch])
+            own.records.place(slots)
             fetched.append((self._positions(table, slots), reads.fetched))
         self._numbers = self._block.exchange(
             np.concatenate([positions for positions, _ in fetched]),
@@ -195,17 +214,11 @@ class DeviceCache(PlannedCache):
 
     def _free(self, table: str, records: Records) -> WriteBack:
         """Free the slots of evicted rows and return the rows that changed."""
-        plan_step = self._current[table].plan_step
-        rows = self._slots[table].free(plan_step.evict_slots)
+        plan_step, own = self._current[table].plan_step, self._slots[table]
+        rows = own.free(plan_step.evict_slots)
+        own.records.free(plan_step.evict_slots)
         changed = plan_step.write_back
         return WriteBack(rows[changed], records.take(changed), plan_step.next_use[changed])
 
     def _positions(self, table: str, slots: NDArray[np.int64]) -> NDArray[np.int64]:
         return self._slots[table].records.positions[slots]
-
-
-def _slots_in(block: DeviceBlock, max_rows: int | None, layout: TableLayout) -> CacheSlots:
-    """Return the slots of one table, whose records are in a block."""
-    num_rows = min(doubled(1), max_rows or doubled(1))
-    limit = np.iinfo(np.int64).max if max_rows is None else max_rows
-    return CacheSlots(BlockRecords(block, block.hand_out(num_rows), limit), num_rows)

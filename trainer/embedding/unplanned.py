@@ -25,11 +25,13 @@ from presage.trainer.stores.store import (
     StoreThread,
     TableLayout,
     WriteBack,
+    doubled,
     empty_records,
     enlarge,
 )
 
 _NONE = -1
+_NO_SLOTS = np.empty(0, np.int64)
 
 
 def open_baseline(embedding: str, store: Store, cache_rows: int | None) -> RowSource:
@@ -50,78 +52,60 @@ def open_baseline(embedding: str, store: Store, cache_rows: int | None) -> RowSo
 class _TableCache:
     """The cached rows of one table."""
 
-    def __init__(self, layout: TableLayout, cache_rows: int) -> None:
-        self._table = layout.table
+    def __init__(self, layout: TableLayout) -> None:
         self._map = RowMap()
         self._slot_of = np.empty(0, np.int64)  # by position in the map
-        self._position = np.full(cache_rows, _NONE, np.int64)  # by slot
-        self._last_used = np.full(cache_rows, _NONE, np.int64)  # by slot
-        self._uses = deque([(_NONE, np.arange(cache_rows))])  # ascending steps, and their slots
-        self.records = empty_records(layout, cache_rows)
+        self._position = np.empty(0, np.int64)  # by slot
+        self._last_used = np.empty(0, np.int64)  # by slot
+        self._free = np.empty(0, np.int64)
+        self._num_slots = 0
+        self.records = empty_records(layout, 0)
 
-    def place(
-        self, train_step: int, rows: NDArray[np.int64], first_kept: int
-    ) -> tuple[NDArray[np.int64], NDArray[np.bool_], WriteBack]:
-        """Give slots to the rows of a step: those of the least recently used rows to missing ones.
-
-        Of rows that were used last in the same step, those in lower slots leave first.
-
-        Args:
-            train_step: the step.
-            rows: its distinct rows.
-            first_kept: rows that this step or a later one uses stay.
-
-        Returns:
-            the slots, which of the rows are missing, and the rows that had their slots.
-
-        Raises:
-            PlanError: the cache is too small.
-        """
+    def use(self, train_step: int, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Record the use of cached rows; return the slot of each row, `_NONE` if not cached."""
         positions = self._map_positions(rows)
         slots = self._slot_of[positions]
-        is_missing = slots == _NONE
-        self._last_used[slots[~is_missing]] = train_step
-        free = self._oldest(int(is_missing.sum()), first_kept, train_step, len(rows))
-        evicted = self.cached(free)
-        replaced = self._position[free]
-        self._slot_of[replaced[replaced != _NONE]] = _NONE
-        slots[is_missing] = free
-        self._position[free] = positions[is_missing]
-        self._slot_of[positions] = slots
-        self._last_used[free] = train_step
-        self._uses.append((train_step, np.sort(slots)))
-        return slots, is_missing, evicted
+        self._last_used[slots[slots != _NONE]] = train_step
+        return slots
 
-    def _oldest(
-        self, count: int, first_kept: int, train_step: int, num_rows: int
-    ) -> NDArray[np.int64]:
-        """Return so many slots, of the least recently used rows."""
-        found, missing = [np.empty(0, np.int64)], count
-        while missing:
-            step, slots = self._uses.popleft() if self._uses else (train_step, found[0])
-            if step >= first_kept:
-                cache_rows = len(self._position)
-                required = cache_rows + missing
-                steps = "a step" if first_kept == train_step else "two steps"
-                raise PlanError(
-                    f"cache is smaller than {steps}: {cache_rows=} and {num_rows} rows of "
-                    f"table {self._table!r} at step {train_step}; use at least {required}",
-                    required_rows=required,
-                )
-            slots = slots[self._last_used[slots] == step]
-            if len(slots) > missing:
-                self._uses.appendleft((step, slots[missing:]))
-            found.append(slots[:missing])
-            missing -= len(found[-1])
-        return np.concatenate(found)
+    def used_last_at(self, train_step: int, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return those slots whose rows were not used again after a step."""
+        return slots[self._last_used[slots] == train_step]
+
+    def evict(self, slots: NDArray[np.int64]) -> WriteBack:
+        """Free slots and return their rows."""
+        evicted = self.cached(slots)
+        self._slot_of[self._position[slots]] = _NONE
+        self._position[slots] = self._last_used[slots] = _NONE
+        self._free = np.concatenate([self._free, slots])
+        return evicted
+
+    def insert(self, train_step: int, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Give slots to rows: free ones first, then new ones."""
+        reused, self._free = self._free[: len(rows)], self._free[len(rows) :]
+        top = self._num_slots + len(rows) - len(reused)
+        slots = np.concatenate([reused, np.arange(self._num_slots, top)])
+        self._num_slots = top
+        if top > len(self._position):
+            size = doubled(top)
+            self._position = enlarge(self._position, size, _NONE)
+            self._last_used = enlarge(self._last_used, size, _NONE)
+            self.records = self.records.grown(size)
+        positions = self._map_positions(rows)
+        self._slot_of[positions], self._position[slots] = slots, positions
+        self._last_used[slots] = train_step
+        return slots
+
+    def in_use(self) -> NDArray[np.int64]:
+        """Return the slots of all cached rows."""
+        return np.flatnonzero(self._position != _NONE)
 
     def rows_in(self, slots: NDArray[np.integer]) -> NDArray[np.int64]:
         return self._map.rows[self._position[slots]]
 
     def cached(self, slots: NDArray[np.integer]) -> WriteBack:
-        """Return the rows in those of the slots that hold one."""
-        used = slots[self._position[slots] != _NONE]
-        return WriteBack(self.rows_in(used), self.records.take(used))
+        """Return the rows in slots."""
+        return WriteBack(self.rows_in(slots), self.records.take(slots))
 
     def _map_positions(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
         positions = self._map.find(rows)
@@ -156,14 +140,16 @@ class LruCache(RowSource):
 
         Args:
             store: of the rows.
-            cache_rows: of each table.
+            cache_rows: of all tables.
             next_rows: returns the rows of a step, which are read while the step before is trained;
                 none after the last. None: rows of later steps are not known.
         """
         super().__init__()
         self._store = store
-        self._slots = np.arange(cache_rows)
-        self._tables = {t: _TableCache(layout, cache_rows) for t, layout in store.layouts.items()}
+        self._cache_rows = cache_rows
+        self._num_rows = 0
+        self._tables = {t: _TableCache(layout) for t, layout in store.layouts.items()}
+        self._uses = deque[tuple[int, str, NDArray[np.int64]]]()  # ascending steps, and slots
         self._thread = StoreThread(store, "lru")
         self._written = -1
         self._next_rows = next_rows
@@ -190,22 +176,51 @@ class LruCache(RowSource):
         }
 
     def _place(self, train_step: int, rows: RowsOfTables, first_kept: int) -> _PlacedStep:
-        """Find the slots of the rows of a step, and read those that are missing."""
-        places = {t: self._tables[t].place(train_step, r, first_kept) for t, r in rows.items()}
-        missing = {table: rows[table][is_missing] for table, (_, is_missing, _) in places.items()}
-        free = {table: slots[is_missing] for table, (slots, is_missing, _) in places.items()}
+        """Give slots to the rows of a step, and read those that are missing.
+
+        The least recently used rows leave; of those that were used last in the same step, those of
+        earlier tables and in lower slots first. Rows used from `first_kept` on stay.
+        """
+        slots = {table: self._tables[table].use(train_step, r) for table, r in rows.items()}
+        is_missing = {table: found == _NONE for table, found in slots.items()}
+        missing = {table: rows[table][which] for table, which in is_missing.items()}
+        self._num_rows += sum(map(len, missing.values()))
+        gone = self._oldest(self._num_rows - self._cache_rows, first_kept, train_step)
         # One thread reads and writes in turn: a row that was evicted earlier is in its store.
         reading = self._thread.read(lambda step: self._store.fetch(step, missing), train_step)
-        evicted = {table: back for table, (*_, back) in places.items() if len(back.rows)}
+        evicted = {table: self._tables[table].evict(found) for table, found in gone.items()}
         if evicted:
             self._thread.write(train_step - 1, evicted)
         if self._changes is not None:
             for table, back in evicted.items():
-                # slots without a row come first
-                slots = free[table][len(free[table]) - len(back.rows) :]
-                gone = GatheredRows(back.records)
-                self._changes.record_eviction(table, slots, back.rows, gone)
-        return _PlacedStep({t: slots for t, (slots, *_) in places.items()}, free, reading)
+                left = GatheredRows(back.records)
+                self._changes.record_eviction(table, gone[table], back.rows, left)
+        read_slots = {t: self._tables[t].insert(train_step, r) for t, r in missing.items()}
+        for table, found in slots.items():
+            found[is_missing[table]] = read_slots[table]
+            self._uses.append((train_step, table, np.sort(found)))
+        return _PlacedStep(slots, read_slots, reading)
+
+    def _oldest(self, count: int, first_kept: int, train_step: int) -> dict[str, NDArray[np.int64]]:
+        """Return so many slots, of the least recently used rows, by table."""
+        found: dict[str, list[NDArray[np.int64]]] = {}
+        while count > 0:
+            step, table, slots = self._uses.popleft() if self._uses else (train_step, "", _NO_SLOTS)
+            if step >= first_kept:
+                required = self._cache_rows + count
+                steps = "a step" if first_kept == train_step else "two steps"
+                raise PlanError(
+                    f"cache is smaller than {steps}: cache_rows={self._cache_rows} at step "
+                    f"{train_step}; use at least {required}",
+                    required_rows=required,
+                )
+            slots = self._tables[table].used_last_at(step, slots)
+            if len(slots) > count:
+                self._uses.appendleft((step, table, slots[count:]))
+            found.setdefault(table, []).append(slots[:count])
+            count -= len(found[table][-1])
+            self._num_rows -= len(found[table][-1])
+        return {table: np.concatenate(slots) for table, slots in found.items()}
 
     def _put_read(self, placed: _PlacedStep) -> None:
         for table, fetched in placed.reading.result().items():
@@ -223,7 +238,7 @@ class LruCache(RowSource):
         """Write every cached row to its store; the rows stay cached."""
         if self._next is not None:
             self._put_read(self._next)
-        cached = {table: cache.cached(self._slots) for table, cache in self._tables.items()}
+        cached = {t: cache.cached(cache.in_use()) for t, cache in self._tables.items()}
         self._thread.write(self._written, cached)
         self._thread.finish_writes()
 

@@ -21,7 +21,7 @@ from torch import nn
 from presage.schemas.arrays import Array, find_sorted
 from presage.schemas.oracle.cache_plan import PlanStep
 from presage.schemas.rows import TORCHREC_SUFFIX
-from presage.trainer.embedding.cache import CacheSlots, PlannedCache, TablePlan
+from presage.trainer.embedding.cache import CacheSlots, PlannedCache, RowsPlan
 from presage.trainer.embedding.ranks import gather
 from presage.trainer.slots.slot_plan import PlanHeader, PlanReader, SlotPlan
 from presage.trainer.stores.factory import FILE_STORES
@@ -282,7 +282,7 @@ def open_cache(plan: SlotPlan, shards: Sequence[Shard], store: Store) -> Planned
     steps = _plan_steps(reader, range(plan.first_step, header.end_step))
     return PlannedCache(
         store,
-        {ALL: TablePlan(steps, None)},
+        RowsPlan({ALL: step} for step in steps),
         first_step=plan.first_step,
         last_step=header.end_step,
         prefetch_steps=plan.settings.prefetch_steps,

@@ -1,6 +1,6 @@
 """Plans the slots of all tables of a run, in a process of its own, once a machine.
 
-Memory: 20 bytes for each distinct row of the dataset, and what `CachePlan` needs.
+Memory: 20 bytes for each distinct row of the dataset, and what `plan_table` needs.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from presage.schemas.dataset.checked_files import DecodedListCache
 from presage.schemas.dataset.files import replace_bytes
 from presage.schemas.dataset.opened import OpenDataset
 from presage.schemas.dataset.order import Order
-from presage.schemas.dataset.run_next_uses import SharedNextUses
+from presage.schemas.dataset.run_next_uses import SharedNextUses, most_cached_rows
 from presage.schemas.hashing import MAX_ROW
 from presage.schemas.oracle.cache_plan import (
-    CachePlan,
     IndexStep,
     PlanStep,
     cache_too_small,
+    plan_table,
     required_rows,
 )
 from presage.trainer.slots.slot_plan import (
@@ -80,18 +80,15 @@ class _Table:
     def check_size(self) -> None:
         """Raise PlanError if the rows of some steps do not fit."""
         if self.num_parts == 1:
-            peak = self._uses.peak_cache_rows(
-                self.config.prefetch_steps,
-                self.config.prefetch_steps,
-                self._steps.start,
-                self._steps.stop,
-            )
+            steps = self._steps.start, self._steps.stop
+            peak = most_cached_rows([self._uses], self.config, *steps)
             required = (
-                0 if peak <= self.part_slots else required_rows(self._distances(0), self.config)
+                0 if peak <= self.part_slots else required_rows([self._distances(0)], self.config)
             )
         else:
             required = max(
-                required_rows(self._distances(part), self.config) for part in range(self.num_parts)
+                required_rows([self._distances(part)], self.config)
+                for part in range(self.num_parts)
             )
         if required > self.part_slots:
             limits = CacheConfig(
@@ -105,7 +102,7 @@ class _Table:
         """Return the plan of each part."""
         entries = tee(self._entries(), self.num_parts)
         return [
-            CachePlan(self._of_part(of_part, part), self.config, first_step=self._steps.start)
+            plan_table(self._of_part(of_part, part), self.config, first_step=self._steps.start)
             for part, of_part in enumerate(entries)
         ]
 

@@ -13,7 +13,7 @@ from presage.schemas.dataset.opened import OpenDataset, open_dataset
 from presage.schemas.dataset.order import Order
 from presage.schemas.dataset.run_next_uses import NextUses
 from presage.schemas.errors import PlanError, SchemaError
-from presage.schemas.oracle.cache_plan import CachePlan, summarize
+from presage.schemas.oracle.cache_plan import plan_table, summarize
 from presage.trainer.slots.slot_plan import SlotPlan, SlotSettings
 from presage.trainer.slots.slot_planner import write_plan
 from tests.trainer.slots.test_planned_slots import CACHE_ROWS, dataset
@@ -77,7 +77,7 @@ def test_each_row_of_a_step_has_a_slot_of_its_part(
             entries = map(of_table.entries, steps, uses.within(steps))
             rows = min(TABLES[table], len(of_table.rows))
             config = CacheConfig(policy="belady", prefetch_steps=2, rows=rows)
-            wanted = summarize(CachePlan(entries, config, first_step=first_step))
+            wanted = summarize(plan_table(entries, config, first_step=first_step))
             assert fetched[t] == wanted.fetched_rows
 
 
