@@ -18,10 +18,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from presage.batch import Batch
 from presage.loader import DataLoader
-from presage.schemas.errors import SchemaError
 from presage.schemas.layout import TRAIN
 from presage.schemas.rows import TORCHREC_SUFFIX
 from presage.trainer.checkpoint.load import newest_checkpoint, open_rows, step_of
+from presage.trainer.data.kjt_lookups import slots_of_lookups
 from presage.trainer.embedding.cache import PlannedCache
 from presage.trainer.slots import slot_checkpoints as saved
 from presage.trainer.slots.other_rows import RowsInSlots, place_rows
@@ -303,15 +303,8 @@ class PlannedSlots:
 
     def _in_slots(self, batch: Batch, slots: SlotMap, train_step: int) -> KeyedJaggedTensor:
         sparse = batch.sparse_features
-        keys, offsets = sparse.keys(), np.array(sparse.offset_per_key(), np.int64)
-        tables = [self._tables.get(self._table_of_feature[key], -1) for key in keys]
-        found, missing = slots.find(sparse.values().numpy(), offsets, np.array(tables, np.int64))
-        if missing >= 0:
-            feature = keys[int(np.searchsorted(offsets, missing, side="right")) - 1]
-            raise SchemaError(
-                f"plan of step {train_step} lacks row {int(sparse.values()[missing])} of feature "
-                f"{feature!r}; build the dataset's index again"
-            )
+        tables = [self._tables.get(self._table_of_feature[key], -1) for key in sparse.keys()]
+        found, _ = slots_of_lookups(slots, sparse, tables, f"plan of step {train_step}")
         return _with_values(sparse, torch.from_numpy(found))
 
     def _before_lookup(self, lookup: nn.Module, _: Any) -> None:

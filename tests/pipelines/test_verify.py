@@ -281,9 +281,7 @@ def test_oracle_without_an_index_for_the_batch_names_the_command_that_builds_it(
 
 
 def test_oracle_with_a_cache_that_is_too_small_names_a_larger_one(dataset: Path) -> None:
-    message = (
-        "cache is too small for rows kept for their next use and those of the"
-    )
+    message = "cache is too small for rows kept for their next use and those of the"
     assert message in error_of(main, ["oracle", str(dataset), "--cache-rows", "3"])
 
 

@@ -86,8 +86,10 @@ def test_cache_rows_is_what_the_job_says_or_the_rows_of_all_steps_ahead() -> Non
     train = replace(TRAIN, cache=CacheConfig(lookahead=10, prefetch_steps=2))
     assert cache_rows(FACTS, train) == 12 * 5_000
     assert cache_rows(replace(FACTS, table_rows={"items": 7_000}), train) == 7_000
-    assert cache_rows(FACTS, replace(TRAIN, cache=CacheConfig(rows=123))) == 2 * 123
-    assert cache_rows(FACTS, replace(TRAIN, cache=CacheConfig(rows=60_000))) == 110_000
+    assert cache_rows(FACTS, replace(TRAIN, cache=CacheConfig(rows=123))) == 123
+    assert cache_rows(FACTS, replace(TRAIN, cache=CacheConfig(rows=10**6))) == sum(
+        FACTS.table_rows.values()
+    )
     known = replace(FACTS, window_rows=4_321)
     assert cache_rows(known, train) == 4_321
     best = replace(TRAIN, cache=CacheConfig(policy="belady", lookahead=10))

@@ -12,6 +12,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from presage.schemas.arrays import offsets_of
 from presage.schemas.dataset.order import Step
+from presage.schemas.errors import SchemaError
 from presage.trainer.data.collate import CollatedBatch, ReaderKeyedJaggedTensor, num_tuples
 from presage.trainer.data.lookup import (
     Inverse,
@@ -21,6 +22,7 @@ from presage.trainer.data.lookup import (
     table_lookups,
     vector_layout,
 )
+from presage.trainer.slots.slot_map import SlotMap
 
 # ---- Look-ups of any KeyedJaggedTensor ----
 
@@ -204,3 +206,29 @@ def _groups_of(
 
 def _int64_array(tensor: torch.Tensor) -> NDArray[np.int64]:
     return tensor.detach().numpy().astype(np.int64, copy=False)
+
+
+def slots_of_lookups(
+    slots: SlotMap, sparse: KeyedJaggedTensor, tables: Sequence[int], source: str
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the slot of each value within its table, and the first value of each key.
+
+    Args:
+        slots: of the rows of a step.
+        sparse: rows.
+        tables: of each key; -1: its values are returned as they are.
+        source: of the slots, for an error: "plan of step 3".
+
+    Raises:
+        SchemaError: a row has no slot.
+    """
+    keys, values = sparse.keys(), sparse.values().numpy()
+    offsets = np.array(sparse.offset_per_key(), np.int64)
+    found, missing = slots.find(values, offsets, np.array(tables, np.int64))
+    if missing >= 0:
+        feature = keys[int(np.searchsorted(offsets, missing, side="right")) - 1]
+        raise SchemaError(
+            f"{source} lacks row {values[missing]} of feature {feature!r}; build the dataset's "
+            "index again"
+        )
+    return found, offsets

@@ -12,16 +12,15 @@ import torch
 from numpy.typing import NDArray
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from presage.schemas.arrays import offsets_of
 from presage.schemas.dataset.accesses import DECODED_CACHE_BYTES, TableAccesses
 from presage.schemas.dataset.checked_files import DecodedListCache
 from presage.schemas.dataset.opened import OpenDataset
 from presage.schemas.dataset.order import Order
 from presage.schemas.dataset.run_next_uses import SharedNextUses
-from presage.schemas.errors import SchemaError
 from presage.schemas.oracle.next_uses import NEVER
 from presage.trainer.data.collate import features_of_tables
 from presage.trainer.data.decode import BatchSpec
+from presage.trainer.data.kjt_lookups import slots_of_lookups
 from presage.trainer.slots.slot_map import SlotMap
 
 
@@ -113,14 +112,6 @@ class StepOverlaps:
             np.arange(len(keys), dtype=np.int32),
             np.concatenate([accesses.rows[own - first] for accesses, own, first in tables]),
         )
-        names, values = sparse.keys(), sparse.values().numpy()
-        offsets = sparse.offsets().numpy()[offsets_of(np.array(sparse.stride_per_key()))]
-        table_of = np.array([self._table_of[name] for name in names])
-        found, missing = slots.find(values, offsets, table_of)
-        if missing >= 0:
-            feature = names[int(np.searchsorted(offsets, missing, side="right")) - 1]
-            raise SchemaError(
-                f"index of step {train_step} lacks row {values[missing]} of feature {feature!r}; "
-                "build the dataset's index again"
-            )
-        return found + np.repeat(starts[table_of], np.diff(offsets))
+        of_keys = [self._table_of[name] for name in sparse.keys()]
+        found, offsets = slots_of_lookups(slots, sparse, of_keys, f"index of step {train_step}")
+        return found + np.repeat(starts[of_keys], np.diff(offsets))
