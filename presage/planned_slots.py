@@ -303,7 +303,8 @@ class PlannedSlots:
 
     def _in_slots(self, batch: Batch, slots: SlotMap, train_step: int) -> KeyedJaggedTensor:
         sparse = batch.sparse_features
-        tables = [self._tables.get(self._table_of_feature[key], -1) for key in sparse.keys()]
+        keys = sparse.keys()
+        tables = [self._tables.get(self._table_of_feature[key], -1) for key in keys]
         found, _ = slots_of_lookups(slots, sparse, tables, f"plan of step {train_step}")
         return _with_values(sparse, torch.from_numpy(found))
 

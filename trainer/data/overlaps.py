@@ -112,6 +112,7 @@ class StepOverlaps:
             np.arange(len(keys), dtype=np.int32),
             np.concatenate([accesses.rows[own - first] for accesses, own, first in tables]),
         )
-        of_keys = [self._table_of[name] for name in sparse.keys()]
+        keys_of_batch = sparse.keys()
+        of_keys = [self._table_of[name] for name in keys_of_batch]
         found, offsets = slots_of_lookups(slots, sparse, of_keys, f"index of step {train_step}")
         return found + np.repeat(starts[of_keys], np.diff(offsets))
