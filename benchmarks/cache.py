@@ -3,13 +3,13 @@
 `links`: rows in two store processes behind a link, which fetches and write-backs share; Linux
 limits a loopback in a network namespace of its own to twice the link's rate. Requires root. A log
 of eight columns of ids with the skew of Meta's traces and the reuse distances of KuaiRand and
-30Music (`common/reuse.py`), in one table, so that a cache has one limit. A step of 4,096 samples
-reads 0.2 % of the rows. Modes train the same steps from the middle of the run, with one thread of
-computation and the cache that a run would have there: `planned` follows the oracle, `lru` keeps
-the most recently used rows, `lru_next` also reads the rows of the next batch ahead, `uncached`
-reads and writes all in every step, `memory` has no link. `bound` is the larger of computation and
-transfer of `lru_next` over that of `planned`, whose rows are the fewest of any cache of its size;
-computation is that of `planned`, or the whole step of `memory` if it is shorter.
+30Music (`common/reuse.py`), in one table. A step of 4,096 samples reads 0.2 % of the rows. Modes
+train the same steps from the middle of the run, with one thread of computation and the cache that a
+run would have there: `planned` follows the oracle, `lru` keeps the most recently used rows,
+`lru_next` also reads the rows of the next batch ahead, `uncached` reads and writes all in every
+step, `memory` has no link. `bound` is the larger of computation and transfer of `lru_next` over
+that of `planned`, whose rows are the fewest of any cache of its size; computation is that of
+`planned`, or the whole step of `memory` if it is shorter.
 
 `memory`: 26 tables of 2 M rows shaped like Criteo's large ones, dim 256, batch 1,024, one compute
 thread. A run without limit trains the first epoch, which touches every row. Each mode resumes from
@@ -347,7 +347,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.add("--shares", (0.02, 0.05, 0.1, 0.2), "of the rows that are cached", small=(0.5,))
     options.add("--large-samples", 786_432, "of the log of `memory`", small=32_768)
     options.add("--large-steps", 48, "of the second epoch", small=8)
-    options.add("--large-rows", 6000, "cached rows of a table of `memory`")
+    options.add("--large-rows", 156_000, "cached rows of `memory`, of all tables")
     options.add("--limit-mib", 2000, "memory of a process")
     options.add("--scratch", None, "folder to keep and reuse a part's dataset in")
     return options.run_parts(argv)
