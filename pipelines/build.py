@@ -22,6 +22,7 @@ from presage.pipelines.autogroup.choose import with_groups
 from presage.pipelines.autogroup.costs import LEAST_DEDUP_FACTOR
 from presage.pipelines.clustering.part import PartResult
 from presage.pipelines.exchange import Progress, num_processes
+from presage.pipelines.histories.parts import segment_histories
 from presage.pipelines.prepare import BuildOptions, BuildRequest, holds_in_memory, prepare
 from presage.pipelines.quality.gate import GateError, keep_rejects
 from presage.pipelines.quality.segment_statistics import segment_statistics
@@ -268,6 +269,8 @@ def finish_segment_files(
         context.features,
         fitted,
         context.num_parts,
+        segment_histories(values["histories"], context.data, context.taken),
+        [f for part in values["histories"] for each in part.events.values() for f in each.files],
     )
 
 

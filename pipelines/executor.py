@@ -33,6 +33,11 @@ from presage.pipelines.exchange import (
     keep_freed_memory,
     num_processes,
 )
+from presage.pipelines.histories.parts import (
+    BuiltPart,
+    PartHistories,
+    build_part_with_histories,
+)
 from presage.pipelines.oracle.numbering import NumberedTable, number_table, training_blocks
 from presage.pipelines.prepare import holds_in_memory
 from presage.pipelines.runner_options import LocalOptions
@@ -56,8 +61,10 @@ from presage.pipelines.stages import (
     good_side_rows,
     keyed_rows,
     look_up_partition,
+    partition_events,
     partition_samples,
     partition_side,
+    pending_events,
     read_rows,
     split_file,
     write_side,
@@ -92,8 +99,8 @@ def run_segment(
     """Build a segment.
 
     Returns:
-        The values of each output: `parts, tables, rejects, events`, and `fitted` if the job has
-        transforms to fit.
+        The values of each output: `parts, tables, rejects, events, histories`, and `fitted` if the
+        job has transforms to fit.
     """
     num_bytes = sum(f.num_bytes for f in context.listing)
     in_memory = holds_in_memory(options, num_bytes)
@@ -102,8 +109,9 @@ def run_segment(
     with open_exchange(context, options.num_workers, in_memory, progress) as exchange:
         sources, sides = split_inputs(context, exchange)
         partials, events = make_samples(context, exchange, sources, sides)
+        exchange.run("pending", send_pending, [None] if context.before else [])
         fitted = fit_transforms(context, partials)
-        parts = write_parts(context, exchange, exchange.take(SAMPLES), fitted or {})
+        parts, histories = write_parts(context, exchange, exchange.take(SAMPLES), fitted or {})
         rejects = exchange.run("rejects", write_reject_range, exchange.take(REJECTS).items())
         numbers = number_tables(context, exchange, parts)
     return {
@@ -112,6 +120,7 @@ def run_segment(
         "tables": numbers,
         "rejects": rejects,
         "events": [add_counts(events)],
+        "histories": histories,
     }
 
 
@@ -224,6 +233,8 @@ class TaskOutputs:
 
     def add_rows(self, source: str, table: pa.Table) -> None:
         """Send the samples of raw rows, or the rows to the SQL per key."""
+        if source in self.context.data.history_sources:
+            return
         if self.context.shard is None:
             self.add_samples(self.stage.from_rows(source, table))
             return
@@ -231,6 +242,18 @@ class TaskOutputs:
         self.reject(source, rejects)
         for partition, rows in group_rows(good, partition_of_row):
             self.send(_KEYED, partition, (source, rows))
+
+    def add_events(self, source: str, table: pa.Table) -> None:
+        """Send the events of raw rows to their parts."""
+        for name, events, rejects in self.stage.events_of(source, table):
+            self.reject(source, rejects)
+            if events is not None:
+                self.send_events(name, events)
+
+    def send_events(self, history: str, events: pa.Table) -> None:
+        """Send events to their parts."""
+        for part, rows in partition_events(self.context, events):
+            self.send(_events_of(history), part, rows)
 
     def add_samples(self, made: Iterable[MadeSamples]) -> None:
         """Send samples to their part, or to the next look-up by key."""
@@ -288,6 +311,10 @@ def _num_bytes(context: BuildContext, split: InputSplit) -> int:
 _KEYED = "raw-rows"
 
 
+def _events_of(history: str) -> str:
+    return f"history-{history}"
+
+
 def _samples_of(index: int) -> str:
     return f"lookup-{index}-samples"
 
@@ -335,7 +362,17 @@ def map_rows(worker: Worker, bundle: Bundle, side_tables: SidePaths) -> TaskResu
     outputs = TaskOutputs(worker, side_tables)
     for split in bundle:
         for table in outputs.read(split):
+            if worker.context.data.histories:
+                outputs.add_events(split.source, table)
             outputs.add_rows(split.source, table)
+    return outputs.result()
+
+
+def send_pending(worker: Worker, _: None) -> TaskResult:
+    """Send the events that the segment before has for later ones."""
+    outputs = TaskOutputs(worker)
+    for name, events in pending_events(worker.context):
+        outputs.send_events(name, events)
     return outputs.result()
 
 
@@ -412,16 +449,32 @@ def write_parts(
     exchange: Exchange,
     samples: dict[int, list[ElementRef]],
     files: Mapping[str, str],
-) -> list[PartResult]:
-    """Write all parts of the segment from their samples, which are emptied.
+) -> tuple[list[PartResult], list[PartHistories]]:
+    """Write all parts of the segment from their samples, which are emptied, and their events.
 
     `files` are from `fit_transforms`.
+
+    Returns:
+        The parts with samples, and the histories of all.
     """
     if not samples:
-        return []
+        return [], []
     fitted = load_fitted(context.segment_root / FITTED, files, context.data)
     first = ReadElements(samples[min(samples)])
-    tasks = ((part, samples.pop(part)) for part in list(samples))  # frees memory part by part
+    events = {name: exchange.take(_events_of(name)) for name in context.data.histories}
+    numbers = sorted({*samples, *(part for of_parts in events.values() for part in of_parts)})
+    tasks = (  # frees memory part by part
+        (part, samples.pop(part, []), {name: of.pop(part, []) for name, of in events.items()})
+        for part in numbers
+    )
+    histories: list[PartHistories] = []
+
+    def results(values: Iterable[BuiltPart]) -> Iterator[PartResult]:
+        for built in values:
+            histories.append(built.histories)
+            if built.result is not None:
+                yield built.result
+
     with ThreadPoolExecutor(1) as chooser:
         layout = chooser.submit(
             choose_segment_layout, first, context.data, fitted, context.num_parts
@@ -429,24 +482,32 @@ def write_parts(
         del first
         # Processes receive no future, and each reads the fitted values itself.
         shared = (layout, fitted) if exchange.in_memory else (layout.result(), files)
-        return list(sum_statistics(exchange.values("part", write_part, tasks, *shared)))
+        values = exchange.values("part", write_part, tasks, *shared)
+        return list(sum_statistics(results(values))), histories
 
 
 def write_part(
     worker: Worker,
-    samples: tuple[int, Sequence[ElementRef]],
+    task: tuple[int, Sequence[ElementRef], Mapping[str, Sequence[ElementRef]]],
     layout: SegmentLayout | Future[SegmentLayout],
     fitted: FittedValues | Mapping[str, str],
 ) -> TaskResult:
-    """Build a part from its samples; the value of the result is a `PartResult`.
+    """Build a part from its samples and events; the value of the result is a `BuiltPart`.
 
     `fitted` are the values of the build's transforms, or their files.
     """
-    (part, sent), context = samples, worker.context
+    (part, sent, events), context = task, worker.context
     root, data, features = context.segment_root, context.data, context.features
     values = fitted if isinstance(fitted, FittedValues) else worker.fitted(fitted)
-    result = build_part(root, part, ReadElements(sent), data, layout, features, values)
-    return TaskResult(result, Counts(parts=1))
+    samples = ReadElements(sent)
+    if not data.histories:
+        built = BuiltPart(build_part(root, part, samples, data, layout, features, values))
+    else:
+        tables = {name: list(ReadElements(of_part)) for name, of_part in events.items()}
+        built = build_part_with_histories(
+            root, part, samples, tables, data, layout, features, values, context.end
+        )
+    return TaskResult(built, Counts(parts=1))
 
 
 def write_reject_range(worker: Worker, rejects: tuple[int, Sequence[ElementRef]]) -> TaskResult:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from datetime import date
 from pathlib import Path
 
 import duckdb
 import pyarrow as pa
 
+from presage.pipelines.histories.event_rows import EventSql
 from presage.pipelines.runner_options import LocalOptions
 from presage.pipelines.samples.event_join import join_events
 from presage.pipelines.samples.lookups import (
     broadcast_sides,
+    check_column,
     key_type,
     key_types,
     look_up,
@@ -31,7 +34,8 @@ from presage.pipelines.table.target import JobFiles, SegmentTarget
 from presage.pipelines.transforms.apply import check_transforms
 from presage.pipelines.transforms.fit import fitted_files
 from presage.schemas.config.job import Job
-from presage.schemas.dataset.manifest import InputFile
+from presage.schemas.dataset.manifest import InputFile, find_root
+from presage.schemas.dataset.opened import Segment, open_dataset
 from presage.schemas.errors import SchemaError
 from presage.schemas.features import FeatureSet
 from presage.schemas.machine import machine_budget
@@ -114,7 +118,17 @@ def prepare(request: BuildRequest, job: JobFiles) -> BuildContext:
         note = undeclared_partitions(name, paths, config.partitions, columns)
         if note is not None:
             progress(note)
-    return replace(context, fitted=fitted_files(target.dataset))
+    before = _segment_before(target) if job.config.data.histories else None
+    return replace(context, fitted=fitted_files(target.dataset), before=before)
+
+
+def _segment_before(target: SegmentTarget) -> Segment | None:
+    """Return the newest segment of the dataset before the one that is built."""
+    if find_root(target.dataset) is None:
+        return None
+    segments, position = open_dataset(target.dataset).segments, target.position
+    earlier = [s for s in segments if position is None or s.reference.position < position]
+    return earlier[-1] if earlier else None
 
 
 def context_of(
@@ -137,6 +151,7 @@ def context_of(
             data=data,
             features=features,
             steps=job_steps(data),
+            day=None if day is None else date.fromisoformat(day),
             num_parts=count_parts(sum(f.num_bytes for f in listing if f.source in data.sources)),
             empty_rows={
                 name: _without_null_types(
@@ -181,9 +196,36 @@ def _compile_sql(context: BuildContext) -> BuildContext:
         side = side_table(sort_side_rows(empty[join.side], config, types[join.side]), config)
         samples = look_up(samples, side, config, join, join.as_of or data.session.time)
     check_sampling(samples.schema, features, data)
+    context = replace(context, session_type=_check_histories(context, samples.schema))
     check_columns(samples.schema, features, data)
     check_transforms(samples, features, data)
     return replace(context, broadcast=broadcast, key_types=types)
+
+
+def _check_histories(context: BuildContext, samples: pa.Schema) -> pa.DataType:
+    """Check the histories of a job on empty tables; return the type of the samples' session keys.
+
+    Raises:
+        SchemaError: a statement does not fit its source, or a column its use.
+    """
+    data, session = context.data, context.data.session
+    if session.key not in samples.names:
+        return pa.int64()  # `check_columns` names it
+    kind = samples.field(session.key).type
+    for name, history in data.histories.items():
+        for column in (session.time, *([history.order] if history.before == "order" else [])):
+            check_column(f"data.histories.{name}", column or "", samples, "a column of the samples")
+        if not pa.types.is_timestamp(samples.field(session.time).type):
+            raise SchemaError(
+                f"session.time must be a timestamp for data.histories, got "
+                f"{samples.field(session.time).type} for {session.time!r}; cast it in SQL, for "
+                "example make_timestamp(ms * 1000)"
+            )
+    if data.histories:
+        sql = EventSql(Connection(data.samples.limits), data)
+        for source in data.sources:
+            sql.check(source, context.empty_rows[source], kind)
+    return kind
 
 
 def _run_without_rows(context: BuildContext, sides: Mapping[str, pa.Table]) -> pa.Table:

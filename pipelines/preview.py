@@ -160,7 +160,7 @@ def _run_stages(context: BuildContext, copies: Mapping[str, Excerpt]) -> dict[st
             [each for part in sent.values() for each in ReadElements(part)], context
         )
         files = (executor.fit_transforms(context, partials) if sent else None) or {}
-        partitions = executor.write_parts(context, exchange, sent, files)
+        partitions, _ = executor.write_parts(context, exchange, sent, files)
         numbered = executor.number_tables(context, exchange, partitions)
         distinct = {table: each.num_rows for table, each in numbered}
         tables = [rows for part in exchange.take(REJECTS).values() for rows in ReadElements(part)]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date, datetime, time, timedelta
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from presage.pipelines.histories.event_files import read_pending
+from presage.pipelines.histories.event_rows import KEY, EventSql
 from presage.pipelines.samples.event_join import join_events, write_late
 from presage.pipelines.samples.lookups import (
     HIDDEN,
@@ -35,6 +38,7 @@ from presage.pipelines.samples.sql import Connection, MapSql, with_list_index
 from presage.pipelines.samples.sql_rejects import BAD_ROWS_SCHEMA, SqlResult, bad_rows
 from presage.pipelines.samples.statements import PER, Steps
 from presage.pipelines.samples.tuples import (
+    Check,
     Tuples,
     partition_of_key,
     sample_negatives,
@@ -53,13 +57,15 @@ from presage.pipelines.sources.raw_rows import (
     RawRows,
     file_and_row,
     files_and_rows,
+    microseconds,
 )
 from presage.pipelines.sources.rejects import BUILD_REJECTS_SCHEMA, rejects_table
 from presage.pipelines.transforms.apply import fit_inputs
 from presage.pipelines.transforms.fit import Partial, partial_fits
-from presage.schemas.arrays import one_chunk
+from presage.schemas.arrays import numpy_of, one_chunk
 from presage.schemas.config.job import DataConfig
 from presage.schemas.dataset.manifest import InputFile
+from presage.schemas.dataset.opened import Segment
 from presage.schemas.features import FeatureSet
 from presage.schemas.storage.location import Location
 
@@ -89,6 +95,9 @@ class BuildContext:
             them, and rejects have no position.
         notes: on the input, one line each.
         checks_all_rows: whether all rows are mapped twice, to compare their samples.
+        session_type: of the samples' session keys.
+        day: of the segment, if it has one.
+        before: the segment before it, for jobs with histories.
     """
 
     folder: Folder
@@ -106,6 +115,28 @@ class BuildContext:
     has_files: bool = True
     notes: tuple[str, ...] = ()
     checks_all_rows: bool = False
+    session_type: pa.DataType = field(default_factory=pa.int64)
+    day: date | None = None
+    before: Segment | None = None
+
+    @property
+    def day_range(self) -> tuple[int, int] | None:
+        """Start and end of the segment's day, microseconds since 1970."""
+        if self.day is None:
+            return None
+        start = microseconds(datetime.combine(self.day, time()))
+        return start, start + microseconds(timedelta(days=1))
+
+    @property
+    def end(self) -> int | None:
+        """End of the segment's day."""
+        return self.day_range and self.day_range[1]
+
+    @property
+    def taken(self) -> dict[str, str | None]:
+        """The hash of the pending events of the segment before, by history."""
+        counts = {} if self.before is None else self.before.manifest.histories
+        return {name: of_history.pending_sha256 for name, of_history in counts.items()}
 
     @property
     def num_key_partitions(self) -> int:
@@ -248,8 +279,9 @@ class SampleStage:
         self.connection = Connection(context.data.samples.limits)
         self.map_sql = MapSql(self.connection, context.steps.map, context.checks_all_rows)
         self.inputs = fit_inputs(context.data)
-        self.checks = value_checks(context.features, context.data)
+        self.checks = [*value_checks(context.features, context.data), *_history_checks(context)]
         self.sides = Sides()
+        self.event_sql = EventSql(self.connection, context.data) if context.data.histories else None
 
     def use_sides(self, sides: Sides) -> None:
         """Set the side tables that every worker holds, and register them for SQL."""
@@ -261,6 +293,14 @@ class SampleStage:
     def from_rows(self, source: str, table: pa.Table) -> Iterator[MadeSamples]:
         """Yield the samples of row-local SQL over raw rows."""
         return map(self._made, self.map_sql.results(source, SqlResult(table)))
+
+    def events_of(
+        self, source: str, table: pa.Table
+    ) -> Iterator[tuple[str, pa.Table | None, pa.Table]]:
+        """Yield (history, its events, rejects) of raw rows."""
+        assert self.event_sql is not None, "the job has histories"
+        for name, result in self.event_sql.results(source, table, self.context.session_type):
+            yield name, result.samples, self.context.rejects(result.bad_rows)
 
     def from_keys(
         self, partition: int, rows: Mapping[str, Iterable[pa.Table]]
@@ -320,6 +360,32 @@ class SampleStage:
         rejects = self.context.rejects(pa.concat_tables([*bad, unusable]))
         partials = [*partial_fits(good, self.inputs, data)] if self.inputs else []
         return MadeSamples(good if good.num_samples else None, None, rejects, partials)
+
+
+def _history_checks(context: BuildContext) -> Iterator[Check]:
+    """Yield the check of samples that would see events after them."""
+    if context.data.histories and context.day_range is not None:
+        start = pa.scalar(context.day_range[0], pa.timestamp("us"))
+        name = context.data.session.time
+        reason = (
+            f"session time {name!r} must not be before the segment's day: the sample would see "
+            "later events of data.histories"
+        )
+        yield (name,), lambda times: numpy_of(pc.less(times, start)).astype(bool), reason
+
+
+def pending_events(context: BuildContext) -> Iterator[tuple[str, pa.Table]]:
+    """Yield (history, events) that the segment before has for later ones."""
+    for name, history in context.data.histories.items():
+        if context.before is not None:
+            for events in read_pending(context.before, name, history):
+                yield name, events
+
+
+def partition_events(context: BuildContext, events: pa.Table) -> Iterator[tuple[int, pa.Table]]:
+    """Yield events of a history by the part of their key, that of the samples with this key."""
+    hashes = key_hashes(one_chunk(events[KEY]))
+    return group_rows(events, partition_of_key(hashes, context.num_parts))
 
 
 # Look up in side tables. A small one is sorted once and broadcast. The rows of a large one and the

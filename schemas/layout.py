@@ -36,6 +36,9 @@ DATA_DIRECTORIES = ("samples/", "groups/", "tuples/", "buffers/")
 """Directories of samples and groups in a segment."""
 FILE_SHIFT = 20
 """A block's id is `file_index << FILE_SHIFT | index_of_block_in_file`."""
+HISTORIES = "histories"
+EVENT_GAP, HISTORY_KEY, NUM_EVENTS = "_gap", "key", "num_events"
+"""Columns of events beside those of the job, and of their keys."""
 NUMBER_SHIFT = 32
 """A tuple's or buffer's index is `file_index << NUMBER_SHIFT | number_in_file`."""
 REJECTS_SCHEMA = pa.schema(
@@ -76,6 +79,16 @@ def inverse_column(group: str) -> str:
     return f"{group}_inverse"
 
 
+def count_column(history: str) -> str:
+    """Return the name of the number of own events that a sample sees, in `samples`."""
+    return f"{history}_count"
+
+
+def internal_columns(groups: Iterable[str], histories: Iterable[str]) -> set[str]:
+    """Return the columns of samples and groups that are not the job's."""
+    return {BLOCK, UNIQUE_INDEX, *map(inverse_column, groups), *map(count_column, histories)}
+
+
 def weights_column(feature: str) -> str:
     """Return the name of the column that holds the weights of a list's entries."""
     return f"{feature}_weights"
@@ -94,6 +107,22 @@ def part_path(file_index: int, *folders: str) -> str:
         'groups/user/00007.parquet'
     """
     return str(PurePosixPath(*folders, f"{file_index:05d}.parquet"))
+
+
+def pending_path(history: str, file_index: int) -> str:
+    """Return the path of a part's events that are available after the segment's day."""
+    return part_path(file_index, HISTORIES, history, "pending")
+
+
+def history_paths(history: str, file_index: int) -> tuple[str, str]:
+    """Return the paths of the events of a part, and of their keys.
+
+    Example:
+        >>> history_paths("plays", 7)
+        ('histories/plays/events/00007.parquet', 'histories/plays/keys/00007.parquet')
+    """
+    events, keys = (part_path(file_index, HISTORIES, history, f) for f in ("events", "keys"))
+    return events, keys
 
 
 WINDOW_SUFFIXES = ("_window_buffer", "_window_start", "_window_length")

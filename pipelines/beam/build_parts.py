@@ -16,11 +16,17 @@ from presage.pipelines.beam.grouping import SendSamples
 from presage.pipelines.beam.stage_transforms import Counted
 from presage.pipelines.clustering.part import PARTS_PER_SUM, PartResult, build_part, sum_statistics
 from presage.pipelines.clustering.storage_layout import SegmentLayout, choose_segment_layout
+from presage.pipelines.histories.parts import (
+    BuiltPart,
+    SampleElements,
+    build_part_with_histories,
+    decode_events,
+)
 from presage.pipelines.shuffle import ReceivedSamples, to_ipc
 from presage.pipelines.stages import SAMPLES, BuildContext
 from presage.pipelines.transforms.fit import FITTED
 from presage.schemas.dataset.fitted import FittedValues, load_fitted
-from presage.schemas.layout import BLOCK
+from presage.schemas.layout import BLOCK, HISTORIES
 
 BLOCKS = "blocks"
 
@@ -67,14 +73,38 @@ class _BuildPart(Counted):
         root, data, features = context.segment_root, context.data, context.features
         if self.fitted is None:
             self.fitted = load_fitted(root / FITTED, files, data)
-        rows = ReceivedSamples(sent)
         started = time.perf_counter()
-        result = build_part(root, number, rows, data, layout, features, self.fitted)
+        if not data.histories:
+            rows = ReceivedSamples(sent)
+            built = BuiltPart(build_part(root, number, rows, data, layout, features, self.fitted))
+        else:
+            built = self._with_histories(number, sent, layout)
         self.counters["msec"].inc(round(1000 * (time.perf_counter() - started)))
+        if data.histories:
+            yield pvalue.TaggedOutput(HISTORIES, built.histories)
+        result = built.result
+        if result is None:
+            return
         self.counters["in-rows"].inc(result.num_samples)
         self.counters["out-bytes"].inc(sum(file.num_bytes for file in result.files))
         yield result.file_index // PARTS_PER_SUM, serialize_result(result)
         yield pvalue.TaggedOutput(BLOCKS, encode_blocks(result))
+
+    def _with_histories(
+        self, number: int, sent: Iterable[bytes], layout: SegmentLayout
+    ) -> BuiltPart:
+        context = self.context
+        return build_part_with_histories(
+            context.segment_root,
+            number,
+            ReceivedSamples(SampleElements(sent)),
+            decode_events(sent),
+            context.data,
+            layout,
+            context.features,
+            self.fitted,
+            context.end,
+        )
 
 
 def serialize_result(result: PartResult) -> bytes:
@@ -100,19 +130,24 @@ class BuildParts(beam.PTransform):
     """Samples to parts: group by partition, cluster by session, deduplicate per block, write.
 
     Results of parts for the commit are in `SAMPLES` (`serialize_result`), blocks in
-    `BLOCKS` (`encode_blocks`).
+    `BLOCKS` (`encode_blocks`), counts of events in `HISTORIES`.
     """
 
     context: BuildContext
     fitted: beam.PCollection | None = None
     """Files of fitted transforms, one mapping of path to sha256; None without transforms to fit."""
+    events: beam.PCollection | None = None
+    """Events of histories, from `EventsOfJob`; None without histories."""
 
     def expand(self, input_or_inputs: beam.PCollection) -> Any:
         """Group samples by partition, determine the layout from the first, write all."""
         context = self.context
         files = {} if self.fitted is None else pvalue.AsSingleton(self.fitted)
         samples: Any = input_or_inputs | "SendSamples" >> SendSamples(context)
-        parts = samples | "cluster by session" >> beam.GroupByKey()
+        sent = samples
+        if self.events is not None:
+            sent = (samples, self.events) | "samples and events" >> beam.Flatten()
+        parts = sent | "cluster by session" >> beam.GroupByKey()
         smallest = beam.ParDo(_SmallestPartition()).with_output_types(tuple[int, bytes])
         candidates = samples | "smallest partition" >> smallest
         first: Any = (
@@ -130,14 +165,14 @@ class BuildParts(beam.PTransform):
         layout_input = pvalue.AsSingleton(layout, default_value=None)
         stage = beam.ParDo(_BuildPart(context, "BuildParts"), layout_input, files)
         built = parts | "build part" >> stage.with_output_types(tuple[int, bytes]).with_outputs(
-            BLOCKS, main=SAMPLES
+            BLOCKS, HISTORIES, main=SAMPLES
         )
         results: Any = (
             built[SAMPLES]
             | "group results" >> beam.GroupByKey()
             | "sum statistics" >> beam.FlatMapTuple(_sum_statistics).with_output_types(bytes)
         )
-        return {SAMPLES: results, BLOCKS: built[BLOCKS]}
+        return {SAMPLES: results, BLOCKS: built[BLOCKS], HISTORIES: built[HISTORIES]}
 
 
 def _sum_statistics(_: int, results: Iterable[bytes]) -> Iterator[bytes]:

@@ -24,6 +24,7 @@ from presage.pipelines.beam.runner import run_pipeline
 from presage.pipelines.beam.stage_transforms import (
     EVENTS,
     REJECTED,
+    EventsOfJob,
     FitTransforms,
     ReadRows,
     SamplesOfJob,
@@ -47,6 +48,7 @@ from presage.schemas.dataset.manifest import Reference
 from presage.schemas.dataset.opened import Segment, committed_segment
 from presage.schemas.dataset.order import Order
 from presage.schemas.features import FeatureSet
+from presage.schemas.layout import HISTORIES
 from presage.schemas.storage.location import Location
 
 
@@ -72,19 +74,25 @@ def segment_of_rows(
     if fit_inputs(context.data):
         fit = FitTransforms(context.segment_root, context.data, context.fitted)
         outputs["fitted"] = samples[FITTED] | "FitTransforms" >> fit
-    parts = samples[SAMPLES] | "BuildParts" >> BuildParts(context, outputs.get("fitted"))
+    events, event_rejects = None, []
+    if context.data.histories:
+        of_histories = rows[SAMPLES] | "EventsOfJob" >> EventsOfJob(context)
+        events, event_rejects = of_histories[SAMPLES], [of_histories[REJECTS]]
+    build = BuildParts(context, outputs.get("fitted"), events)
+    parts = samples[SAMPLES] | "BuildParts" >> build
     number = NumberAccesses(context.segment_root, context.data.tables, context.tunes_workers)
     tables = parts[BLOCKS] | "NumberAccesses" >> number
-    rejects = (rows[REJECTS], samples[REJECTS]) | "join rejects" >> beam.Flatten()
+    rejects = (rows[REJECTS], samples[REJECTS], *event_rejects) | "join rejects" >> beam.Flatten()
     counts = rejects | "WriteRejects" >> WriteRejects(context)
-    events = samples[EVENTS] | "count events" >> beam.CombineGlobally(add_counts)
+    joined = samples[EVENTS] | "count events" >> beam.CombineGlobally(add_counts)
     return {
         **outputs,
         "parts": parts[SAMPLES],
         "tables": tables,
         "rejects": counts,
         REJECTED: rejects,
-        "events": events,
+        "events": joined,
+        "histories": parts[HISTORIES],
     }
 
 

@@ -18,6 +18,7 @@ from apache_beam.metrics import Metrics
 from apache_beam.utils.shared import Shared
 
 from presage.pipelines.exchange import keep_freed_memory
+from presage.pipelines.histories.parts import encode_events
 from presage.pipelines.samples.tuples import Tuples
 from presage.pipelines.shuffle import SourceRows, elements_of, encode_by_target, from_ipc, to_ipc
 from presage.pipelines.sources.raw_rows import InputSplit
@@ -39,8 +40,10 @@ from presage.pipelines.stages import (
     keyed_rows,
     load_sides,
     look_up_partition,
+    partition_events,
     partition_samples,
     partition_side,
+    pending_events,
     read_rows,
     split_file,
     write_side,
@@ -317,6 +320,50 @@ class _MapRows(_SampleFn):
         return self.emit(self.stage.from_rows(source, table))
 
 
+class _SpreadEvents(_SampleFn):
+    def process(self, rows: tuple[str, pa.Table]) -> Iterator[Any]:
+        for name, events, rejects in self.stage.events_of(*rows):
+            yield from _rejected(rejects)
+            if events is not None:
+                yield from _encoded_events(name, events, self.context)
+
+
+def _spread_pending(_: None, context: BuildContext) -> Iterator[tuple[int, bytes]]:
+    for name, events in pending_events(context):
+        yield from _encoded_events(name, events, context)
+
+
+def _encoded_events(
+    name: str, events: pa.Table, context: BuildContext
+) -> Iterator[tuple[int, bytes]]:
+    for part, of_part in partition_events(context, events):
+        for content in elements_of(of_part):
+            yield part, encode_events(name, content)
+
+
+@dataclass  # not frozen: Beam assigns to its transforms
+class EventsOfJob(beam.PTransform):
+    """Raw rows to the events of histories, (part, element), and rejects."""
+
+    context: BuildContext
+
+    def expand(self, input_or_inputs: beam.PCollection) -> Any:
+        """Run the SQL of the histories."""
+        spread = beam.ParDo(_SpreadEvents(self.context, "SpreadEvents"))
+        hints = tuple[int, bytes]
+        events = input_or_inputs | "events" >> spread.with_output_types(hints).with_outputs(
+            REJECTS, main=SAMPLES
+        )
+        pending = (
+            input_or_inputs.pipeline
+            | "segment before" >> beam.Create([None])
+            | "pending events"
+            >> beam.FlatMap(_spread_pending, self.context).with_output_types(hints)
+        )
+        both = (events[SAMPLES], pending) | "and pending" >> beam.Flatten()
+        return {SAMPLES: both, REJECTS: events[REJECTS]}
+
+
 class _SpreadByKey(Counted):
     def process(self, rows: tuple[str, pa.Table]) -> Iterator[Any]:
         source, table = rows
@@ -382,6 +429,10 @@ class SamplesOfJob(beam.PTransform):
             side_rows, small = good[SAMPLES], [_small_sides(good[SAMPLES], context)]
             rejects.append(good[REJECTS])
             rows = rows | "rows of sources" >> beam.Filter(lambda row: not self._is_side(row))
+        if context.data.history_sources:
+            rows = rows | "rows of samples" >> beam.Filter(
+                lambda row: row[0] not in context.data.history_sources
+            )
         by_key = context.joins_by_key
         if context.shard is None:
             stage = self._step(_MapRows(context, "MapRows"), small, bool(by_key))

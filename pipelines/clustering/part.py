@@ -52,9 +52,8 @@ from presage.schemas.layout import (
     EVALUATION,
     FILE_SHIFT,
     TRAIN,
-    UNIQUE_INDEX,
     blocks_schema,
-    inverse_column,
+    internal_columns,
     num_unique_column,
     part_path,
 )
@@ -202,7 +201,7 @@ def split_statistics(
     num_train = int((~clustered.is_evaluation).sum())
     train_blocks = int((np.cumsum(star.samples_per_block) <= num_train).sum())
     ranges = {TRAIN: (0, num_train), EVALUATION: (num_train, num_samples)}
-    key_columns = {BLOCK, UNIQUE_INDEX, *(inverse_column(g) for g in star.groups)}
+    key_columns = internal_columns(star.groups, data.histories)
     statistics: dict[str, SliceStatistics] = {}
     for split, (start, end) in ranges.items():
         if start == end:

@@ -192,7 +192,7 @@ def sort_samples(columns: SortKeys, data: DataConfig, *, shuffled: bool = True) 
     `columns` are those of all samples of some session keys, in any order. Blocks are in the order
     of hashes, or of times if not `shuffled`.
     """
-    codes = _ranks(columns.keys)[columns.key]
+    codes = ranks_of_keys(columns.keys)[columns.key]
     rows = np.lexsort((columns.index, columns.origin, columns.time))
     rows = rows[stable_order(codes[rows])]
     codes, time = codes[rows], columns.time[rows]
@@ -259,7 +259,7 @@ def _order_of_ranges(evaluation: NDArray[np.bool_], window: NDArray[np.int32]) -
     return stable_order(ranges)
 
 
-def _ranks(keys: pa.Array) -> NDArray[np.int32]:
+def ranks_of_keys(keys: pa.Array) -> NDArray[np.int32]:
     """Return the rank of each distinct session key by its hash, then by itself."""
     hashes = hash_session_keys(keys)
     order = np.argsort(hashes)

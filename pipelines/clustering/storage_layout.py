@@ -50,6 +50,7 @@ from presage.schemas.layout import (
     SECONDS,
     TUPLE_INDEX,
     UNIQUE_INDEX,
+    count_column,
     inverse_column,
     part_path,
     window_columns,
@@ -482,6 +483,7 @@ def choose_segment_layout(
     encodings = {
         p: {leaf: t.encoding for leaf, t in trials.items()} for p, trials in tables.items()
     }
+    encodings[directory] |= dict.fromkeys(map(count_column, data.histories), "DELTA_BINARY_PACKED")
     return SegmentLayout({name: g.layout for name, g in groups.items()}, encodings, num_parts)
 
 

@@ -20,7 +20,7 @@ from presage.schemas.layout import (
     SAMPLE_WEIGHT,
     TUPLE_INDEX,
     UNIQUE_INDEX,
-    inverse_column,
+    internal_columns,
     window_columns,
 )
 
@@ -107,7 +107,7 @@ def _check_time(kind: pa.DataType, data: DataConfig) -> None:
 
 def _check_reserved(features: FeatureSet, data: DataConfig) -> None:
     reserved = {BLOCK, UNIQUE_INDEX, TUPLE_INDEX, ORIGIN, LIST_INDEX}
-    reserved |= {inverse_column(g) for g in data.groups}
+    reserved |= internal_columns(data.groups, data.histories)
     reserved |= {w for f in features.features if f.is_list for w in window_columns(f.name)}
     for name in features.names:
         if name in reserved:

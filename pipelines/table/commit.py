@@ -22,6 +22,7 @@ from pathlib import Path
 
 import pyarrow.compute as pc
 
+from presage.pipelines.histories.causality import check_causal
 from presage.pipelines.quality.gate import check_limits, parse_schema, pass_gate
 from presage.pipelines.table.compatibility import check_compatible, check_types
 from presage.pipelines.table.indexes import INDEX_PREFIX, PartBuilder, segment_of_part
@@ -199,6 +200,12 @@ def _next_manifest(
         check_types(dataset, columns, job.path)
         check_fitted_files(fitted, target.dataset)
     earlier = dataset.segments[num_before - 1] if dataset and num_before else None
+    if job.config.data.histories:
+        names = {s.id for s in kept}
+        others = [
+            (s.id, s.manifest) for s in (dataset.segments if dataset else ()) if s.id in names
+        ]
+        check_causal(others, num_before, read_segment(directory), job.path)
     refused = refused_path(target.dataset, key)
     schema, gate = parse_schema(job.schema_bytes), job.config.data.gate
     anomalies = pass_gate(directory, earlier, schema, gate, refused, progress)

@@ -17,6 +17,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from presage.pipelines.histories.stored_events import num_events_of
 from presage.pipelines.quality.gate import parse_schema, pass_gate
 from presage.pipelines.table.blank_vocabularies import (
     BlankedVocabularies,
@@ -32,6 +33,7 @@ from presage.pipelines.table.commit import (
 from presage.pipelines.table.compact_segment import compact_segment, copy_segment, remaining_lines
 from presage.pipelines.table.delete import (
     REJECT_PREFIXES,
+    check_erasable,
     expired_segments,
     id_column,
     id_type,
@@ -134,7 +136,8 @@ def due_segments(dataset: OpenDataset, request: CompactionRequest) -> list[Segme
     def is_due(segment: Segment) -> bool:
         times = segment.tombstones["erased_at"]
         is_old = bool(pc.any(pc.less_equal(times, limit)).as_py())
-        return is_old or _has_text_in_rejects(segment, texts)
+        in_texts = _has_text_in_rejects(segment, texts)
+        return is_old or in_texts or any(num_events_of(segment, texts).values())
 
     return [segment for segment in dataset.segments if is_due(segment)]
 
@@ -143,6 +146,7 @@ def _requested_texts(dataset: OpenDataset, request: CompactionRequest) -> frozen
     if request.ids is None:
         return frozenset()
     column = id_column(dataset, request.column)
+    check_erasable(dataset, column)
     return id_texts(read_ids(request.ids, column, id_type(dataset, column)).to_pylist())
 
 
@@ -225,7 +229,8 @@ def _write_segments(
             request.progress(f"segment {segment.id}: rewriting")
             deleted = requested | deleted_texts(dataset, segment)
             texts = None if segment.id in expired else deleted
-            if not compact_segment(dataset, segment, directory, texts, fitted, request.beam_args):
+            options = fitted, request.beam_args
+            if not compact_segment(dataset, segment, directory, texts, deleted, *options):
                 rewritten[segment.id] = None
                 continue
         elif segment.id in expired or fitted != dict(segment.manifest.fitted):

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from presage.pipelines.clustering.part import build_part, sum_statistics
 from presage.pipelines.clustering.storage_layout import SegmentLayout, choose_segment_layout
+from presage.pipelines.histories.stored_events import check_no_events_left, copy_histories
 from presage.pipelines.oracle.numbering import number_table, training_blocks
 from presage.pipelines.runner_options import beam_build, local_options
 from presage.pipelines.samples.event_join import write_late
@@ -38,7 +39,14 @@ from presage.schemas.dataset.manifest import write_manifest
 from presage.schemas.dataset.opened import OpenDataset, Segment
 from presage.schemas.dataset.samples import blocks_of_row_group, row_groups, tuples_of_samples
 from presage.schemas.features import FeatureSet
-from presage.schemas.layout import BLOCK, BLOCKS, EVENTS, FILES, inverse_column, part_path
+from presage.schemas.layout import (
+    BLOCK,
+    BLOCKS,
+    EVENTS,
+    FILES,
+    inverse_column,
+    part_path,
+)
 from presage.schemas.machine import num_cores
 from presage.schemas.storage.location import Location
 
@@ -50,20 +58,25 @@ def compact_segment(
     segment: Segment,
     directory: Location,
     texts: frozenset[str] | None,
+    deleted: frozenset[str],
     fitted: Mapping[str, str],
     beam_args: Sequence[str],
 ) -> bool:
     """Write a segment without its deleted samples.
 
     `texts` are ids; lines of `rejects/` and `late/` that contain one are removed; None removes all
-    lines. `fitted` is path to sha256.
+    lines. `deleted` are ids, too; their events are removed. `fitted` is path to sha256.
 
     Returns:
         Whether a sample is left; otherwise nothing is written.
+
+    Raises:
+        SchemaError: no sample is left, but events of other keys are.
     """
     data = stored_data(dataset.job, segment)
     parts = remaining_parts(segment, data)
     if not parts:
+        check_no_events_left(segment, deleted)
         return False
     features = stored_features(dataset.features, segment)
     layout = choose_segment_layout(parts[0], data, num_parts=len(parts))
@@ -72,6 +85,7 @@ def compact_segment(
         results = _rewrite_parts(beam_args, building, parts, layout, features, data)
         rejects = _copy_rejects(segment, building, texts)
         _copy_late_events(segment, building, texts)
+        histories = copy_histories(segment, building, deleted)
         finish_segment(
             building,
             results["parts"],
@@ -83,6 +97,7 @@ def compact_segment(
             features,
             fitted,
             old.num_parts,
+            histories,
         )
     return True
 

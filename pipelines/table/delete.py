@@ -53,6 +53,7 @@ def erase(
     def attempt(root: Root) -> dict[str, Any] | None:
         dataset = open_root(dataset_path, root.manifest)
         name = id_column(dataset, column)
+        check_erasable(dataset, name)
         ids = read_ids(ids_path, name, id_type(dataset, name))
         new = find_tombstones(dataset, name, ids, at)
         old = read_tombstones(dataset.directory, dataset.manifest.tombstones_sha256)
@@ -77,6 +78,17 @@ def erase(
         }
 
     return until_committed(dataset_path, read_root, attempt)
+
+
+def check_erasable(dataset: OpenDataset, column: str) -> None:
+    """Raise SchemaError if histories would keep ids of a column: their events are found by key."""
+    key = dataset.job.data.session.key
+    if dataset.job.data.histories and column != key:
+        raise SchemaError(
+            f"--column must be the session key {key!r} of a dataset with data.histories, got "
+            f"{column!r}; remove the rows from the log and build the days again, in their order",
+            file=str(dataset.directory),
+        )
 
 
 def count_samples(table: pa.Table) -> int:

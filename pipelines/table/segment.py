@@ -8,7 +8,7 @@ dataset: if the process dies before, the dataset is unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -36,6 +36,7 @@ from presage.schemas.dataset.files import FileEntry, describe_file, sha256_of, w
 from presage.schemas.dataset.group_files import group_schema
 from presage.schemas.dataset.manifest import (
     GroupCounts,
+    HistoryCounts,
     InputFile,
     Reference,
     SegmentManifest,
@@ -47,13 +48,12 @@ from presage.schemas.dataset.opened import split_ranges
 from presage.schemas.errors import SchemaError
 from presage.schemas.features import FeatureSet
 from presage.schemas.layout import (
-    BLOCK,
     BLOCKS,
     DATA_DIRECTORIES,
     FILES,
     MANIFEST,
     SPLIT_TIME,
-    inverse_column,
+    internal_columns,
     part_path,
 )
 from presage.schemas.storage.local_files import PARTIAL
@@ -162,11 +162,14 @@ def finish_segment(
     features: FeatureSet,
     fitted: Mapping[str, str],
     num_parts: int,
+    histories: Mapping[str, HistoryCounts],
+    written: Iterable[FileEntry] = (),
 ) -> None:
     """Complete a segment whose parts are written; its manifest is written last.
 
     `results` are of all parts in order, at least one, after `sum_statistics`; `hashes` are the
-    sha256 of the job's data section and of the schema; `fitted` is path to sha256.
+    sha256 of the job's data section and of the schema; `fitted` is path to sha256; `written` are
+    entries of further files.
     """
     num_samples, num_rows = sum(r.num_samples for r in results), sum(r.num_rows for r in results)
     for scratch in (LOOKUPS, SHUFFLE):
@@ -185,10 +188,11 @@ def finish_segment(
     label_times = features.with_role("label_time")
     write_statistics(root, statistics_text(slices, data.session.key, label_times))
     groups = list(results[0].groups)
-    written = (each.files for each in (*results, *tables.values()))
-    entries = describe_files(root, chain.from_iterable(written))
+    of_parts = (each.files for each in (*results, *tables.values()))
+    entries = describe_files(root, chain(written, *of_parts))
     files_sha256 = write_files(root / FILES, entries)
-    columns = stored_columns(root, results[0].file_index, groups, entries).empty_table()
+    hidden = internal_columns(groups, data.histories)
+    columns = stored_columns(root, results[0].file_index, groups, hidden, entries).empty_table()
     manifest = SegmentManifest(
         num_samples=num_samples,
         num_sessions=sum(r.num_sessions for r in results),
@@ -211,20 +215,24 @@ def finish_segment(
         columns={f.name: type_name(f.type) for f in join_times(columns).schema},
         split_times=tuple(f.name for f in columns.schema if f.type == SPLIT_TIME) or None,
         fitted=fitted,
+        histories=histories,
     )
     write_manifest(root, manifest)
 
 
 def stored_columns(
-    root: Location, file_index: int, groups: Iterable[str], entries: Iterable[FileEntry]
+    root: Location,
+    file_index: int,
+    groups: Iterable[str],
+    hidden: Container[str],
+    entries: Iterable[FileEntry],
 ) -> pa.Schema:
-    """Return all columns of the samples as one part stores them."""
+    """Return all columns of the samples as one part stores them, but for hidden ones."""
     entry_of = {entry.path: entry for entry in entries}
 
     def schema_of(path: str) -> pa.Schema:
         return CheckedFile(root, entry_of[path]).metadata.schema.to_arrow_schema()
 
-    hidden = {BLOCK, *map(inverse_column, groups)}
     fields = [f for f in schema_of(part_path(file_index, "samples")) if f.name not in hidden]
     fields += [f for g in groups for f in group_schema(schema_of, g, file_index)]
     return pa.schema(fields)

@@ -14,6 +14,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from presage.pipelines.histories.causality import find_leaks
+from presage.pipelines.histories.stored_events import history_problems
 from presage.pipelines.sources.raw_rows import microseconds
 from presage.pipelines.table.commit import anomalies_text_of, position_of_day
 from presage.pipelines.table.segment import reads_day, rewritten_key, segment_key, sum_bytes
@@ -55,8 +57,7 @@ from presage.schemas.layout import (
     BLOCK,
     DATA_DIRECTORIES,
     TRAIN,
-    UNIQUE_INDEX,
-    inverse_column,
+    internal_columns,
     num_unique_column,
     part_path,
     reuse_schema,
@@ -84,6 +85,7 @@ def verify(path: Path | Location) -> dict[str, Any]:
     sound = not problems
     problems.extend(reference_problems(dataset))
     problems.extend(type_problems(dataset))
+    problems.extend(find_leaks([(s.id, s.manifest) for s in dataset.segments]))
     for index in dataset.manifest.indexes:
         for segment in dataset.segments:
             if segment.id in index.parts:
@@ -140,6 +142,7 @@ def segment_problems(segment: Segment, dataset: OpenDataset) -> Iterator[str]:
             counts.add(stored)
             accesses.compare(stored)
         yield from count_problems(segment, dataset, counts)
+        yield from history_problems(segment, dataset.job.data)
         yield from accesses.problems()
         anomalies_text_of(segment)  # raises if it is missing or changed
     except SchemaError as error:
@@ -261,7 +264,7 @@ class StoredCounts:
     def add(self, stored: _StoredRowGroup) -> None:
         """Count a row group."""
         data = self._dataset.job.data
-        hidden = {BLOCK, UNIQUE_INDEX, *map(inverse_column, data.groups)}
+        hidden = internal_columns(data.groups, data.histories)
         for table in (stored.samples, *stored.tuples.values()):
             self.types |= {f.name: type_name(f.type) for f in table.schema if f.name not in hidden}
         for group, table in stored.tuples.items():

@@ -13,6 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal
 
+from presage.schemas.config.histories import HistoryConfig, check_histories
 from presage.schemas.config.parse import parse_yaml, read_yaml
 from presage.schemas.config.schedule import ScheduleConfig
 from presage.schemas.config.sources import SamplesConfig, SideConfig, SourceConfig, check_sources
@@ -258,6 +259,9 @@ class DataConfig:
     """Embedding tables by name."""
     sides: Mapping[str, SideConfig] = field(default_factory=dict)
     """Side tables by name, looked up by `samples.joins`; SQL may read small ones as tables, too."""
+    histories: Mapping[str, HistoryConfig] = field(default_factory=dict)
+    """Events by the name of their history, stored once; a sample has the count of those that it
+    sees."""
     groups: Annotated[Mapping[str, tuple[str, ...]], AUTO] = field(default_factory=dict)
     """Dedup groups: columns that change together, stored once per distinct tuple of a block; at
     most 8, each column in at most one. `auto`: the build chooses them."""
@@ -305,11 +309,12 @@ class DataConfig:
                 f"use {max(1, self.oracle.batch_samples // block) * block}"
             )
         check_names("sides", self.sides)
-        check_sources(self.sources, self.samples, self.sides)
+        check_sources(self.sources, self.samples, self.sides, self.history_sources)
         if self.on_error == "drop_key" and self.samples.per is None:
             raise ValueError("on_error is drop_key without samples.per; write reject or fail")
         _check_groups(self.groups, self.transforms, [SAMPLE_WEIGHT] if self.sampling else [])
         _check_tables(self.tables)
+        check_histories(self.histories, self.sources, self.tables)
         check_names("vocabularies", self.vocabularies)
         check_vocabularies(self.vocabularies, self.transforms)
 
@@ -327,6 +332,14 @@ class DataConfig:
     def sample_source(self) -> str:
         """Name of the source whose rows become samples."""
         return self.samples.source or next(iter(self.sources))
+
+    @property
+    def history_sources(self) -> frozenset[str]:
+        """Sources that only histories read."""
+        if self.samples.per is not None:  # it may read them, too
+            return frozenset()
+        named = {history.source for history in self.histories.values()}
+        return frozenset(name for name in named if name not in (None, self.sample_source))
 
     @cached_property
     def table_of_feature(self) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Literal
@@ -232,7 +232,10 @@ class SamplesConfig:
 
 
 def check_sources(
-    sources: Mapping[str, SourceConfig], samples: SamplesConfig, sides: Mapping[str, SideConfig]
+    sources: Mapping[str, SourceConfig],
+    samples: SamplesConfig,
+    sides: Mapping[str, SideConfig],
+    of_histories: Container[str] = (),
 ) -> None:
     """Raise ValueError if samples, joins or events name an undeclared or unsuitable source."""
     if not sources:
@@ -245,7 +248,7 @@ def check_sources(
     for key, name in named.items():
         if name is not None and name not in sources:
             raise ValueError(f"{key} must be a source, got {name!r}; {suggest_name(name, sources)}")
-    _check_events(sources, samples)
+    _check_events({n: s for n, s in sources.items() if n not in of_histories}, samples)
     for name in sides:
         if name in sources:
             raise ValueError(f"sides must not have the name of a source, got {name!r}; rename it")

@@ -176,6 +176,29 @@ class TableCounts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HistoryCounts:
+    """Events of one history in a segment."""
+
+    num_events: int
+    num_keys: int
+    """Distinct keys of the events."""
+    first: int
+    """When the first event is available, microseconds since 1970; 0 without events."""
+    last: int
+    """The same of the last event."""
+    num_bytes: int
+    """Bytes of the files of these events."""
+    first_sample: int
+    """Time of the segment's first sample, microseconds since 1970."""
+    num_pending: int = 0
+    """Events that are available after the segment's day, for later segments."""
+    pending_sha256: str | None = None
+    """Hash of their files before any was erased; None without any."""
+    taken_sha256: str | None = None
+    """`pending_sha256` of the segment before, when this one was built."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentManifest:
     """Manifest of a segment; its file is written last.
 
@@ -216,6 +239,7 @@ class SegmentManifest:
     """Column whose hash assigns a sample to a part."""
     num_parts: int
     """Parts that the hash was divided into, empty ones included."""
+    histories: Mapping[str, HistoryCounts] = field(default_factory=dict[str, HistoryCounts])
     num_source_rows: int | None = None
     """Rows of the log that gave samples; None if each sample has its own row."""
     format: int = FORMAT_VERSION

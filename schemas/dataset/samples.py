@@ -21,7 +21,7 @@ from presage.schemas.dataset.defaults import (
 from presage.schemas.dataset.group_files import OpenFile, read_group
 from presage.schemas.dataset.opened import OpenDataset, Segment
 from presage.schemas.errors import SchemaError, suggest_name
-from presage.schemas.layout import BLOCK, UNIQUE_INDEX, inverse_column, part_path
+from presage.schemas.layout import internal_columns, inverse_column, part_path
 
 _THREADS = 8
 """Files of a row group that are read at once; a dataset has at most as many groups."""
@@ -102,7 +102,8 @@ def read_joined_row_group(
     num_samples = int(segment.column("num_samples")[blocks].sum())
     joined.update({name: constant_column(v, num_samples) for name, v in defaults.items()})
     if columns is None:
-        columns = [name for name in joined if name not in (BLOCK, UNIQUE_INDEX, *inverse.values())]
+        hidden = internal_columns(members, data.histories)
+        columns = [name for name in joined if name not in hidden]
     return pa.table({name: joined[name] for name in columns})
 
 

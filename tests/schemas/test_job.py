@@ -90,7 +90,13 @@ def test_documents_show_every_key_in_an_example(document: str) -> None:
 
     def walk(value: Any, path: str) -> None:
         shown.add(path)
-        one = ("data.sources", "data.sides", "data.tables", "data.vocabularies")
+        one = (
+            "data.sources",
+            "data.sides",
+            "data.tables",
+            "data.histories",
+            "data.vocabularies",
+        )
         named = {**dict.fromkeys(one, 1), "data.transforms": 2}
         for _ in range(named.get(path, 0)):  # the names in between are the user's
             parts = [part for part in value.values() if isinstance(part, Mapping)]

@@ -139,6 +139,6 @@ def test_refusals_of_the_planner_reach_each_rank(tmp_path: Path) -> None:
     with pytest.raises(SchemaError, match="dataset has no index for"):
         SlotPlan(tmp_path, opened, order, settings_of())
     opened, order = job_of()
-    with pytest.raises(PlanError, match="use at least 1890") as error:
+    with pytest.raises(PlanError, match="use at least 1902") as error:
         SlotPlan(tmp_path, opened, order, settings_of(cache_rows={"items": 1000}))
-    assert error.value.required_rows == 1890
+    assert error.value.required_rows == 1902

@@ -1,0 +1,76 @@
+"""No sample sees an event of its own time or later: what follows from the manifests of segments.
+
+Within a segment, the counts of samples are of exact times. A sample sees all events of the segments
+before its own, so these must all be available before the first sample of the segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pyarrow as pa
+
+from presage.schemas.dataset.manifest import SegmentManifest
+from presage.schemas.errors import SchemaError
+from presage.schemas.storage.location import Location
+
+Named = tuple[str, SegmentManifest]
+"""Id and manifest of a segment."""
+
+
+def find_leaks(segments: Sequence[Named]) -> Iterator[str]:
+    """Yield a line for each segment, in the order of the dataset, with a sample that sees too much.
+
+    Pending events are those that the segment before has for later ones: a segment has them once.
+    """
+    newest: dict[str, tuple[int, str]] = {}
+    pending: dict[str, str | None] = {}
+    for segment, manifest in segments:
+        for name, counts in manifest.histories.items():
+            if name in newest and counts.first_sample <= newest[name][0]:
+                last, earlier = newest[name]
+                yield (
+                    f"history {name!r}: segment {segment} has a sample at "
+                    f"{_text(counts.first_sample)}, but segment {earlier} before it has an event "
+                    f"that is available at {_text(last)}"
+                )
+            if counts.taken_sha256 != pending.get(name):
+                yield (
+                    f"history {name!r}: segment {segment} has the pending events of another "
+                    "version of the segment before it; build it again"
+                )
+            if counts.num_events:
+                newest[name] = max(newest.get(name, (counts.last, segment)), (counts.last, segment))
+            pending[name] = counts.pending_sha256
+
+
+def check_causal(
+    others: Sequence[Named], num_before: int, manifest: SegmentManifest, job: Path | Location
+) -> None:
+    """Raise SchemaError if a new segment would see too much, or would be seen too early.
+
+    Later segments that have pending events of another version stay as they are; `verify` names
+    them.
+
+    Args:
+        others: segments of the dataset.
+        num_before: of these, those that come before the new one.
+        manifest: of the new one.
+        job: path of the job file.
+    """
+    new = "that is built"
+    before, after = list(others[:num_before]), list(others[num_before:])
+    lines = list(find_leaks([*before, (new, manifest)]))[len(list(find_leaks(before))) :]
+    lines += [
+        line for line in find_leaks([(new, manifest), *after]) if f"segment {new} before" in line
+    ]
+    if lines:
+        raise SchemaError(
+            f"{lines[0]}; build segments of whole days with --day, each after the one before",
+            file=str(job),
+        )
+
+
+def _text(moment: int) -> str:
+    return str(pa.scalar(moment, pa.timestamp("us")).as_py())

@@ -1,0 +1,201 @@
+"""The stored events of a segment: erased from it by key, and verified."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from presage.pipelines.clustering.storage_layout import choose_encodings, open_writer
+from presage.pipelines.histories.event_files import pending_files
+from presage.pipelines.histories.event_rows import KEY
+from presage.pipelines.samples.tuples import hash_session_keys, partition_of_key
+from presage.pipelines.sources.raw_rows import microseconds
+from presage.schemas.arrays import (
+    comparable,
+    numpy_of,
+    offsets_of,
+    one_chunk,
+    take_values,
+    unique_tuples,
+)
+from presage.schemas.config.job import DataConfig
+from presage.schemas.dataset.history_files import SegmentEvents
+from presage.schemas.dataset.manifest import HistoryCounts
+from presage.schemas.dataset.opened import Segment
+from presage.schemas.dataset.samples import read_joined_row_group, row_groups
+from presage.schemas.errors import SchemaError
+from presage.schemas.layout import (
+    EVENT_GAP,
+    HISTORIES,
+    HISTORY_KEY,
+    NUM_EVENTS,
+    count_column,
+    history_paths,
+)
+from presage.schemas.storage.location import Location
+
+
+def num_events_of(segment: Segment, keys: Collection[str]) -> dict[str, int]:
+    """Return by history the events of some keys, given as texts; pending ones count."""
+    found: dict[str, int] = {}
+    for name in segment.manifest.histories if keys else ():
+        found[name] = 0
+        for file_index in range(segment.manifest.num_parts):
+            path = history_paths(name, file_index)[1]
+            if path in segment.files:
+                stored = segment.file(path).read()
+                lengths = numpy_of(stored[NUM_EVENTS])
+                found[name] += int(lengths[_is_one_of(stored[HISTORY_KEY], keys)].sum())
+        for path in pending_files(segment.files, name):
+            found[name] += int(_is_one_of(segment.file(path).read([KEY])[KEY], keys).sum())
+    return found
+
+
+def _is_one_of(column: pa.ChunkedArray, texts: Collection[str]) -> NDArray[np.bool_]:
+    values = one_chunk(column)
+    distinct = values.dictionary_encode()
+    wanted = np.array([str(value) in texts for value in distinct.dictionary.to_pylist()], bool)
+    return wanted[numpy_of(distinct.indices)]
+
+
+def check_no_events_left(segment: Segment, deleted: Collection[str]) -> None:
+    """Raise SchemaError if a segment has events of keys that are not deleted."""
+    of_deleted = num_events_of(segment, deleted)
+    for name, counts in segment.manifest.histories.items():
+        if counts.num_events + counts.num_pending > of_deleted.get(name, 0):
+            raise SchemaError(
+                f"segment {segment.id} would have no sample left, but events of other keys in "
+                f"history {name!r}; build its day again without the rows of the erased keys",
+                file=str(segment.directory),
+            )
+
+
+def copy_histories(
+    segment: Segment, building: Location, deleted: Collection[str]
+) -> dict[str, HistoryCounts]:
+    """Copy the events of a segment without those of some keys, given as texts.
+
+    Counts of samples stay right, since a sample sees events of its own key only.
+    """
+    for path in segment.files:
+        if path.startswith(f"{HISTORIES}/") and not deleted:
+            (building / path).copy_from(segment.directory / path)
+    if not deleted:
+        return dict(segment.manifest.histories)
+    found: dict[str, HistoryCounts] = {}
+    for name, counts in segment.manifest.histories.items():
+        num_events = num_keys = num_bytes = num_pending = 0
+        for file_index in range(segment.manifest.num_parts):
+            events_path, keys_path = history_paths(name, file_index)
+            if keys_path not in segment.files:
+                continue
+            keys, events = segment.file(keys_path), segment.file(events_path)
+            kept_keys: list[pa.Table] = []
+            kept_events: list[pa.Table] = []
+            for row_group in range(keys.metadata.num_row_groups):
+                stored = keys.read_row_group(row_group)
+                is_kept = ~_is_one_of(stored[HISTORY_KEY], deleted)
+                lengths = numpy_of(stored[NUM_EVENTS])
+                rows = pa.array(np.repeat(is_kept, lengths))
+                kept_keys.append(stored.filter(pa.array(is_kept)))
+                kept_events.append(events.read_row_group(row_group).filter(rows))
+            num_keys += sum(table.num_rows for table in kept_keys)
+            num_events += sum(table.num_rows for table in kept_events)
+            if any(table.num_rows for table in kept_keys):
+                num_bytes += _write(building, keys_path, kept_keys)
+                num_bytes += _write(building, events_path, kept_events)
+        for path in pending_files(segment.files, name):
+            rows = segment.file(path).read()
+            rows = rows.filter(pa.array(~_is_one_of(rows[KEY], deleted)))
+            num_pending += rows.num_rows
+            if rows.num_rows:
+                _write(building, path, [rows])
+        found[name] = replace(
+            counts,
+            num_events=num_events,
+            num_keys=num_keys,
+            num_bytes=num_bytes,
+            num_pending=num_pending,
+        )
+    return found
+
+
+def _write(building: Location, path: str, tables: list[pa.Table]) -> int:
+    """Write row groups, but for empty ones; return the bytes of the file."""
+    tables = [table for table in tables if table.num_rows]
+    with (building / path).new_file() as partial:
+        with open_writer(partial, tables[0].schema, choose_encodings(tables[0])) as writer:
+            for table in tables:
+                writer.write_table(table, row_group_size=table.num_rows)
+        return partial.stat().st_size
+
+
+# Verification.
+
+
+def history_problems(segment: Segment, data: DataConfig) -> Iterator[str]:
+    """Yield a line for each difference of stored events from the manifest and from each other."""
+    for name, counts in segment.manifest.histories.items():
+        num_keys = num_events = 0
+        for file_index in range(segment.manifest.num_parts):
+            events_path, keys_path = history_paths(name, file_index)
+            if keys_path not in segment.files:
+                continue
+            location = f"history {name!r} in part {file_index}"
+            stored = segment.file(keys_path).read()
+            keys, lengths = one_chunk(stored[HISTORY_KEY]), numpy_of(stored[NUM_EVENTS])
+            num_keys, num_events = num_keys + len(keys), num_events + int(lengths.sum())
+            hashes = hash_session_keys(keys)
+            if (hashes[1:] < hashes[:-1]).any():
+                yield f"{location}: keys are not in the order of their hashes"
+            if (partition_of_key(hashes, segment.manifest.num_parts) != file_index).any():
+                yield f"{location}: keys belong to another part"
+            gaps = numpy_of(segment.file(events_path).read([EVENT_GAP])[EVENT_GAP])
+            if len(gaps) != lengths.sum():
+                yield f"{location}: {len(gaps)} events instead of {lengths.sum()}"
+            elif (gaps < 0).any():
+                yield f"{location}: events of a key are not in the order of their time"
+        pending = sum(segment.file(path).num_rows for path in pending_files(segment.files, name))
+        found = {"num_keys": num_keys, "num_events": num_events, "num_pending": pending}
+        for field, value in found.items():
+            if (claimed := getattr(counts, field)) != value:
+                yield f"MANIFEST.json: {field} of history {name!r} is {claimed}, stored are {value}"
+        yield from _count_problems(segment, name, data)
+
+
+def _count_problems(segment: Segment, name: str, data: DataConfig) -> Iterator[str]:
+    """Yield a line for each row group with a sample that sees a later event, or misses one.
+
+    Times of events are rounded to ticks, so those in the tick of a sample may be seen or not.
+    """
+    events, tick = SegmentEvents(segment, name), microseconds(data.histories[name].tick)
+    for file_index, row_group in row_groups(segment):
+        columns = [data.session.key, data.session.time, count_column(name)]
+        samples = read_joined_row_group(segment, file_index, row_group, data, columns=columns)
+        keys = one_chunk(samples[data.session.key])
+        first, code = unique_tuples(comparable(keys))
+        distinct = take_values(keys, first)
+        times = numpy_of(samples[data.session.time].cast(pa.int64())) // tick
+        counts = numpy_of(samples[count_column(name)]).astype(np.int64)
+        starts, ends = np.zeros((2, len(distinct)), np.int64)
+        ticks, num_ticks = [np.empty(0, np.int64)], 0
+        for read in events.read(distinct, hash_session_keys(distinct), []):
+            offsets = num_ticks + offsets_of(read.lengths)
+            starts[read.code], ends[read.code] = offsets[:-1], offsets[1:]
+            ticks.append(read.ticks)
+            num_ticks += len(read.ticks)
+        every = np.concatenate([*ticks, [0]])
+        seen, end = starts[code] + counts, ends[code]
+        is_wrong = (counts < 0) | (seen > end)
+        seen = np.clip(seen, 0, num_ticks)
+        is_wrong |= (counts > 0) & (every[seen - 1] > times)
+        is_wrong |= (seen < end) & (every[seen] < times)
+        if is_wrong.any():
+            yield (
+                f"row group {row_group} of part {file_index}: {is_wrong.sum()} samples see later "
+                f"events of history {name!r}, or miss earlier ones"
+            )

@@ -1,0 +1,328 @@
+"""Histories of days against lists that are made by brute force from the raw rows."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date, timedelta
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from presage import DataLoader
+from presage.pipelines.build import build
+from presage.pipelines.cli import main
+from presage.pipelines.histories.event_files import PartEvents
+from presage.pipelines.histories.stored_events import num_events_of
+from presage.pipelines.table.verify import verify
+from presage.schemas.dataset.opened import open_dataset
+from presage.schemas.errors import SchemaError
+from tests.pipelines.appending import addition
+from tests.pipelines.logs import IN_PROCESS, ON_BEAM, PROCESSES, bytes_of, copy_of, request
+
+JOB = """
+name: plays
+data:
+  sources:
+    log: {{files: "log*.parquet", format: parquet}}
+    plays: {{files: "plays*.parquet", format: parquet}}
+  samples:
+    source: log
+    map: SELECT user, time, id, item, label FROM log
+  histories:
+    plays:
+      source: plays
+      columns: {{item: item, kind: item % 3}}
+      where: item % 5 != 0
+      available: time + to_seconds({delay})
+      tables: {{item: items}}
+      before: {before}
+      {order}
+      tick: 5s
+    shown:
+      columns: {{item: item}}
+      tables: {{item: items}}
+      before: {before}
+      {order}
+  session: {{key: user, time: time}}
+  groups: {groups}
+  block_samples: 16
+  tables:
+    items: {{features: [item], rows: identity, num_rows: 1000}}
+  oracle: {{batch_samples: 32}}
+train: {{batch_samples: 32}}
+"""
+SCHEMA = """
+feature { name: "user" type: %s annotation { tag: "kept" } }
+feature { name: "time" type: INT annotation { tag: "kept" } }
+feature { name: "id" type: INT annotation { tag: "kept" } }
+feature { name: "item" type: INT presence { min_fraction: 1.0 } annotation { tag: "sparse" } }
+feature { name: "label" type: INT int_domain { min: 0 max: 1 } annotation { tag: "label" } }
+"""
+FIRST = date(2026, 1, 1)
+
+
+@dataclass(frozen=True)
+class Days:
+    """Raw rows of each day, their job, and the dataset of them."""
+
+    log: Sequence[pa.Table]
+    plays: Sequence[pa.Table]
+    job: Path
+    delay: int
+    before: str
+
+    @property
+    def dataset(self) -> Path:
+        """The dataset of `build_days`."""
+        return self.job.parent / "dataset"
+
+    def folder(self, day: int) -> Path:
+        """The log of a day."""
+        return self.job.parent / f"day-{day}"
+
+
+def rows_of_day(
+    rng: np.random.Generator, day: int, count: int, first_id: int, texts: bool
+) -> pa.Table:
+    """Return rows with many equal times, in any order."""
+    start = ((FIRST - date(1970, 1, 1)).days + day) * 86_400_000_000
+    users = rng.integers(0, 12, count)
+    return pa.table(
+        {
+            "user": pa.array([f"user {u}" for u in users]) if texts else pa.array(users),
+            "time": pa.array(
+                start + rng.integers(0, 40, count) * 2_157_500_000, pa.timestamp("us")
+            ),
+            "id": pa.array(first_id + rng.permutation(count)),
+            "item": pa.array(rng.integers(0, 200, count)),
+            "label": pa.array(rng.integers(0, 2, count)),
+        }
+    )
+
+
+def write_days(
+    directory: Path, *, num_days: int, before: str, texts: bool, delay: int, seed: int
+) -> Days:
+    """Write the logs of some days."""
+    rng, log, plays = np.random.default_rng(seed), list[pa.Table](), list[pa.Table]()
+    directory.mkdir()
+    order = "order: id" if before == "order" else ""
+    groups = "{user: [user]}" if texts else "{}"
+    job = directory / "job.yaml"
+    expression = f"item % 7 * {delay}"
+    job.write_text(JOB.format(before=before, order=order, groups=groups, delay=expression))
+    (directory / "schema.pbtxt").write_text(SCHEMA % ("BYTES" if texts else "INT"))
+    for day in range(num_days):
+        folder = directory / f"day-{day}"
+        folder.mkdir()
+        count = int(rng.integers(20, 120))
+        log.append(rows_of_day(rng, day, count, 10_000 * day, texts))
+        plays.append(rows_of_day(rng, day, int(rng.integers(1, 400)), 10_000 * day + 5_000, texts))
+        for name, table in (("log", log[-1]), ("plays", plays[-1])):
+            cut = int(rng.integers(0, table.num_rows))
+            pq.write_table(table.slice(0, cut), folder / f"{name}-0.parquet")
+            pq.write_table(table.slice(cut), folder / f"{name}-1.parquet")
+    return Days(log, plays, job, delay, before)
+
+
+def build_days(days: Days, dataset: Path, beam_args: Sequence[str] = (IN_PROCESS,)) -> None:
+    """Build a segment for each day."""
+    for day in range(len(days.log)):
+        make = addition if day else request
+        label = (FIRST + timedelta(days=day)).isoformat()
+        build(make(days.job, days.folder(day), dataset, day=label, beam_args=list(beam_args)))
+
+
+def expected_lists(
+    days: Days, events: Sequence[pa.Table], delay: int
+) -> dict[int, list[tuple[int, int]]]:
+    """Return the (item, time) of the events that each sample sees, by its id.
+
+    An event is filed in the first day whose end it is available before, of those that may have it.
+    """
+    seen: dict[int, list[tuple[int, int]]] = {}
+    earlier: dict[object, list[tuple[int, int]]] = {}
+    filed: list[list[dict]] = [[] for _ in events]
+    for day, of_day in enumerate(events):
+        for row in of_day.set_column(1, "time", of_day["time"].cast(pa.int64())).to_pylist():
+            row["time"] += row["item"] % 7 * delay * 1_000_000
+            place = max(day, row["time"] // 86_400_000_000 - (FIRST - date(1970, 1, 1)).days)
+            if place < len(filed):
+                filed[place].append(row)
+    for log, own in zip(days.log, filed, strict=True):
+        key = (lambda r: (r["time"], r["id"])) if days.before == "order" else (lambda r: r["time"])
+        own.sort(key=key)  # stable: rows keep their order
+        for sample in log.set_column(1, "time", log["time"].cast(pa.int64())).to_pylist():
+            visible = [
+                (row["item"], row["time"])
+                for row in own
+                if row["user"] == sample["user"] and key(row) < key(sample)
+            ]
+            seen[sample["id"]] = earlier.get(sample["user"], []) + visible
+        for row in own:
+            earlier.setdefault(row["user"], []).append((row["item"], row["time"]))
+    return seen
+
+
+def lists_of(loader: DataLoader, name: str, second: int) -> dict[int, list[tuple[int, int]]]:
+    """Return the (item, time) of the events that each sample sees, by its id."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    for batch in loader:
+        history = batch.histories[name]
+        items, ticks = history.values["item"].tolist(), (history.ticks * second).tolist()
+        events = list(zip(items, ticks, strict=True))
+        ranges = zip(
+            batch.kept["id"].tolist(), history.starts.tolist(), history.ends.tolist(), strict=True
+        )
+        for index, (sample, start, end) in enumerate(ranges):
+            if index < batch.num_samples:
+                found[sample] = events[start:end]
+        runs = history.runs.tolist()
+        assert (runs[0], runs[-1]) == (0, len(events))
+        assert runs == sorted(runs)
+        plain = history.materialize(["item"])
+        assert plain["item"].lengths().tolist() == history.lengths.tolist()
+        if "kind" in history.values:
+            assert (history.values["kind"] == history.values["item"] % 3).all()
+    return found
+
+
+@pytest.fixture(scope="module", params=[("time", 0), ("order", 9000), ("time", 17_000)])
+def days(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Days:
+    """Three days with either rule; keys are texts in a group, or numbers."""
+    folder = tmp_path_factory.mktemp("days") / "log"
+    before, delay = request.param
+    texts = before == "order"
+    days = write_days(folder, num_days=4, before=before, texts=texts, delay=delay, seed=5)
+    build_days(days, days.dataset)
+    return days
+
+
+def cut(
+    lists: Mapping[int, list[tuple[int, int]]], count: int | None
+) -> dict[int, list[tuple[int, int]]]:
+    """Return the newest of the events."""
+    return {sample: each[-count:] if count else each for sample, each in lists.items()}
+
+
+@pytest.mark.parametrize("count", [None, 1, 3, 40])
+def test_samples_see_the_events_before_them(days: Days, count: int | None) -> None:
+    played = [t.filter(pa.array([i % 5 != 0 for i in t["item"].to_pylist()])) for t in days.plays]
+    wanted = expected_lists(days, played, days.delay)
+    floor = {s: [(i, t // 5_000_000 * 5_000_000) for i, t in each] for s, each in wanted.items()}
+    keep = ["id", "user", "time"]
+    loader = DataLoader(days.dataset, batch_samples=32, keep=keep, histories={"plays": count})
+    assert lists_of(loader, "plays", 5_000_000) == cut(floor, count)
+    loader = DataLoader(
+        days.dataset, batch_samples=32, keep=keep, histories={"shown": count}, shuffle=True, seed=3
+    )
+    floor = {
+        s: [(i, t // 1_000_000 * 1_000_000) for i, t in each]
+        for s, each in expected_lists(days, days.log, 0).items()
+    }
+    assert lists_of(loader, "shown", 1_000_000) == cut(floor, count)
+
+
+def test_verify_finds_nothing_wrong(days: Days) -> None:
+    assert verify(days.dataset)["problems"] == []
+    counts = [segment.manifest.histories for segment in open_dataset(days.dataset).segments]
+    assert [c["shown"].num_events for c in counts] == [table.num_rows for table in days.log]
+    assert any(c["plays"].num_pending > 0 for c in counts) == (days.delay > 0)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("options", [[ON_BEAM], PROCESSES], ids=["beam", "processes"])
+def test_every_runner_writes_the_same_days(
+    options: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("presage.pipelines.prepare.PART_INPUT_BYTES", 4_000)
+    days = write_days(tmp_path / "log", num_days=2, before="time", texts=True, delay=9_000, seed=2)
+    build_days(days, tmp_path / "here")
+    build_days(days, tmp_path / "there", options)
+    assert bytes_of(tmp_path / "there") == bytes_of(tmp_path / "here")
+    assert open_dataset(tmp_path / "here").segments[0].manifest.num_parts > 2
+
+
+def test_day_that_is_built_again_makes_the_next_one_stale(days: Days, tmp_path: Path) -> None:
+    if not days.delay:
+        pytest.skip("no event is pending")
+    dataset = copy_of(days.dataset, tmp_path / "dataset")
+    other = write_days(
+        tmp_path / "log", num_days=1, before=days.before, texts=days.before == "order",
+        delay=days.delay, seed=77,
+    )  # fmt: skip
+    build(addition(days.job, other.folder(0), dataset, day=FIRST.isoformat(), replaces=True))
+    second = open_dataset(dataset).segments[1].id
+    assert verify(dataset)["problems"] == [
+        f"history 'plays': segment {second} has the pending events of another version of the "
+        "segment before it; build it again"
+    ]
+
+
+def test_sample_before_its_day_is_a_reject(tmp_path: Path) -> None:
+    days = write_days(tmp_path / "log", num_days=2, before="time", texts=False, delay=0, seed=1)
+    early = days.log[0].slice(0, 3)
+    pq.write_table(early, days.folder(1) / "log-2.parquet")
+    build_days(days, days.dataset)
+    manifest = open_dataset(days.dataset).segments[1].manifest
+    assert (manifest.num_rejects, manifest.num_samples) == (3, days.log[1].num_rows)
+    assert verify(days.dataset)["problems"] == []
+
+
+def test_segment_whose_samples_would_see_later_events_is_refused(tmp_path: Path) -> None:
+    days = write_days(tmp_path / "log", num_days=2, before="time", texts=False, delay=0, seed=1)
+    build(request(days.job, days.folder(1), days.dataset))
+    with pytest.raises(SchemaError, match=r"that is built has a sample at .* build segments of"):
+        build(addition(days.job, days.folder(0), days.dataset))
+    assert len(open_dataset(days.dataset).segments) == 1
+
+
+def test_erased_key_leaves_no_event_and_others_see_what_they_saw(
+    days: Days, tmp_path: Path
+) -> None:
+    dataset = copy_of(days.dataset, tmp_path / "dataset")
+    gone = "user 3" if days.before == "order" else "3"
+    (tmp_path / "ids").write_text(f"{gone}\n")
+    words = [
+        "erase",
+        str(dataset),
+        "--ids",
+        str(tmp_path / "ids"),
+        "--rewrite",
+        "--json",
+        IN_PROCESS,
+    ]
+    assert main(words) == 0
+    assert verify(dataset)["problems"] == []
+    opened = open_dataset(dataset)
+    for segment in opened.segments:
+        assert set(num_events_of(segment, {gone}).values()) == {0}
+    left = {row["id"] for log in days.log for row in log.to_pylist() if str(row["user"]) != gone}
+    loaders = [
+        DataLoader(path, batch_samples=32, keep=["id"], histories={"plays": None})
+        for path in (days.dataset, dataset)
+    ]
+    before, after = (lists_of(loader, "plays", 5_000_000) for loader in loaders)
+    assert after == {sample: lists for sample, lists in before.items() if sample in left}
+    with pytest.raises(SystemExit, match="1"):
+        sys.exit(main([*words, "--column", "item"]))
+
+
+@pytest.mark.parametrize("shift", [1, -1])
+def test_verify_finds_planted_leaks(
+    shift: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    days = write_days(tmp_path / "log", num_days=1, before="time", texts=False, delay=0, seed=1)
+    counts = PartEvents.counts
+    monkeypatch.setattr(
+        PartEvents, "counts", lambda *given: np.maximum(counts(*given) + np.int32(shift), 0)
+    )
+    build_days(days, days.dataset)
+    found = verify(days.dataset)["problems"]
+    assert found
+    assert all("see later events of history" in line for line in found)
