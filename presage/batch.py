@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch.utils.data._utils.collate import default_collate_fn_map
@@ -12,6 +12,7 @@ from torchrec.streamable import Pipelineable
 
 from presage.display import align
 from presage.trainer.data.collate import CollatedBatch
+from presage.trainer.data.history_batch import HistoryBatch
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -32,6 +33,7 @@ class Batch(Pipelineable):
         overlaps_next: (num_values,) bool, whether one of the next `overlap_steps` global batches
             looks up the row of each entry of `sparse_features.values()`; None if not requested.
         overlaps_previous: the same for the `overlap_steps` global batches before.
+        histories: by name, the events that the samples see, if requested.
     """
 
     dense_features: torch.Tensor
@@ -45,6 +47,7 @@ class Batch(Pipelineable):
     step: int
     overlaps_next: torch.Tensor | None = None
     overlaps_previous: torch.Tensor | None = None
+    histories: Mapping[str, HistoryBatch] = field(default_factory=dict)
 
     @property
     def num_samples(self) -> int:
@@ -91,6 +94,7 @@ class Batch(Pipelineable):
         inverse = sparse.inverse_indices_or_none()  # TorchRec's record_stream leaves it out
         tensors = [self.dense_features, self.labels, self.weights, *self.kept.values()]
         tensors += self._overlaps().values()
+        tensors += [tensor for history in self.histories.values() for tensor in history.tensors]
         for tensor in tensors if inverse is None else [*tensors, inverse[1]]:
             tensor.record_stream(stream)
         sparse.record_stream(stream)  # type: ignore[arg-type]  # any stream, as its base class says
@@ -106,6 +110,7 @@ class Batch(Pipelineable):
             weights=function(self.weights),
             kept={name: function(values) for name, values in self.kept.items()},
             **{name: function(values) for name, values in self._overlaps().items()},
+            histories={n: history.map_tensors(function) for n, history in self.histories.items()},
         )
 
     def _overlaps(self) -> dict[str, torch.Tensor]:
@@ -126,6 +131,9 @@ def _tensors_text(batch: Batch) -> str:
     if inverse is not None:
         rows.append(("sparse_features, inverse indices", _shape(inverse[1])))
     rows += [(name, _shape(mask)) for name, mask in batch._overlaps().items()]
+    for name, history in batch.histories.items():
+        values = f"{', '.join(history.values)} {_shape(history.ticks)[len('int64 ') :]}"
+        rows.append((f"histories: {name}", f"{values}, starts {_shape(history.starts)}"))
     return align(rows, 2)
 
 
@@ -162,4 +170,5 @@ def batch_of(
         global_weight=total_weight or 1.0,
         epoch=epoch,
         step=step,
+        histories=collated.histories,
     )

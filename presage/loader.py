@@ -8,7 +8,7 @@ import operator
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
@@ -33,6 +33,7 @@ from presage.schemas.storage.location import Location
 from presage.schemas.storage.versions import Versions
 from presage.trainer.components import order_of
 from presage.trainer.data.decode import BatchSpec, spec_of
+from presage.trainer.data.history_batch import HistorySpec
 from presage.trainer.data.overlaps import StepOverlaps
 from presage.trainer.data.reader import Reader, prefetch
 from presage.trainer.evaluation.metrics import columns_of
@@ -82,6 +83,7 @@ class DataLoader(IterableDataset[Batch]):
         features: Sequence[str] | None = None,
         keep: Sequence[str] | None = None,
         dtype: Literal["float32", "float64"] = "float32",
+        histories: Mapping[str, int | None] | None = None,
         lookups: bool = False,
         overlap_steps: int = 0,
         follow: bool = False,
@@ -106,6 +108,8 @@ class DataLoader(IterableDataset[Batch]):
             features: sparse and dense features to read; None for all.
             keep: columns of `Batch.kept`; None for the keys of sessions and users, and times.
             dtype: of labels, weights and dense features.
+            histories: by name, the newest events that a sample sees in `Batch.histories`; None for
+                all events.
             lookups: prepare the look-ups of `presage.trainer.embedding.collections` in the reading
                 thread.
             overlap_steps: mark in `Batch.overlaps_next` and `Batch.overlaps_previous` the rows that
@@ -134,7 +138,9 @@ class DataLoader(IterableDataset[Batch]):
         self._dataset, selected = _open(dataset)
         self.split = (selected or TRAIN) if split is None else split
         self._check_arguments(selected)
-        self._spec = _spec_of(self._dataset, dtype, features, keep)
+        self._spec = _with_histories(
+            self._dataset, _spec_of(self._dataset, dtype, features, keep), histories or {}
+        )
         self._order = self._order_of(self._dataset)
         self._check_dataset()
         self._start: int | None = None
@@ -531,6 +537,21 @@ def _spec_of(
         dense=tuple(f for f in spec.dense if f in features),
         weighted=tuple(f for f in spec.weighted if f in features),
     )
+
+
+def _with_histories(
+    dataset: OpenDataset, spec: BatchSpec, wanted: Mapping[str, int | None]
+) -> BatchSpec:
+    specs: list[HistorySpec] = []
+    stored = dataset.job.data.histories
+    for name, count in wanted.items():
+        if name not in stored:
+            raise SchemaError(f"dataset has no history {name!r}; {suggest_name(name, stored)}")
+        if count is not None:
+            _integer(f"histories[{name!r}]", count, 1)
+        columns, tables = tuple(stored[name].columns), stored[name].tables
+        specs.append(HistorySpec(name=name, columns=columns, tables=tables, num_events=count))
+    return replace(spec, histories=tuple(specs), session_key=dataset.job.data.session.key)
 
 
 def _integer(name: str, value: Any, lowest: int) -> int:

@@ -132,15 +132,15 @@ def with_auto(job: Path, scratch: Path) -> Path:
     return write_job_file(scratch / "auto", body, job)
 
 
-def build_job(job: Path, log: Path, dataset: Path) -> dict[str, Any]:
-    """Build a dataset, or append a segment, on the local runner; return what `--json` prints."""
+def build_job(job: Path, log: Path, dataset: Path, day: str | None = None) -> dict[str, Any]:
+    """Build a dataset, or append a segment, in this process; return what `--json` prints."""
     append = dataset.exists()
     attempt = f"benchmark-{len([*dataset.glob('segments/*')])}"
     return build(
         BuildRequest(
             BuildInput(job, log),
-            SegmentTarget(Location.parse(dataset), attempt, append=append),
-            BuildOptions([]),
+            SegmentTarget(Location.parse(dataset), attempt, append=append, day=day),
+            BuildOptions([] if day is None else ["--runner=InProcess"]),
         )
     )
 

@@ -20,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -32,13 +31,10 @@ import pyarrow.parquet as pq
 
 from benchmarks.common.harness import Options, compared, report
 from benchmarks.common.id_logs import write_id_job, write_id_log
-from benchmarks.common.logs import DEMO_JOB, REPOSITORY, num_lines, write_demo
+from benchmarks.common.logs import DEMO_JOB, REPOSITORY, build_job, num_lines, write_demo
 from benchmarks.common.processes import memory_bytes, module, process_tree
 from benchmarks.common.store import at_store
-from presage.pipelines.build import build
 from presage.pipelines.demo_log.generate import GeneratorConfig, write_log
-from presage.pipelines.prepare import BuildInput, BuildOptions, BuildRequest
-from presage.pipelines.table.target import SegmentTarget
 from presage.schemas.config.job import load_job
 from presage.schemas.run.records import METRICS
 from presage.schemas.storage.leases import LEASES
@@ -236,22 +232,6 @@ def write_day(folder: Path, number: int, num_samples: int) -> Path:
     return log
 
 
-def append_in_process(job: Path, log: Path, dataset: Path) -> None:
-    """Append the log of a day, without the start of a process."""
-    build(
-        BuildRequest(
-            BuildInput(job, str(log)),
-            SegmentTarget(
-                Location.parse(dataset),
-                uuid.uuid4().hex[:12],
-                append=dataset.exists(),
-                day=log.name,
-            ),
-            BuildOptions(["--runner=InProcess"]),
-        )
-    )
-
-
 def prepare(scratch: Path, num_samples: int, num_segments: int, num_columns: int) -> Place:
     """Write a log, and the dataset of several segments; what exists is used again."""
     place = Place(scratch, DEMO_JOB, str(scratch / "dataset"))
@@ -264,7 +244,7 @@ def prepare(scratch: Path, num_samples: int, num_segments: int, num_columns: int
         while (number := len(list((scratch / "dataset" / "segments").glob("*")))) < num_segments:
             with tempfile.TemporaryDirectory() as folder:
                 log = write_day(Path(folder), number, num_samples)
-                append_in_process(place.job, log, Path(place.dataset))
+                build_job(place.job, log, Path(place.dataset), day=log.name)
     elif not Path(place.dataset).exists() and not (scratch / "log").exists():
         write_demo(scratch / "log", num_samples)
     return place

@@ -39,9 +39,9 @@ def test_row_group_is_decoded_once_an_epoch_in_all_ranks_together(
 ) -> None:
     decoded: list[list[int]] = []
 
-    def count(spec, counts, read):
+    def count(spec, counts, *others):
         decoded.append(counts.blocks.tolist())
-        return decode(spec, counts, read)
+        return decode(spec, counts, *others)
 
     decode = reader.decode
     (alone,) = readers(dataset, 1, shuffle)

@@ -18,6 +18,12 @@ from presage.schemas.dataset.order import Step
 from presage.trainer.data import batch as kernels
 from presage.trainer.data.attention_layout import HistoryLayout, lay_out_histories
 from presage.trainer.data.decode import BatchSpec, RowGroup
+from presage.trainer.data.history_batch import (
+    HistoryBatch,
+    HistoryRows,
+    HistorySpec,
+    concat_histories,
+)
 from presage.trainer.data.lookup import (
     Inverse,
     KeyedBags,
@@ -71,6 +77,7 @@ class CollatedBatch:
         shared: features that samples share; None if not requested or nothing is deduplicated.
         kept: by column of `BatchSpec.kept`, (B,) int64: keys and times of samples.
         device_inputs: of a batch on a device, whose `sparse` and `lookups` are in host memory.
+        histories: by name, the events that its samples see.
     """
 
     step: Step
@@ -85,6 +92,7 @@ class CollatedBatch:
     shared: SharedFeatures | None = None
     kept: Mapping[str, Array] = field(default_factory=dict)
     device_inputs: DeviceInputs | None = None
+    histories: Mapping[str, HistoryBatch] = field(default_factory=dict)
 
     @property
     def layout(self) -> VectorLayout:
@@ -211,6 +219,7 @@ def collate(
         group_of=owner,
         shared=find_shared_features(groups, owner, dense) if find_shared else None,
         kept={name: _concat(ranges, lambda r, n=name: r.kept[n]) for name in spec.kept},
+        histories={history.name: _history(history, ranges) for history in spec.histories},
     )
     indices_of = {group: indices for group, (indices, _) in inverse.items()}
     sparse = _reader_kjt(bags, indices_of, owner, len(labels))
@@ -229,6 +238,15 @@ def features_of_tables(spec: BatchSpec) -> dict[str, tuple[str, ...]]:
 
 def _concat(ranges: Sequence[Range], array_of: Callable[[RowGroup], Array]) -> Array:
     return np.concatenate([array_of(r.row_group)[r.samples] for r in ranges])
+
+
+def _history(spec: HistorySpec, ranges: Sequence[Range]) -> HistoryBatch:
+    parts: list[tuple[HistoryRows | None, int, slice]] = []
+    for each in ranges:
+        samples, arrays = each.samples, each.row_group.histories
+        rows = HistoryRows.of(spec.name, spec.columns, arrays) if arrays else None
+        parts.append((rows, samples.stop - samples.start, samples))
+    return concat_histories(spec.columns, parts)
 
 
 def _concat_inverse(ranges: Sequence[Range], group: str) -> tuple[NDArray[np.int64], int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
 
@@ -19,16 +19,18 @@ from presage.schemas.arrays import (
     numpy_of,
     offsets_of,
     one_chunk,
+    take_values,
     values_of,
 )
 from presage.schemas.config.job import DataConfig, TableConfig
 from presage.schemas.dataset.opened import OpenDataset
 from presage.schemas.errors import SchemaError, suggest_name
 from presage.schemas.features import FeatureSet
-from presage.schemas.layout import BLOCK, inverse_column, weights_column
+from presage.schemas.layout import BLOCK, count_column, inverse_column, weights_column
 from presage.schemas.rows import rows_of_values
 from presage.schemas.run.model_inputs import check_lengths, check_range, scalar_values
 from presage.trainer.data.batch import ListColumns
+from presage.trainer.data.history_batch import HistoryRows, HistorySpec
 
 SAMPLES = "samples"
 """Owner of the columns that are stored once per sample."""
@@ -55,6 +57,9 @@ class BatchSpec:
     """Sparse feature to table."""
     dtype: str
     """float32 or float64, of labels, weights and dense features."""
+    histories: tuple[HistorySpec, ...] = ()
+    session_key: str = ""
+    """Column of the keys of histories."""
 
     @property
     def groups(self) -> tuple[str, ...]:
@@ -66,7 +71,10 @@ class BatchSpec:
         """Every column that is read, without inverse indices."""
         single = [c for c in (self.label, self.weight) if c is not None]
         weights = [weights_column(f) for f in self.weighted]
-        return tuple(dict.fromkeys([*single, *self.kept, *self.dense, *self.sparse, *weights]))
+        counts = [count_column(history.name) for history in self.histories]
+        keys = [self.session_key] if counts else []
+        own = [*single, *self.kept, *self.dense, *self.sparse, *weights]
+        return tuple(dict.fromkeys([*own, *keys, *counts]))
 
 
 def spec_of(dataset: OpenDataset, dtype: str, kept: tuple[str, ...] = ()) -> BatchSpec:
@@ -193,6 +201,7 @@ class RowGroup:
         sparse: by feature, rows of its table in the smallest type; one bag per unique tuple, or per
             sample.
         per_sample_weights: by weighted feature, the weight of each entry of these bags.
+        histories: arrays of `HistoryRows` by history and field.
     """
 
     sample_offsets: NDArray[np.int64]
@@ -204,6 +213,7 @@ class RowGroup:
     inverse: Mapping[str, NDArray[np.int64]]
     sparse: Mapping[str, Lists]
     per_sample_weights: Mapping[str, Lists]
+    histories: Mapping[str, Array] = field(default_factory=dict)
 
     def without(self, rows: NDArray[np.int64]) -> RowGroup:
         """Return the row group with weight 0 for the samples at `rows`."""
@@ -223,6 +233,7 @@ class RowGroup:
     def num_bytes(self) -> int:
         """Bytes of the arrays; shared ones count once."""
         flat = [self.labels, self.weights, self.dense, *self.kept.values(), *self.inverse.values()]
+        flat += self.histories.values()
         lists = [*self.sparse.values(), *self.per_sample_weights.values()]
         arrays = map(whole_array, [*flat, *(x for each in lists for x in each.arrays)])
         return sum({x.ctypes.data: x.nbytes for x in arrays}.values())
@@ -276,8 +287,16 @@ ReadTable = Callable[[str, list[str]], pa.Table]
 """(`samples` or a group, columns) to the row group's columns."""
 
 
-def decode(spec: BatchSpec, counts: BlockCounts, read: ReadTable) -> RowGroup:
+JoinHistory = Callable[[HistorySpec, pa.Array, NDArray[np.int64]], HistoryRows]
+"""History, session keys of samples and their counts to the events that these see."""
+
+
+def decode(
+    spec: BatchSpec, counts: BlockCounts, read: ReadTable, join: JoinHistory | None = None
+) -> RowGroup:
     """Decode one row group.
+
+    `join` is called for each history.
 
     Raises:
         SchemaError: the files and `blocks.parquet` disagree, or a column does not fit its role.
@@ -309,6 +328,10 @@ def decode(spec: BatchSpec, counts: BlockCounts, read: ReadTable) -> RowGroup:
         values = to_array(column_of(name))
         return values[inverse[spec.owner[name]]] if name in spec.owner else values
 
+    def per_sample_column(name: str) -> pa.Array:
+        column = column_of(name)
+        return take_values(column, inverse[spec.owner[name]]) if name in spec.owner else column
+
     def numbers(name: str, low: float = -np.inf, high: float = np.inf) -> Array:
         values = per_sample(name, lambda column: scalar_values(column, spec.dtype))
         return check_range(values, name, low, high)
@@ -333,7 +356,19 @@ def decode(spec: BatchSpec, counts: BlockCounts, read: ReadTable) -> RowGroup:
             f: _entry_weights(column_of(weights_column(f)), f, sparse[f], spec.dtype)
             for f in spec.weighted
         },
+        histories=_histories(spec, per_sample_column, join),
     )
+
+
+def _histories(
+    spec: BatchSpec, column_of: Callable[[str], pa.Array], join: JoinHistory | None
+) -> dict[str, Array]:
+    arrays: dict[str, Array] = {}
+    for history in spec.histories:
+        assert join is not None, "needed for histories"
+        of_samples = numpy_of(column_of(count_column(history.name))).astype(np.int64)
+        arrays |= join(history, column_of(spec.session_key), of_samples).arrays(history.name)
+    return arrays
 
 
 def _check_blocks(

@@ -23,6 +23,7 @@ from presage.schemas.arrays import offsets_of
 from presage.schemas.dataset.checked_files import CheckedFile
 from presage.schemas.dataset.defaults import missing_column_defaults, read_with_defaults
 from presage.schemas.dataset.group_files import read_group
+from presage.schemas.dataset.history_files import HistoryReader
 from presage.schemas.dataset.opened import OpenDataset, Segment
 from presage.schemas.dataset.order import Order, Step, even_part, runs_of_ranks
 from presage.schemas.layout import DATA_DIRECTORIES, EVALUATION, TRAIN, part_path
@@ -43,6 +44,7 @@ from presage.trainer.data.decode import (
     decode,
     padding_row_group,
 )
+from presage.trainer.data.history_batch import HistoryRows, HistorySpec, read_history
 from presage.trainer.data.shared_row_groups import SharedRowGroups, open_shared_row_groups
 
 CACHE_BYTES = 512 << 20
@@ -164,6 +166,9 @@ class Reader:
         self._segments = [_BlockIndex(s, spec.groups, expanded=expanded) for s in dataset.segments]
         self._split_positions = [s.positions(split) for s in dataset.segments]
         self._absent = [missing_column_defaults(dataset, s) for s in dataset.segments]
+        self._histories = {
+            h.name: HistoryReader(dataset, h.name, h.columns, h.num_events) for h in spec.histories
+        }
         self._files: dict[tuple[int, str], CheckedFile] = {}
         self._open: OrderedDict[tuple[int, str], None] = OrderedDict()  # last used at the end
         self._decoded: OrderedDict[_RowGroupKey, RowGroup] = OrderedDict()
@@ -422,7 +427,13 @@ class Reader:
 
             return read_with_defaults(read_present, columns, self._absent[segment])
 
-        decoded = decode(self._spec, blocks.counts(key[1]), read)
+        def join(history: HistorySpec, keys: pa.Array, counts: NDArray[np.int64]) -> HistoryRows:
+            reader = self._histories[history.name]
+            segment_id = blocks.segment.id
+            tables, dtype = self._spec.tables, self._spec.dtype
+            return read_history(history, tables, dtype, reader, segment_id, keys, counts)
+
+        decoded = decode(self._spec, blocks.counts(key[1]), read, join)
         return decoded.without(blocks.segment.deleted_rows(file, row_group))
 
     def _fetch_ahead(self, first_step: int) -> None:
