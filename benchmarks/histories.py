@@ -32,7 +32,9 @@ from benchmarks.common.harness import Options, alternate, compared, report, shor
 from benchmarks.common.listens import draw_events, write_days
 from benchmarks.common.logs import build_job, write_yaml
 from presage import DataLoader
+from presage.pipelines.clustering.storage_layout import PAGE_BYTES as LARGE_PAGE_BYTES
 from presage.pipelines.clustering.storage_layout import choose_encodings, open_writer
+from presage.pipelines.histories.event_files import PAGE_BYTES
 from presage.schemas.arrays import ranges
 from presage.schemas.dataset.opened import OpenDataset, open_dataset, select_segments
 from presage.schemas.layout import count_column
@@ -98,10 +100,13 @@ def kinds_of(events: pa.Table) -> NDArray[np.int64]:
 
 
 def written_bytes(table: pa.Table, path: Path) -> int:
-    """Return the bytes of a Parquet file in the best encodings of its columns."""
-    with open_writer(path, table.schema, choose_encodings(table)) as writer:
-        writer.write_table(table, row_group_size=1 << 20)
-    return path.stat().st_size
+    """Return the bytes of a Parquet file in the best encodings of its columns, and page size."""
+    sizes: list[int] = []
+    for page_bytes in (PAGE_BYTES, LARGE_PAGE_BYTES):
+        with open_writer(path, table.schema, choose_encodings(table), page_bytes) as writer:
+            writer.write_table(table, row_group_size=1 << 20)
+        sizes.append(path.stat().st_size)
+    return min(sizes)
 
 
 # Bytes.

@@ -180,7 +180,10 @@ def encoded_bytes(column: pa.Table, encodings: Encodings) -> dict[str, int]:
 
 
 def open_writer(
-    sink: pa.NativeFile | str | Path, schema: pa.Schema, encodings: Encodings
+    sink: pa.NativeFile | str | Path,
+    schema: pa.Schema,
+    encodings: Encodings,
+    page_bytes: int = PAGE_BYTES,
 ) -> pq.ParquetWriter:
     """Return a writer with the format's settings: zstd, page checksums, no column statistics.
 
@@ -197,7 +200,7 @@ def open_writer(
         column_encoding=others or None,
         write_statistics=False,
         write_page_checksum=True,
-        data_page_size=PAGE_BYTES,
+        data_page_size=page_bytes,
         max_rows_per_page=_MAX_ROWS_PER_PAGE,
         store_schema=True,
     )
@@ -483,7 +486,7 @@ def choose_segment_layout(
     encodings = {
         p: {leaf: t.encoding for leaf, t in trials.items()} for p, trials in tables.items()
     }
-    encodings[directory] |= dict.fromkeys(map(count_column, data.histories), "DELTA_BINARY_PACKED")
+    encodings[directory] |= dict.fromkeys(map(count_column, data.histories), "BYTE_STREAM_SPLIT")
     return SegmentLayout({name: g.layout for name, g in groups.items()}, encodings, num_parts)
 
 

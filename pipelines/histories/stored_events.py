@@ -10,7 +10,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from presage.pipelines.clustering.storage_layout import choose_encodings, open_writer
-from presage.pipelines.histories.event_files import pending_files
+from presage.pipelines.histories.event_files import PAGE_BYTES, pending_files
 from presage.pipelines.histories.event_rows import KEY
 from presage.pipelines.samples.tuples import hash_session_keys, partition_of_key
 from presage.pipelines.sources.raw_rows import microseconds
@@ -128,7 +128,9 @@ def _write(building: Location, path: str, tables: list[pa.Table]) -> int:
     """Write row groups, but for empty ones; return the bytes of the file."""
     tables = [table for table in tables if table.num_rows]
     with (building / path).new_file() as partial:
-        with open_writer(partial, tables[0].schema, choose_encodings(tables[0])) as writer:
+        with open_writer(
+            partial, tables[0].schema, choose_encodings(tables[0]), PAGE_BYTES
+        ) as writer:
             for table in tables:
                 writer.write_table(table, row_group_size=table.num_rows)
         return partial.stat().st_size

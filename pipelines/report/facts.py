@@ -282,14 +282,17 @@ class OracleFacts:
     largest: str  # table with the most accesses; the other attributes are of this one
     lru: HitRateCurve
     optimal: HitRateCurve
+    policy: str  # the job's
 
     @property
     def total(self) -> TableReport:
-        """Sums over all tables."""
+        """Sums over all tables; those of `ttl` need the most rows at one step together."""
         names = [f.name for f in fields(TableReport)]
         reports = self.tables.values()
         sums: dict[str, Any] = {name: sum(getattr(r, name) for r in reports) for name in names}
         sums["hit_rate"] = 1 - sums["fetched_rows"] / sums["num_accesses"]
+        if self.policy == "ttl":
+            sums["peak_cache_rows"] = self.policies["ttl"][self.largest].required_rows
         return TableReport(**sums)
 
 
@@ -319,6 +322,7 @@ def oracle_facts(dataset: OpenDataset) -> OracleFacts | None:
         largest=largest,
         lru=lru_curve(accesses.steps(), report.num_accesses, report.num_unique_rows),
         optimal=optimal_curve(accesses.steps(), report.num_accesses, points),
+        policy=cache.policy,
     )
 
 
