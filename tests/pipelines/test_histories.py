@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from presage import DataLoader
 from presage.pipelines.build import build
 from presage.pipelines.cli import main
+from presage.pipelines.histories.causality import find_leaks
 from presage.pipelines.histories.event_files import PartEvents
+from presage.pipelines.histories.event_rows import AVAILABLE, KEY, ORDER
 from presage.pipelines.histories.stored_events import num_events_of
+from presage.pipelines.sources.raw_rows import ORIGIN
 from presage.pipelines.table.verify import verify
+from presage.schemas.dataset.manifest import HistoryCounts
 from presage.schemas.dataset.opened import open_dataset
 from presage.schemas.errors import SchemaError
 from tests.pipelines.appending import addition
@@ -326,3 +334,66 @@ def test_verify_finds_planted_leaks(
     found = verify(days.dataset)["problems"]
     assert found
     assert all("see later events of history" in line for line in found)
+
+
+EVENT = st.tuples(st.integers(0, 3), st.integers(0, 6), st.integers(-2, 2))
+
+
+@given(
+    events=st.lists(EVENT, max_size=25),
+    samples=st.lists(EVENT, max_size=12),
+    by_order=st.booleans(),
+    end=st.one_of(st.none(), st.integers(0, 7)),
+)
+def test_counts_are_those_of_a_walk_over_the_events(
+    events: list[tuple[int, int, int]],
+    samples: list[tuple[int, int, int]],
+    by_order: bool,
+    end: int | None,
+) -> None:
+    key, available, order = (
+        (np.array(c, np.int64) for c in zip(*events, strict=True))
+        if events
+        else np.zeros((3, 0), np.int64)
+    )
+    rows = {KEY: key, AVAILABLE: available, ORDER: order, ORIGIN: np.arange(len(key)), "item": key}
+    part = PartEvents([pa.table(rows)], end)
+    own = [each for each in events if end is None or each[1] < end]
+    assert (len(part.available), part.pending.num_rows) == (len(own), len(events) - len(own))
+    expected = [
+        sum(
+            e[0] == s[0] and (e[1] < s[1] or (by_order and (e[1], e[2]) < (s[1], s[2])))
+            for e in own
+        )
+        for s in samples
+    ]
+    wanted = np.array(samples, np.int64).reshape(-1, 3).T
+    found = part.counts(pa.array(wanted[0]), wanted[1], wanted[2] if by_order else None)
+    assert found.tolist() == expected
+    for start, stop in itertools.pairwise(part.starts.tolist()):
+        pairs = list(zip(part.available[start:stop], part.order[start:stop], strict=True))
+        assert pairs == sorted(pairs)
+
+
+def test_segments_are_compared_with_those_before_them() -> None:
+    counts = HistoryCounts(
+        num_events=1, num_keys=1, first=5, last=5, num_bytes=1, first_sample=3,
+        pending_sha256="a" * 64,
+    )  # fmt: skip
+    later = replace(counts, first=8, last=8, first_sample=6, taken_sha256="a" * 64)
+
+    def leaks(*of_segments: HistoryCounts) -> list[str]:
+        named = [
+            (f"{i}", SimpleNamespace(histories={"plays": c})) for i, c in enumerate(of_segments)
+        ]
+        return list(find_leaks(named))  # type: ignore[arg-type]
+
+    assert leaks(counts, later) == []
+    assert (
+        "sample at 1970-01-01 00:00:00.000005, but segment 0"
+        in leaks(counts, replace(later, first_sample=5))[0]
+    )
+    assert (
+        "pending events of another version" in leaks(counts, replace(later, taken_sha256=None))[0]
+    )
+    assert leaks(replace(counts, num_events=0, last=0), replace(later, first_sample=0)) == []
