@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import date, timedelta
 from pathlib import Path
@@ -16,8 +16,10 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader as TorchLoader
 
 from presage import DataLoader
+from presage.batch import Batch
 from presage.pipelines.build import build
 from presage.pipelines.cli import main
 from presage.pipelines.histories.causality import find_leaks
@@ -177,7 +179,7 @@ def expected_lists(
     return seen
 
 
-def lists_of(loader: DataLoader, name: str, second: int) -> dict[int, list[tuple[int, int]]]:
+def lists_of(loader: Iterable[Batch], name: str, second: int) -> dict[int, list[tuple[int, int]]]:
     """Return the (item, time) of the events that each sample sees, by its id."""
     found: dict[int, list[tuple[int, int]]] = {}
     for batch in loader:
@@ -397,3 +399,17 @@ def test_segments_are_compared_with_those_before_them() -> None:
         "pending events of another version" in leaks(counts, replace(later, taken_sha256=None))[0]
     )
     assert leaks(replace(counts, num_events=0, last=0), replace(later, first_sample=0)) == []
+
+
+def test_ranks_and_worker_processes_see_what_one_process_does(days: Days) -> None:
+    options = {"batch_samples": 32, "keep": ["id"], "histories": {"plays": 7}}
+    alone = lists_of(DataLoader(days.dataset, **options), "plays", 5_000_000)
+    together: dict[int, list[tuple[int, int]]] = {}
+    for rank in range(3):
+        loader = DataLoader(
+            days.dataset, rank=rank, world_size=3, equal_batches=True, deduplicated=False, **options
+        )
+        together |= lists_of(loader, "plays", 5_000_000)
+    assert together == alone
+    workers = TorchLoader(DataLoader(days.dataset, **options), batch_size=None, num_workers=2)
+    assert lists_of(workers, "plays", 5_000_000) == alone  # type: ignore[arg-type]
