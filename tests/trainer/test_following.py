@@ -331,7 +331,7 @@ def test_run_waits_for_the_index_of_a_segment_and_refuses_a_sealed_dataset_witho
 
 @pytest.mark.slow
 def test_cache_that_a_later_segment_does_not_fit_keeps_what_was_trained(tmp_path: Path) -> None:
-    job = write_job(tmp_path / "job", **ONCE, policy="belady", rows="240")
+    job = write_job(tmp_path / "job", **ONCE, policy="belady", rows="225")
     versions = make_versions(tmp_path / "versions", job, [[(64, 0)], [(700, 0)]])
     pipeline = Pipeline(versions, tmp_path / "dataset")
     with pytest.raises(PlanError, match=r"use at least \d+"):
