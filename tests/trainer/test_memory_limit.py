@@ -65,7 +65,7 @@ def write_job(folder: Path, keep: int, copy_to: Path | None = None) -> Path:
             "embedding_dim": DIM,
             "batch_samples": BATCH,
             "num_threads": 1,
-            "cache": {"policy": "belady", "prefetch_steps": 2, "rows": 1500},
+            "cache": {"policy": "belady", "prefetch_steps": 2, "rows": 1600},
             "checkpoint": {
                 "every_steps": 150 // keep,
                 "keep": keep,
