@@ -7,13 +7,13 @@ from typing import Any
 MODES: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
     "plain": ({}, {}),
     "log, TTL": ({"lookahead": "2"}, {"embedding": "cached"}),
-    "log, small Belady cache": ({"policy": "belady", "rows": "241"}, {"embedding": "cached"}),
+    "log, small Belady cache": ({"policy": "belady", "rows": "250"}, {"embedding": "cached"}),
     "LRU": ({"rows": "224"}, {"embedding": "lru"}),
     "log, Belady": ({"policy": "belady"}, {"embedding": "cached"}),
     "mapped files, TTL": ({"files": "mmap", "lookahead": "50"}, {"embedding": "cached"}),
     "no cache": ({}, {"embedding": "uncached"}),
     "mapped files, small Belady cache": (
-        {"files": "mmap", "policy": "belady", "rows": "245"},
+        {"files": "mmap", "policy": "belady", "rows": "252"},
         {"embedding": "cached"},
     ),
     "two stores": ({"lookahead": "5"}, {"embedding": "cached", "stores": 2}),

@@ -81,7 +81,7 @@ def test_run_resumed_in_its_mode_has_the_bits_and_metrics_of_plain(
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("changes", [{"lookahead": "2"}, {"policy": "belady", "rows": "240"}])
+@pytest.mark.parametrize("changes", [{"lookahead": "2"}, {"policy": "belady", "rows": "250"}])
 def test_smaller_plan_fetches_rows_more_often(
     changes: dict[str, str], dataset: Path, tmp_path: Path
 ) -> None:
@@ -120,7 +120,7 @@ def test_cache_that_is_too_small_is_refused_before_the_first_step(
 def test_resumed_run_fetches_the_rows_of_one_that_never_stopped(
     policy: str, files: str, stores: int, dataset: Path, tmp_path: Path
 ) -> None:
-    settings = {"policy": policy, "rows": {"ttl": "null", "belady": "240"}[policy]}
+    settings = {"policy": policy, "rows": {"ttl": "null", "belady": "250"}[policy]}
     settings |= {"dtype": "float32", "every_steps": "5"}
     job = write_job(tmp_path / "whole", **settings)
     expected = run_job(job, dataset, tmp_path / "plain", embedding="cached").fetched_rows

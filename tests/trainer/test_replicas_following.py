@@ -215,7 +215,7 @@ def test_dataset_that_was_replaced_ends_the_run_when_it_is_saved(
 def test_cache_that_a_later_segment_does_not_fit_ends_the_run_when_it_is_saved(
     tmp_path: Path,
 ) -> None:
-    job = write_job(tmp_path / "job", **ONCE, policy="belady", rows="200")
+    job = write_job(tmp_path / "job", **ONCE, policy="belady", rows="225")
     versions = make_versions(tmp_path / "versions", job, [[(64, 0)], [(700, 0)]])
     replicas = FollowingReplicas(job, versions, tmp_path)
     with pytest.raises(SchemaError, match=r"replica \d failed with status 1"):
