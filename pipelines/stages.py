@@ -40,7 +40,6 @@ from presage.pipelines.samples.statements import PER, Steps
 from presage.pipelines.samples.tuples import (
     Check,
     Tuples,
-    partition_of_key,
     sample_negatives,
     separate_tuples,
     usable_samples,
@@ -67,6 +66,7 @@ from presage.schemas.config.job import DataConfig
 from presage.schemas.dataset.manifest import InputFile
 from presage.schemas.dataset.opened import Segment
 from presage.schemas.features import FeatureSet
+from presage.schemas.hashing import partition_of_key
 from presage.schemas.storage.location import Location
 
 REJECTS = "rejects"

@@ -89,3 +89,9 @@ def divide_slots(count: int) -> NDArray[np.int64]:
 def slot_of_row(rows: NDArray[np.integer]) -> NDArray[np.int64]:
     """Return the hash slot of each row, in [0, NUM_SLOTS)."""
     return (splitmix64(rows) >> np.uint64(52)).astype(np.int64)
+
+
+def partition_of_key(hashes: NDArray[np.uint64], num_partitions: int) -> NDArray[np.int64]:
+    """Return the partition of each hash: equal ranges of the upper 32 bits, ascending."""
+    upper = hashes >> np.uint64(32)
+    return (upper * np.uint64(num_partitions) >> np.uint64(32)).astype(np.int64)

@@ -20,12 +20,8 @@ Named = tuple[str, SegmentManifest]
 
 
 def find_leaks(segments: Sequence[Named]) -> Iterator[str]:
-    """Yield a line for each segment, in the order of the dataset, with a sample that sees too much.
-
-    Pending events are those that the segment before has for later ones: a segment has them once.
-    """
+    """Yield a line for each segment, in the order of the dataset, with a sample that sees too much."""
     newest: dict[str, tuple[int, str]] = {}
-    pending: dict[str, str | None] = {}
     for segment, manifest in segments:
         for name, counts in manifest.histories.items():
             if name in newest and counts.first_sample <= newest[name][0]:
@@ -35,13 +31,24 @@ def find_leaks(segments: Sequence[Named]) -> Iterator[str]:
                     f"{_text(counts.first_sample)}, but segment {earlier} before it has an event "
                     f"that is available at {_text(last)}"
                 )
-            if counts.taken_sha256 != pending.get(name):
-                yield (
-                    f"history {name!r}: segment {segment} has the pending events of another "
-                    "version of the segment before it; build it again"
-                )
             if counts.num_events:
                 newest[name] = max(newest.get(name, (counts.last, segment)), (counts.last, segment))
+
+
+def find_stale(segments: Sequence[Named]) -> Iterator[tuple[str, str]]:
+    """Yield (id, line) of each segment with pending events of another version of the one before.
+
+    Pending events are those that the segment before has for later ones: a segment has them once.
+    """
+    pending: dict[str, str | None] = {}
+    for segment, manifest in segments:
+        for name, counts in manifest.histories.items():
+            if counts.taken_sha256 != pending.get(name):
+                yield (
+                    segment,
+                    f"history {name!r}: segment {segment} has the pending events of another "
+                    "version of the segment before it; build it again",
+                )
             pending[name] = counts.pending_sha256
 
 
@@ -60,14 +67,11 @@ def check_causal(
         job: path of the job file.
     """
     new = "that is built"
-    before, after = list(others[:num_before]), list(others[num_before:])
-    lines = list(find_leaks([*before, (new, manifest)]))[len(list(find_leaks(before))) :]
-    lines += [
-        line for line in find_leaks([(new, manifest), *after]) if f"segment {new} before" in line
-    ]
-    if lines:
+    segments = [*others[:num_before], (new, manifest), *others[num_before:]]
+    stale = (line for segment, line in find_stale(segments) if segment == new)
+    for line in (*find_leaks(segments), *stale):
         raise SchemaError(
-            f"{lines[0]}; build segments of whole days with --day, each after the one before",
+            f"{line}; build segments of whole days with --day, each after the one before",
             file=str(job),
         )
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from presage.pipelines.clustering.storage_layout import choose_encodings, open_writer
 from presage.pipelines.histories.event_files import PAGE_BYTES, pending_files
 from presage.pipelines.histories.event_rows import KEY
-from presage.pipelines.samples.tuples import hash_session_keys, partition_of_key
+from presage.pipelines.samples.tuples import hash_session_keys
 from presage.pipelines.sources.raw_rows import microseconds
 from presage.schemas.arrays import (
     comparable,
@@ -28,6 +28,7 @@ from presage.schemas.dataset.manifest import HistoryCounts
 from presage.schemas.dataset.opened import Segment
 from presage.schemas.dataset.samples import read_joined_row_group, row_groups
 from presage.schemas.errors import SchemaError
+from presage.schemas.hashing import partition_of_key
 from presage.schemas.layout import (
     EVENT_GAP,
     HISTORIES,

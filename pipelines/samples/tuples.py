@@ -35,7 +35,7 @@ from presage.schemas.arrays import (
 )
 from presage.schemas.config.job import DataConfig
 from presage.schemas.features import Feature, FeatureSet
-from presage.schemas.hashing import salt_of, splitmix64
+from presage.schemas.hashing import partition_of_key, salt_of, splitmix64
 from presage.schemas.kernels import arrays as kernels
 from presage.schemas.layout import SAMPLE_WEIGHT, weights_column
 
@@ -47,12 +47,6 @@ NUMBERS = ("dense", "label", "weight")
 def hash_session_keys(keys: pa.Array | pa.ChunkedArray) -> NDArray[np.uint64]:
     """Return the hash that partitions session keys; it never changes between releases."""
     return hash_keys(comparable(keys))
-
-
-def partition_of_key(hashes: NDArray[np.uint64], num_partitions: int) -> NDArray[np.int64]:
-    """Return the partition of each hash: equal ranges of the upper 32 bits, ascending."""
-    upper = hashes >> np.uint64(32)
-    return (upper * np.uint64(num_partitions) >> np.uint64(32)).astype(np.int64)
 
 
 def partition_of_session(samples: Tuples, key: str, num_partitions: int) -> NDArray[np.int64]:

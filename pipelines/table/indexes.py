@@ -480,12 +480,10 @@ def policy_reports(
     Returns:
         policy to table to its report.
     """
-    ttl, belady = replace(cache, policy="ttl"), replace(cache, policy="belady")
-    required = required_rows((next_uses for _, next_uses in tables.values()), ttl)
-    return {
-        "ttl": policy_report(tables, ttl),
-        "belady": policy_report(tables, replace(belady, rows=cache.rows or max(1, required))),
-    }
+    ttl = policy_report(tables, replace(cache, policy="ttl"))
+    rows = cache.rows or max((report.required_rows for report in ttl.values()), default=0) or 1
+    best = policy_report(tables, replace(cache, policy="belady", rows=rows))
+    return {"ttl": ttl, "belady": best}
 
 
 def policy_report(tables: Mapping[str, TableIndex], cache: CacheConfig) -> dict[str, PolicyReport]:

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from presage.pipelines.histories.causality import find_leaks
+from presage.pipelines.histories.causality import find_leaks, find_stale
 from presage.pipelines.histories.stored_events import history_problems
 from presage.pipelines.sources.raw_rows import microseconds
 from presage.pipelines.table.commit import anomalies_text_of, position_of_day
@@ -85,7 +85,9 @@ def verify(path: Path | Location) -> dict[str, Any]:
     sound = not problems
     problems.extend(reference_problems(dataset))
     problems.extend(type_problems(dataset))
-    problems.extend(find_leaks([(s.id, s.manifest) for s in dataset.segments]))
+    named = [(s.id, s.manifest) for s in dataset.segments]
+    problems.extend(find_leaks(named))
+    problems.extend(line for _, line in find_stale(named))
     for index in dataset.manifest.indexes:
         for segment in dataset.segments:
             if segment.id in index.parts:

@@ -8,7 +8,7 @@ back, until each key has as many as are asked for.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pyarrow as pa
@@ -26,6 +26,7 @@ from presage.schemas.arrays import (
 from presage.schemas.dataset.checked_files import CheckedFile
 from presage.schemas.dataset.opened import OpenDataset, Segment
 from presage.schemas.errors import SchemaError
+from presage.schemas.hashing import partition_of_key
 from presage.schemas.layout import EVENT_GAP, HISTORY_KEY, NUM_EVENTS, history_paths
 
 
@@ -84,7 +85,8 @@ class SegmentEvents:
         Raises:
             SchemaError: a file is missing or changed, or users and events differ.
         """
-        for file_index in self._parts(hashes):
+        num_parts = self._segment.manifest.num_parts
+        for file_index in np.unique(partition_of_key(hashes, num_parts)).tolist():
             events_path, users_path = history_paths(self._name, file_index)
             if users_path not in self._segment.files:
                 continue  # the part has no events
@@ -97,12 +99,6 @@ class SegmentEvents:
                 if found.null_count < len(found):
                     lengths = numpy_of(stored[NUM_EVENTS]).astype(np.int64)
                     yield _of_keys(found, lengths, events, row_group, columns)
-
-    def _parts(self, hashes: NDArray[np.uint64]) -> list[int]:
-        """Return the parts of the segment that have keys."""
-        upper = hashes >> np.uint64(32)
-        num_parts = np.uint64(self._segment.manifest.num_parts)
-        return np.unique(upper * num_parts >> np.uint64(32)).tolist()
 
     def _file(self, path: str) -> CheckedFile:
         if path not in self._open:
@@ -196,16 +192,10 @@ class HistoryReader:
             of_wanted = keys if len(wanted) == num_keys else keys.take(pa.array(wanted))
             for read in earlier.read(of_wanted, hashes[wanted], self._columns):
                 code = wanted[read.code]
-                piece = _newest(KeyedEvents(code, *_rest(read)), limit - have[code])
+                piece = _newest(replace(read, code=code), limit - have[code])
                 have[code] += piece.lengths
                 pieces.append(piece)
         return _join(pieces[::-1], num_keys, own, self._columns)
-
-
-def _rest(
-    events: KeyedEvents,
-) -> tuple[NDArray[np.int64], NDArray[np.int64], Mapping[str, pa.Array]]:
-    return events.lengths, events.ticks, events.values
 
 
 def _newest(events: KeyedEvents, counts: NDArray[np.int64]) -> KeyedEvents:

@@ -27,7 +27,6 @@ from presage.pipelines.samples.tuples import (
     concat_tuples,
     drop_unused_tuples,
     hash_session_keys,
-    partition_of_key,
     separate_tuples,
 )
 from presage.pipelines.sources.raw_rows import ORIGIN, microseconds
@@ -42,6 +41,7 @@ from presage.schemas.config.job import (
     WindowConfig,
 )
 from presage.schemas.dataset.opened import open_dataset
+from presage.schemas.hashing import partition_of_key
 from presage.schemas.layout import STATISTICS
 from tests.pipelines.logs import request, samples_of, stored_samples, stored_table, write_job
 from tests.pipelines.logs import write_log as write_small_log

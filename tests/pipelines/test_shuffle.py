@@ -24,7 +24,6 @@ from presage.pipelines.cli import main
 from presage.pipelines.samples.tuples import (
     Tuples,
     hash_session_keys,
-    partition_of_key,
     separate_tuples,
 )
 from presage.pipelines.shuffle import (
@@ -35,6 +34,7 @@ from presage.pipelines.shuffle import (
     from_ipc,
 )
 from presage.schemas.config.job import load_job
+from presage.schemas.hashing import partition_of_key
 from tests.pipelines.logs import PROCESSES, bytes_of, write_job, write_log
 from tests.shared import error_of
 

@@ -68,7 +68,7 @@ class DeviceBlock:
             self.records = larger
         return positions
 
-    def take_back(self, positions: NDArray[np.int64]) -> None:
+    def release(self, positions: NDArray[np.int64]) -> None:
         """Free the positions of rows."""
         self._free = np.concatenate([self._free, positions])
 
@@ -126,7 +126,7 @@ class BlockRecords:
 
     def free(self, slots: NDArray[Any]) -> None:
         """Return the positions of slots."""
-        self._block.take_back(self.positions[slots])
+        self._block.release(self.positions[slots])
         self.positions[slots] = -1
 
     def grown(self, num_rows: int) -> BlockRecords:
