@@ -222,9 +222,9 @@ def _check_histories(context: BuildContext, samples: pa.Schema) -> pa.DataType:
                 "example make_timestamp(ms * 1000)"
             )
     if data.histories:
-        sql = EventSql(Connection(data.samples.limits), data)
+        sql = EventSql(Connection(data.samples.limits), data, kind)
         for source in data.sources:
-            sql.check(source, context.empty_rows[source], kind)
+            sql.check(source, context.empty_rows[source])
     return kind
 
 

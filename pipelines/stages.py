@@ -281,7 +281,9 @@ class SampleStage:
         self.inputs = fit_inputs(context.data)
         self.checks = [*value_checks(context.features, context.data), *_history_checks(context)]
         self.sides = Sides()
-        self.event_sql = EventSql(self.connection, context.data) if context.data.histories else None
+        self.event_sql: EventSql | None = None
+        if context.data.histories:
+            self.event_sql = EventSql(self.connection, context.data, context.session_type)
 
     def use_sides(self, sides: Sides) -> None:
         """Set the side tables that every worker holds, and register them for SQL."""
@@ -299,7 +301,7 @@ class SampleStage:
     ) -> Iterator[tuple[str, pa.Table | None, pa.Table]]:
         """Yield (history, its events, rejects) of raw rows."""
         assert self.event_sql is not None, "the job has histories"
-        for name, result in self.event_sql.results(source, table, self.context.session_type):
+        for name, result in self.event_sql.results(source, table):
             yield name, result.samples, self.context.rejects(result.bad_rows)
 
     def from_keys(
@@ -355,7 +357,7 @@ class SampleStage:
         keys = with_one_zero(samples[key])
         samples = samples.set_column(samples.column_names.index(key), key, keys)
         separated = separate_tuples(samples, data.groups)
-        good, unusable = usable_samples(separated, features, self.checks)
+        good, unusable = usable_samples(separated, features.names, self.checks)
         good = sample_negatives(good, features, data)
         rejects = self.context.rejects(pa.concat_tables([*bad, unusable]))
         partials = [*partial_fits(good, self.inputs, data)] if self.inputs else []

@@ -20,7 +20,7 @@ Named = tuple[str, SegmentManifest]
 
 
 def find_leaks(segments: Sequence[Named]) -> Iterator[str]:
-    """Yield a line for each segment, in the order of the dataset, with a sample that sees too much."""
+    """Yield a line for each segment, in dataset order, with a sample that sees too much."""
     newest: dict[str, tuple[int, str]] = {}
     for segment, manifest in segments:
         for name, counts in manifest.histories.items():

@@ -247,9 +247,9 @@ Check = tuple[tuple[str, ...], BadRows, str]
 
 
 def usable_samples(
-    samples: Tuples, features: FeatureSet, checks: Sequence[Check]
+    samples: Tuples, names: Sequence[str], checks: Sequence[Check]
 ) -> tuple[Tuples, pa.Table]:
-    """Split samples into those that can be used, and bad rows; `checks` are `value_checks`."""
+    """Split samples into those that pass all checks, and bad rows with the columns of `names`."""
     usable = np.ones(samples.num_samples, bool)
     bad = [BAD_ROWS_SCHEMA.empty_table()]
     for names, check, reason in checks:
@@ -261,7 +261,7 @@ def usable_samples(
         rejected = samples.take(rows)
         tables = (samples.samples, *samples.uniques.values())
         present = {n for table in tables for n in table.column_names}
-        shown = [n for n in features.names if n in present]
+        shown = [n for n in names if n in present]
         columns = {n: rejected.column(n) for n in (*shown, ORIGIN)}
         bad.append(bad_rows(pa.table(columns), reason))
     good = samples if usable.all() else samples.take(np.flatnonzero(usable))
@@ -291,9 +291,9 @@ def value_checks(features: FeatureSet, data: DataConfig) -> list[Check]:
 
 def _checks(features: FeatureSet, data: DataConfig) -> Iterator[Check]:
     for role, name in (("session key", data.session.key), ("session time", data.session.time)):
-        yield (name,), _is_missing, f"{role} {name!r} must not be null"
+        yield (name,), is_missing, f"{role} {name!r} must not be null"
     reason = f"session time {data.session.time!r} must be in the years 1 to 9999"
-    yield (data.session.time,), _outside_calendar, reason
+    yield (data.session.time,), outside_calendar, reason
     labels = features.with_role("label")
     entry_weights = {
         weights_column(name): name
@@ -303,30 +303,37 @@ def _checks(features: FeatureSet, data: DataConfig) -> Iterator[Check]:
     for feature in features.features:
         name = feature.name
         if feature.required or feature.role in ("label", "weight"):
-            yield (name,), _is_missing, f"feature {name!r} must not be null"
+            yield (name,), is_missing, f"feature {name!r} must not be null"
         if feature.role in NUMBERS or name in entry_weights:
-            yield (name,), _not_finite, f"feature {name!r} must be finite in float32"
+            yield (name,), not_finite, f"feature {name!r} must be finite in float32"
         if feature.is_list:
             yield (name,), _holds_null, f"feature {name!r} must hold no nulls"
         if name in entry_weights:
             of = entry_weights[name]
             yield (name, of), _unequal_lengths, f"lists {name!r} and {of!r} must be equally long"
         low, high = _limits(feature, labels == (name,), data)
-        if low is not None:
-            reason = f"feature {name!r} must be at least {low}"
-            yield (name,), partial(_outside, comparison="less", limit=low), reason
-        if high is not None:
-            reason = f"feature {name!r} must be at most {high}"
-            yield (name,), partial(_outside, comparison="greater", limit=high), reason
+        yield from limit_checks(name, f"feature {name!r}", low, high)
 
 
-def _is_missing(column: pa.Array) -> NDArray[np.bool_] | None:
+def limit_checks(name: str, subject: str, low: float | None, high: float | None) -> Iterator[Check]:
+    """Yield the checks of the limits of a column, which their reasons call `subject`."""
+    if low is not None:
+        reason = f"{subject} must be at least {low}"
+        yield (name,), partial(_outside, comparison="less", limit=low), reason
+    if high is not None:
+        reason = f"{subject} must be at most {high}"
+        yield (name,), partial(_outside, comparison="greater", limit=high), reason
+
+
+def is_missing(column: pa.Array) -> NDArray[np.bool_] | None:
+    """Return which values are null or not a number; None for none."""
     if not column.null_count and not pa.types.is_floating(column.type):
         return None
     return _mask(pc.is_null(column, nan_is_null=True))
 
 
-def _not_finite(column: pa.Array) -> NDArray[np.bool_] | None:
+def not_finite(column: pa.Array) -> NDArray[np.bool_] | None:
+    """Return which values, or lists with a value, are not finite in float32; None for none."""
     values = column.flatten() if is_list(column.type) else column
     if not pa.types.is_floating(values.type):
         return None
@@ -341,7 +348,8 @@ def _unequal_lengths(column: pa.Array, other: pa.Array) -> NDArray[np.bool_] | N
     return _mask(pc.not_equal(*lengths))
 
 
-def _outside_calendar(column: pa.Array) -> NDArray[np.bool_] | None:
+def outside_calendar(column: pa.Array) -> NDArray[np.bool_] | None:
+    """Return which times are outside the years 1 to 9999; None for none."""
     if not pa.types.is_timestamp(column.type):
         return None
     microseconds = column.cast(pa.int64())

@@ -413,3 +413,51 @@ def test_ranks_and_worker_processes_see_what_one_process_does(days: Days) -> Non
     assert together == alone
     workers = TorchLoader(DataLoader(days.dataset, **options), batch_size=None, num_workers=2)
     assert lists_of(workers, "plays", 5_000_000) == alone  # type: ignore[arg-type]
+
+
+def test_rows_that_cannot_be_events_are_rejects(tmp_path: Path) -> None:
+    days = write_days(tmp_path / "log", num_days=1, before="time", texts=False, delay=0, seed=4)
+    schema = days.plays[0].schema
+    log = days.log[0].set_column(0, "user", days.log[0]["user"].cast(pa.int32()))
+    for name in ("log-0", "log-1"):
+        (days.folder(0) / f"{name}.parquet").unlink()
+    pq.write_table(log, days.folder(0) / "log-0.parquet")
+    good = {"user": 1, "time": days.plays[0]["time"][0].as_py(), "id": 1, "item": 2, "label": 0}
+    bad = [good | {"user": 1 << 40}, good | {"user": None}, good | {"time": None}]
+    bad += [good | {"item": 1001}, good | {"item": -4}, good | {"item": None}]
+    pq.write_table(pa.Table.from_pylist(bad, schema), days.folder(0) / "plays-2.parquet")
+    build_days(days, days.dataset)
+    (segment,) = open_dataset(days.dataset).segments
+    assert verify(days.dataset)["problems"] == []
+    (path,) = (path for path in segment.files if path.startswith("rejects/"))
+    rejects = segment.file(path).read()
+    assert rejects["position"].to_pylist() == [0, 1, 2, 3, 4]  # `where` leaves out a null item
+    assert [reason.split(":")[0] for reason in rejects["reason"].to_pylist()][1:] == [
+        "history 'plays'"
+    ] * 4
+    assert "INT32" in rejects["reason"][0].as_py()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            ("kind: item % 3", "kind: CAST(item AS TEXT)"),
+            r"kind is text without a table in .*; name its",
+        ),
+        (
+            ("{item: item, kind", "{item: item / 2, kind"),
+            r"item must be an id, got double in .*; cast",
+        ),
+        (("available: time +", "available: item +"), r"Binder Error"),
+    ],
+)
+def test_columns_that_do_not_fit_are_refused(
+    change: tuple[str, str], message: str, tmp_path: Path
+) -> None:
+    days = write_days(tmp_path / "log", num_days=1, before="time", texts=False, delay=0, seed=4)
+    text = days.job.read_text()
+    assert change[0] in text
+    days.job.write_text(text.replace(*change))
+    with pytest.raises(SchemaError, match=message):
+        build_days(days, days.dataset)

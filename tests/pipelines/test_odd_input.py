@@ -432,7 +432,7 @@ def test_sample_that_no_model_can_use_is_rejected(
     rows = pa.table({**SAMPLE, "user": pa.array([1, 2]), **changes})
     samples = run(Connection(), "SELECT * FROM log", {"log": rows})
     good, bad = usable_samples(
-        separate_tuples(samples, data.groups), features, value_checks(features, data)
+        separate_tuples(samples, data.groups), features.names, value_checks(features, data)
     )
     assert [(b["origin"], b["reason"]) for b in bad.to_pylist()] == [(0, reason)]
     assert good.column("session").to_pylist() == [2]
