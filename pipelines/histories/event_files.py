@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import pyarrow as pa
@@ -55,7 +56,7 @@ class HistoryPart:
     Attributes:
         num_events: events.
         num_keys: their distinct keys.
-        first: when the first event is available, microseconds; 0 without events.
+        first: when the first event is available, microseconds; without meaning if there is none.
         last: the same of the last one.
         num_pending: events that are available after the segment's day.
         files: written files, that of pending events last.
@@ -161,9 +162,12 @@ class PartEvents:
         keys = pa.table({HISTORY_KEY: self.keys, NUM_EVENTS: pa.array(_narrow(lengths))})
         events_path, keys_path = history_paths(name, file_index)
         cuts, metadata = _row_groups(lengths), {b"base": str(base).encode()}
+        events = events.replace_schema_metadata(metadata)
+        ends = zip(*(map(int, bounds) for bounds in (cuts, self.starts[cuts])), strict=True)
+        ranges = [(a, b) for a, b in pairwise(ends)]
         return [
-            _write(root, events_path, events, np.diff(self.starts[cuts]), metadata),
-            _write(root, keys_path, keys, np.diff(cuts)),
+            write_row_groups(root, events_path, [events[i:j] for (_, i), (_, j) in ranges]),
+            write_row_groups(root, keys_path, [keys[i:j] for (i, _), (j, _) in ranges]),
         ]
 
 
@@ -175,11 +179,7 @@ _EARLIER = np.int64(1 << 62)
 def _write_pending(root: Location, name: str, events: pa.Table, file_index: int) -> FileEntry:
     """Write pending events in the order of their rows."""
     by_row = np.lexsort((events[ORIGIN].to_numpy(), events[ORDER].to_numpy()))
-    path, events = pending_path(name, file_index), take_rows(events, by_row)
-    with (root / path).new_file() as partial:
-        with open_writer(partial, events.schema, choose_encodings(events)) as writer:
-            writer.write_table(events)
-        return describe_file(partial, path)
+    return write_row_groups(root, pending_path(name, file_index), [take_rows(events, by_row)])
 
 
 def read_pending(segment: Segment, name: str, config: HistoryConfig) -> Iterator[pa.Table]:
@@ -234,21 +234,13 @@ def _narrow_column(column: pa.ChunkedArray) -> pa.Array:
     return array
 
 
-def _write(
-    root: Location,
-    path: str,
-    table: pa.Table,
-    row_groups: NDArray[np.int64],
-    metadata: Mapping[bytes, bytes] | None = None,
-) -> FileEntry:
-    encodings = choose_encodings(table.slice(0, int(row_groups[0])))
-    table = table.replace_schema_metadata(metadata)
+def write_row_groups(root: Location, path: str, row_groups: Sequence[pa.Table]) -> FileEntry:
+    """Write a file of row groups, at least one, none of which is empty."""
+    first = row_groups[0]
     with (root / path).new_file() as partial:
-        with open_writer(partial, table.schema, encodings, PAGE_BYTES) as writer:
-            start = 0
-            for count in row_groups.tolist():
-                writer.write_table(table.slice(start, count), row_group_size=max(1, count))
-                start += count
+        with open_writer(partial, first.schema, choose_encodings(first), PAGE_BYTES) as writer:
+            for rows in row_groups:
+                writer.write_table(rows, row_group_size=rows.num_rows)
         return describe_file(partial, path)
 
 

@@ -86,16 +86,8 @@ def build_part_with_histories(
 ) -> BuiltPart:
     """Write the events and the samples of a part; see `build_part`.
 
-    Args:
-        root: see `build_part`.
-        file_index: see `build_part`.
-        samples: may be empty.
-        events: tables by history; none for a history without events in the part.
-        data: see `build_part`.
-        layout: see `build_part`.
-        features: see `build_part`.
-        fitted: see `build_part`.
-        end: of the segment's day, microseconds; None without a day.
+    The part may lack samples, or events, which are tables by history. `end` is that of the
+    segment's day, microseconds; None without a day.
     """
     of_part = {
         name: PartEvents(events[name], end) if events.get(name) else None for name in data.histories

@@ -9,8 +9,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from presage.pipelines.clustering.storage_layout import choose_encodings, open_writer
-from presage.pipelines.histories.event_files import PAGE_BYTES, pending_files
+from presage.pipelines.histories.event_files import pending_files, write_row_groups
 from presage.pipelines.histories.event_rows import KEY
 from presage.pipelines.samples.tuples import hash_session_keys
 from presage.pipelines.sources.raw_rows import microseconds
@@ -45,15 +44,21 @@ def num_events_of(segment: Segment, keys: Collection[str]) -> dict[str, int]:
     found: dict[str, int] = {}
     for name in segment.manifest.histories if keys else ():
         found[name] = 0
-        for file_index in range(segment.manifest.num_parts):
-            path = history_paths(name, file_index)[1]
-            if path in segment.files:
-                stored = segment.file(path).read()
-                lengths = numpy_of(stored[NUM_EVENTS])
-                found[name] += int(lengths[_is_one_of(stored[HISTORY_KEY], keys)].sum())
+        for _, (_, path) in _parts(segment, name):
+            stored = segment.file(path).read()
+            lengths = numpy_of(stored[NUM_EVENTS])
+            found[name] += int(lengths[_is_one_of(stored[HISTORY_KEY], keys)].sum())
         for path in pending_files(segment.files, name):
             found[name] += int(_is_one_of(segment.file(path).read([KEY])[KEY], keys).sum())
     return found
+
+
+def _parts(segment: Segment, name: str) -> Iterator[tuple[int, tuple[str, str]]]:
+    """Yield (part, paths of its events and keys) of the parts of a history that have events."""
+    for file_index in range(segment.manifest.num_parts):
+        paths = history_paths(name, file_index)
+        if paths[0] in segment.files:
+            yield file_index, paths
 
 
 def _is_one_of(column: pa.ChunkedArray, texts: Collection[str]) -> NDArray[np.bool_]:
@@ -82,59 +87,53 @@ def copy_histories(
 
     Counts of samples stay right, since a sample sees events of its own key only.
     """
-    for path in segment.files:
-        if path.startswith(f"{HISTORIES}/") and not deleted:
-            (building / path).copy_from(segment.directory / path)
     if not deleted:
+        for path in segment.files:
+            if path.startswith(f"{HISTORIES}/"):
+                (building / path).copy_from(segment.directory / path)
         return dict(segment.manifest.histories)
-    found: dict[str, HistoryCounts] = {}
-    for name, counts in segment.manifest.histories.items():
-        num_events = num_keys = num_bytes = num_pending = 0
-        for file_index in range(segment.manifest.num_parts):
-            events_path, keys_path = history_paths(name, file_index)
-            if keys_path not in segment.files:
-                continue
-            keys, events = segment.file(keys_path), segment.file(events_path)
-            kept_keys: list[pa.Table] = []
-            kept_events: list[pa.Table] = []
-            for row_group in range(keys.metadata.num_row_groups):
-                stored = keys.read_row_group(row_group)
-                is_kept = ~_is_one_of(stored[HISTORY_KEY], deleted)
-                lengths = numpy_of(stored[NUM_EVENTS])
-                rows = pa.array(np.repeat(is_kept, lengths))
-                kept_keys.append(stored.filter(pa.array(is_kept)))
-                kept_events.append(events.read_row_group(row_group).filter(rows))
-            num_keys += sum(table.num_rows for table in kept_keys)
-            num_events += sum(table.num_rows for table in kept_events)
-            if any(table.num_rows for table in kept_keys):
-                num_bytes += _write(building, keys_path, kept_keys)
-                num_bytes += _write(building, events_path, kept_events)
-        for path in pending_files(segment.files, name):
-            rows = segment.file(path).read()
-            rows = rows.filter(pa.array(~_is_one_of(rows[KEY], deleted)))
-            num_pending += rows.num_rows
-            if rows.num_rows:
-                _write(building, path, [rows])
-        found[name] = replace(
-            counts,
-            num_events=num_events,
-            num_keys=num_keys,
-            num_bytes=num_bytes,
-            num_pending=num_pending,
-        )
-    return found
+    return {
+        name: _copy_without(segment, building, name, counts, deleted)
+        for name, counts in segment.manifest.histories.items()
+    }
 
 
-def _write(building: Location, path: str, tables: list[pa.Table]) -> int:
-    """Write row groups, but for empty ones; return the bytes of the file."""
-    tables = [table for table in tables if table.num_rows]
-    with (building / path).new_file() as partial:
-        with open_writer(
-            partial, tables[0].schema, choose_encodings(tables[0]), PAGE_BYTES
-        ) as writer:
-            for table in tables:
-                writer.write_table(table, row_group_size=table.num_rows)
-        return partial.stat().st_size
+def _copy_without(
+    segment: Segment,
+    building: Location,
+    name: str,
+    counts: HistoryCounts,
+    deleted: Collection[str],
+) -> HistoryCounts:
+    num_events = num_keys = num_bytes = num_pending = 0
+    for _, (events_path, keys_path) in _parts(segment, name):
+        events_file, keys_file = segment.file(events_path), segment.file(keys_path)
+        events, keys = list[pa.Table](), list[pa.Table]()
+        for row_group in range(keys_file.metadata.num_row_groups):
+            stored = keys_file.read_row_group(row_group)
+            is_kept = ~_is_one_of(stored[HISTORY_KEY], deleted)
+            if is_kept.any():
+                of_events = np.repeat(is_kept, numpy_of(stored[NUM_EVENTS]))
+                events.append(events_file.read_row_group(row_group).filter(pa.array(of_events)))
+                keys.append(stored.filter(pa.array(is_kept)))
+        if keys:
+            num_keys += sum(table.num_rows for table in keys)
+            num_events += sum(table.num_rows for table in events)
+            for path, tables in ((events_path, events), (keys_path, keys)):
+                num_bytes += write_row_groups(building, path, tables).num_bytes
+    for path in pending_files(segment.files, name):
+        rows = segment.file(path).read()
+        rows = rows.filter(pa.array(~_is_one_of(rows[KEY], deleted)))
+        num_pending += rows.num_rows
+        if rows.num_rows:
+            write_row_groups(building, path, [rows])
+    return replace(
+        counts,
+        num_events=num_events,
+        num_keys=num_keys,
+        num_bytes=num_bytes,
+        num_pending=num_pending,
+    )
 
 
 # Verification.
@@ -144,10 +143,7 @@ def history_problems(segment: Segment, data: DataConfig) -> Iterator[str]:
     """Yield a line for each difference of stored events from the manifest and from each other."""
     for name, counts in segment.manifest.histories.items():
         num_keys = num_events = 0
-        for file_index in range(segment.manifest.num_parts):
-            events_path, keys_path = history_paths(name, file_index)
-            if keys_path not in segment.files:
-                continue
+        for file_index, (events_path, keys_path) in _parts(segment, name):
             location = f"history {name!r} in part {file_index}"
             stored = segment.file(keys_path).read()
             keys, lengths = one_chunk(stored[HISTORY_KEY]), numpy_of(stored[NUM_EVENTS])

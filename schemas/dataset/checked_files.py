@@ -6,7 +6,7 @@ import mmap
 import os
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from itertools import accumulate, zip_longest
@@ -278,6 +278,30 @@ class CheckedFile:
         for region in range(len(self._entry.region_crc32)):
             self._verify(region)
         return join_times(parquet.read(columns=columns, use_threads=False))
+
+
+OPEN_FILES = 512
+"""Files that stay mapped, some 40 kB each beside their pages; opening one takes 0.2 ms."""
+
+
+class OpenFiles:
+    """Files by key, of which those used last stay open."""
+
+    def __init__(self, most: int) -> None:
+        """Keep at most so many files open."""
+        self._most = most
+        self._files: dict[Hashable, CheckedFile] = {}
+        self._open: OrderedDict[Hashable, None] = OrderedDict()  # last used at the end
+
+    def get(self, key: Hashable, make: Callable[[], CheckedFile]) -> CheckedFile:
+        """Return the file of a key; it is made at its first use."""
+        if key not in self._files:
+            self._files[key] = make()
+        self._open[key] = None
+        self._open.move_to_end(key)
+        if len(self._open) > self._most:
+            self._files[self._open.popitem(last=False)[0]].close()
+        return self._files[key]
 
 
 def column_ranges(

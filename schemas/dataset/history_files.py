@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import pyarrow as pa
@@ -23,7 +24,7 @@ from presage.schemas.arrays import (
     one_chunk,
     ranges,
 )
-from presage.schemas.dataset.checked_files import CheckedFile
+from presage.schemas.dataset.checked_files import OPEN_FILES, CheckedFile, OpenFiles
 from presage.schemas.dataset.opened import OpenDataset, Segment
 from presage.schemas.errors import SchemaError
 from presage.schemas.hashing import partition_of_key
@@ -67,10 +68,10 @@ class JoinedEvents:
 class SegmentEvents:
     """The stored events of one history in one segment. Not thread-safe."""
 
-    def __init__(self, segment: Segment, name: str) -> None:
-        """Open no file yet."""
+    def __init__(self, segment: Segment, name: str, files: OpenFiles | None = None) -> None:
+        """Open no file yet; `files` has those of several segments."""
         self._segment, self._name = segment, name
-        self._open: dict[str, CheckedFile] = {}
+        self._files = files or OpenFiles(OPEN_FILES)
 
     def read(
         self, keys: pa.Array, hashes: NDArray[np.uint64], columns: Sequence[str]
@@ -101,9 +102,7 @@ class SegmentEvents:
                     yield _of_keys(found, lengths, events, row_group, columns)
 
     def _file(self, path: str) -> CheckedFile:
-        if path not in self._open:
-            self._open[path] = self._segment.file(path)
-        return self._open[path]
+        return self._files.get((self._segment.id, path), partial(self._segment.file, path))
 
 
 def _of_keys(
@@ -167,7 +166,8 @@ class HistoryReader:
         """
         self._columns, self._num_events = columns, num_events
         every = sorted((*dataset.unselected, *dataset.segments), key=lambda s: s.reference.position)
-        self._segments = [SegmentEvents(segment, name) for segment in every]
+        files = OpenFiles(OPEN_FILES)
+        self._segments = [SegmentEvents(segment, name, files) for segment in every]
         self._index = {segment.id: index for index, segment in enumerate(every)}
 
     def join(self, segment_id: str, keys: pa.Array) -> JoinedEvents:

@@ -20,7 +20,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from presage.schemas.arrays import offsets_of
-from presage.schemas.dataset.checked_files import CheckedFile
+from presage.schemas.dataset.checked_files import OPEN_FILES, CheckedFile, OpenFiles
 from presage.schemas.dataset.defaults import missing_column_defaults, read_with_defaults
 from presage.schemas.dataset.group_files import read_group
 from presage.schemas.dataset.history_files import HistoryReader
@@ -51,8 +51,6 @@ CACHE_BYTES = 512 << 20
 """Decoded row groups that training keeps, besides those with blocks that are still to be read."""
 STEPS_BEHIND = 16
 """Steps that a process may be behind another one that reads the same row groups."""
-OPEN_FILES = 512
-"""Files that stay mapped, some 40 kB each beside their pages; opening one takes 0.2 ms."""
 AHEAD_STEPS, AHEAD_ROW_GROUPS = 16, 8
 """Row groups at a store are fetched so many steps before they are read, at most so many at once."""
 
@@ -169,8 +167,7 @@ class Reader:
         self._histories = {
             h.name: HistoryReader(dataset, h.name, h.columns, h.num_events) for h in spec.histories
         }
-        self._files: dict[tuple[int, str], CheckedFile] = {}
-        self._open: OrderedDict[tuple[int, str], None] = OrderedDict()  # last used at the end
+        self._files = OpenFiles(OPEN_FILES)
         self._decoded: OrderedDict[_RowGroupKey, RowGroup] = OrderedDict()
         self._num_bytes = 0
         # Epoch, segment and step in the segment that is read; None: the evaluation split is.
@@ -465,14 +462,9 @@ class Reader:
         ]
 
     def _file(self, segment: int, path: str) -> CheckedFile:
-        key = segment, path
-        if key not in self._files:
-            self._files[key] = self._segments[segment].segment.file(path, texts_as_codes=True)
-        self._open[key] = None
-        self._open.move_to_end(key)
-        if len(self._open) > OPEN_FILES:
-            self._files[self._open.popitem(last=False)[0]].close()
-        return self._files[key]
+        opened = self._segments[segment].segment
+        make = partial(opened.file, path, texts_as_codes=True)
+        return self._files.get((segment, path), make)
 
 
 def _identity(dataset: OpenDataset, spec: BatchSpec) -> str:
