@@ -482,6 +482,19 @@ def comparable_tuple(table: pa.Table, columns: Sequence[str]) -> list[Column]:
     return [part for name in columns for part in comparable(table[name])]
 
 
+def distinct_values(column: pa.Array | pa.ChunkedArray) -> tuple[pa.Array, NDArray[np.int32]]:
+    """Return the distinct values of a column by first appearance, and the index of each row's.
+
+    Example:
+        >>> values, index = distinct_values(pa.array(["b", "a", "b"]))
+        >>> values.to_pylist(), index.tolist()
+        (['b', 'a'], [0, 1, 0])
+    """
+    array = one_chunk(column)
+    first, index = unique_tuples(comparable(array))
+    return take_values(array, first), index
+
+
 # Stable hashes of column values: independent of chunks, nulls and integer width, unlike
 # `hash_keys`, which depends on whether a column has nulls and on its width.
 

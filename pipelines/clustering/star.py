@@ -34,14 +34,12 @@ from presage.pipelines.sources.raw_rows import ORIGIN, microseconds
 from presage.pipelines.transforms.apply import apply_transforms
 from presage.schemas.arrays import (
     bytes_per_row,
-    comparable,
+    distinct_values,
     offsets_of,
-    one_chunk,
     ranges,
     stable_order,
     take_rows,
     take_values,
-    unique_tuples,
 )
 from presage.schemas.config.job import SAMPLES, DataConfig
 from presage.schemas.dataset.fitted import FittedValues
@@ -159,10 +157,9 @@ def sort_keys(samples: Tuples, data: DataConfig) -> SortKeys:
     name = data.session.key
     group = next((g for g, table in samples.uniques.items() if name in table.column_names), None)
     table = samples.samples if group is None else samples.uniques[group]
-    keys = one_chunk(table[name])
-    first, key = unique_tuples(comparable(keys))
+    keys, key = distinct_values(table[name])
     return SortKeys(
-        take_values(keys, first),
+        keys,
         key if group is None else key[samples.references[group]],
         samples.column(data.session.time).cast(pa.int64()).to_numpy(),
         samples.column(ORIGIN).to_numpy(),
@@ -174,11 +171,10 @@ def concat_sort_keys(parts: Sequence[SortKeys]) -> SortKeys:
     """Return the sort columns of all samples of several parts, at least one."""
     if len(parts) == 1:
         return parts[0]
-    keys = pa.concat_arrays([p.keys for p in parts])
-    first, numbers = unique_tuples(comparable(keys))
+    keys, numbers = distinct_values(pa.concat_arrays([p.keys for p in parts]))
     starts = np.cumsum([0, *(len(p.keys) for p in parts)])
     return SortKeys(
-        take_values(keys, first),
+        keys,
         np.concatenate([numbers[s:][p.key] for s, p in zip(starts, parts, strict=False)]),
         np.concatenate([p.time for p in parts]),
         np.concatenate([p.origin for p in parts]),

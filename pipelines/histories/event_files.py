@@ -20,13 +20,12 @@ from presage.pipelines.clustering.storage_layout import choose_encodings, open_w
 from presage.pipelines.histories.event_rows import AVAILABLE, KEY, ORDER
 from presage.pipelines.sources.raw_rows import ORIGIN, microseconds
 from presage.schemas.arrays import (
-    comparable,
+    distinct_values,
     numpy_of,
     offsets_of,
     one_chunk,
     take_rows,
     take_values,
-    unique_tuples,
 )
 from presage.schemas.config.histories import HistoryConfig
 from presage.schemas.dataset.files import FileEntry, describe_file
@@ -92,9 +91,7 @@ class PartEvents:
         if end is not None:
             is_pending = pc.greater_equal(rows[AVAILABLE], end)
             self.pending, rows = rows.filter(is_pending), rows.filter(pc.invert(is_pending))
-        keys = one_chunk(rows[KEY])
-        first, code = unique_tuples(comparable(keys))
-        distinct = take_values(keys, first)
+        distinct, code = distinct_values(rows[KEY])
         rank = ranks_of_keys(distinct)
         ranks = rank[code]
         columns = (numpy_of(rows[name]) for name in (ORIGIN, ORDER, AVAILABLE))

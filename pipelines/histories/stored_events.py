@@ -14,12 +14,10 @@ from presage.pipelines.histories.event_rows import KEY
 from presage.pipelines.samples.tuples import hash_session_keys
 from presage.pipelines.sources.raw_rows import microseconds
 from presage.schemas.arrays import (
-    comparable,
+    distinct_values,
     numpy_of,
     offsets_of,
     one_chunk,
-    take_values,
-    unique_tuples,
 )
 from presage.schemas.config.job import DataConfig
 from presage.schemas.dataset.history_files import SegmentEvents
@@ -175,9 +173,7 @@ def _count_problems(segment: Segment, name: str, data: DataConfig) -> Iterator[s
     for file_index, row_group in row_groups(segment):
         columns = [data.session.key, data.session.time, count_column(name)]
         samples = read_joined_row_group(segment, file_index, row_group, data, columns=columns)
-        keys = one_chunk(samples[data.session.key])
-        first, code = unique_tuples(comparable(keys))
-        distinct = take_values(keys, first)
+        distinct, code = distinct_values(samples[data.session.key])
         times = numpy_of(samples[data.session.time].cast(pa.int64())) // tick
         counts = numpy_of(samples[count_column(name)]).astype(np.int64)
         starts, ends = np.zeros((2, len(distinct)), np.int64)

@@ -33,6 +33,7 @@ from presage.schemas.dataset.opened import open_dataset
 from presage.schemas.errors import SchemaError
 from tests.pipelines.appending import addition
 from tests.pipelines.logs import IN_PROCESS, ON_BEAM, PROCESSES, bytes_of, copy_of, request
+from tests.trainer.test_reader import mapped_files
 
 JOB = """
 name: plays
@@ -461,3 +462,16 @@ def test_columns_that_do_not_fit_are_refused(
     days.job.write_text(text.replace(*change))
     with pytest.raises(SchemaError, match=message):
         build_days(days, days.dataset)
+
+
+def test_reader_keeps_few_files_of_many_days_open(
+    days: Days, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = copy_of(days.dataset, tmp_path / "dataset")  # not that of other tests' readers
+    monkeypatch.setattr("presage.schemas.dataset.history_files.OPEN_FILES", 2)
+    options = {"batch_samples": 32, "keep": ["id"], "histories": {"plays": None}}
+    most = 0
+    for _ in DataLoader(dataset, read_ahead=1, **options):
+        paths = {path for path in mapped_files(dataset) if "/histories/" in path}
+        most = max(most, len(paths))
+    assert 0 < most <= 2

@@ -13,12 +13,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from presage.schemas.arrays import (
     Array,
-    comparable,
+    distinct_values,
     numpy_of,
     one_chunk,
     ranges,
-    take_values,
-    unique_tuples,
 )
 from presage.schemas.config.job import TableConfig
 from presage.schemas.dataset.history_files import HistoryReader
@@ -103,8 +101,8 @@ def read_history(
     keys = one_chunk(keys)
     if pa.types.is_dictionary(keys.type):
         keys = keys.dictionary_decode()
-    first, code = unique_tuples(comparable(keys))
-    events = reader.join(segment_id, take_values(keys, first))
+    distinct, code = distinct_values(keys)
+    events = reader.join(segment_id, distinct)
     ends = events.own[code] + counts
     starts = events.starts[code]
     if spec.num_events is not None:
