@@ -131,7 +131,7 @@ def measure_bytes(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
         }
     )
     single = written_bytes(plain, scratch / "single.parquet")
-    found = {
+    comparisons = {
         "events": compared(
             [(stored + counts) / events.num_rows],
             [single / events.num_rows],
@@ -141,15 +141,15 @@ def measure_bytes(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
             num_segments=len(dataset.segments),
         )
     }
-    report("events", found["events"])
+    report("events", comparisons["events"])
     per_sample = (stored + counts) / num_samples
     for length in options.lengths:
         fat = fat_bytes(events, length, options.fat_days, scratch)
-        found[f"samples of {length}"] = compared(
+        comparisons[f"samples of {length}"] = compared(
             [per_sample], [fat], "bytes of a sample's history, against a list in each sample"
         )
-        report(f"samples of {length}", found[f"samples of {length}"])
-    return found
+        report(f"samples of {length}", comparisons[f"samples of {length}"])
+    return comparisons
 
 
 def count_bytes(dataset: OpenDataset) -> int:
@@ -211,21 +211,21 @@ def measure_reading(options: argparse.Namespace, scratch: Path) -> dict[str, Any
     events, path = prepare(options, scratch)
     dataset = open_dataset(path)
     last = select_segments(dataset, [dataset.segments[-1].id])
-    found: dict[str, Any] = {}
+    comparisons: dict[str, Any] = {}
     for length in options.lengths:
         sides = {
             "ours": lambda n=length: read_windows(last, n),
             "reference": lambda n=length: read_reference(events, n, options.anchors),
         }
         rates = alternate(sides, options.rounds)
-        found[f"newest {length}"] = compared(
+        comparisons[f"newest {length}"] = compared(
             rates["ours"],
             rates["reference"],
             "samples a second of processor time, against the reference's way",
             higher=True,
         )
-        report(f"newest {length}", found[f"newest {length}"])
-    return found
+        report(f"newest {length}", comparisons[f"newest {length}"])
+    return comparisons
 
 
 def read_windows(dataset: OpenDataset, length: int) -> float:

@@ -305,8 +305,8 @@ class PlannedSlots:
         sparse = batch.sparse_features
         keys = sparse.keys()
         tables = [self._tables.get(self._table_of_feature[key], -1) for key in keys]
-        found, _ = slots_of_lookups(slots, sparse, tables, f"plan of step {train_step}")
-        return _with_values(sparse, torch.from_numpy(found))
+        slot_of_value, _ = slots_of_lookups(slots, sparse, tables, f"plan of step {train_step}")
+        return _with_values(sparse, torch.from_numpy(slot_of_value))
 
     def _before_lookup(self, lookup: nn.Module, _: Any) -> None:
         attached = self._attached

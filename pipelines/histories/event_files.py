@@ -113,9 +113,9 @@ class PartEvents:
         """
         if not len(self.keys):  # all events are pending
             return np.zeros(len(keys), np.int32)
-        found = pc.index_in(keys, value_set=self.keys)
-        is_found = found.is_valid().to_numpy(zero_copy_only=False)
-        code = numpy_of(found.fill_null(0))
+        key_index = pc.index_in(keys, value_set=self.keys)
+        has_events = key_index.is_valid().to_numpy(zero_copy_only=False)
+        code = numpy_of(key_index.fill_null(0))
         low, high = self.starts[code], self.starts[code + 1]
         start = low.copy()
         while (is_open := low < high).any():
@@ -125,7 +125,7 @@ class PartEvents:
                 is_seen |= (self.available[middle] == times) & (self.order[middle] < orders)
             low = np.where(is_open & is_seen, middle + 1, low)
             high = np.where(is_open & ~is_seen, middle, high)
-        return np.where(is_found, low - start, 0).astype(np.int32)
+        return np.where(has_events, low - start, 0).astype(np.int32)
 
     def write(
         self, root: Location, name: str, config: HistoryConfig, file_index: int

@@ -39,16 +39,16 @@ from presage.schemas.storage.location import Location
 
 def num_events_of(segment: Segment, keys: Collection[str]) -> dict[str, int]:
     """Return by history the events of some keys, given as texts; pending ones count."""
-    found: dict[str, int] = {}
+    num_events: dict[str, int] = {}
     for name in segment.manifest.histories if keys else ():
-        found[name] = 0
+        num_events[name] = 0
         for _, (_, path) in _parts(segment, name):
             stored = segment.file(path).read()
             lengths = numpy_of(stored[NUM_EVENTS])
-            found[name] += int(lengths[_is_one_of(stored[HISTORY_KEY], keys)].sum())
+            num_events[name] += int(lengths[_is_one_of(stored[HISTORY_KEY], keys)].sum())
         for path in pending_files(segment.files, name):
-            found[name] += int(_is_one_of(segment.file(path).read([KEY])[KEY], keys).sum())
-    return found
+            num_events[name] += int(_is_one_of(segment.file(path).read([KEY])[KEY], keys).sum())
+    return num_events
 
 
 def _parts(segment: Segment, name: str) -> Iterator[tuple[int, tuple[str, str]]]:
@@ -157,8 +157,8 @@ def history_problems(segment: Segment, data: DataConfig) -> Iterator[str]:
             elif (gaps < 0).any():
                 yield f"{location}: events of a key are not in the order of their time"
         pending = sum(segment.file(path).num_rows for path in pending_files(segment.files, name))
-        found = {"num_keys": num_keys, "num_events": num_events, "num_pending": pending}
-        for field, value in found.items():
+        stored_counts = {"num_keys": num_keys, "num_events": num_events, "num_pending": pending}
+        for field, value in stored_counts.items():
             if (claimed := getattr(counts, field)) != value:
                 yield f"MANIFEST.json: {field} of history {name!r} is {claimed}, stored are {value}"
         yield from _count_problems(segment, name, data)
@@ -184,11 +184,11 @@ def _count_problems(segment: Segment, name: str, data: DataConfig) -> Iterator[s
             ticks.append(read.ticks)
             num_ticks += len(read.ticks)
         every = np.concatenate([*ticks, [0]])
-        seen, end = starts[code] + counts, ends[code]
-        is_wrong = (counts < 0) | (seen > end)
-        seen = np.clip(seen, 0, num_ticks)
-        is_wrong |= (counts > 0) & (every[seen - 1] > times)
-        is_wrong |= (seen < end) & (every[seen] < times)
+        next_event, end = starts[code] + counts, ends[code]
+        is_wrong = (counts < 0) | (next_event > end)
+        next_event = np.clip(next_event, 0, num_ticks)
+        is_wrong |= (counts > 0) & (every[next_event - 1] > times)
+        is_wrong |= (next_event < end) & (every[next_event] < times)
         if is_wrong.any():
             yield (
                 f"row group {row_group} of part {file_index}: {is_wrong.sum()} samples see later "

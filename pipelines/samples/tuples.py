@@ -252,8 +252,8 @@ def usable_samples(
     """Split samples into those that pass all checks, and bad rows with the columns of `names`."""
     usable = np.ones(samples.num_samples, bool)
     bad = [BAD_ROWS_SCHEMA.empty_table()]
-    for names, check, reason in checks:
-        failed = _failed_samples(samples, names, check)
+    for checked, check, reason in checks:
+        failed = _failed_samples(samples, checked, check)
         if failed is None:
             continue
         rows = np.flatnonzero(failed & usable)

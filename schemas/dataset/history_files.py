@@ -94,19 +94,19 @@ class SegmentEvents:
             users, events = self._file(users_path), self._file(events_path)
             for row_group in range(users.metadata.num_row_groups):
                 stored = users.read_row_group(row_group)
-                found = pc.index_in(  # pyright: ignore[reportAttributeAccessIssue]
+                key_index = pc.index_in(  # pyright: ignore[reportAttributeAccessIssue]
                     one_chunk(stored[HISTORY_KEY]).cast(keys.type), value_set=keys
                 )
-                if found.null_count < len(found):
+                if key_index.null_count < len(key_index):
                     lengths = numpy_of(stored[NUM_EVENTS]).astype(np.int64)
-                    yield _of_keys(found, lengths, events, row_group, columns)
+                    yield _of_keys(key_index, lengths, events, row_group, columns)
 
     def _file(self, path: str) -> CheckedFile:
         return self._files.get((self._segment.id, path), partial(self._segment.file, path))
 
 
 def _of_keys(
-    found: pa.Array,
+    key_index: pa.Array,
     lengths: NDArray[np.int64],
     file: CheckedFile,
     row_group: int,
@@ -115,7 +115,7 @@ def _of_keys(
     """Return the events of a row group whose keys are wanted.
 
     Args:
-        found: (num_keys,) the number of each key of the row group, null where it is not wanted.
+        key_index: (num_keys,) the number of each key of the row group, null where it is not wanted.
         lengths: (num_keys,) events of each.
         file: of the events.
         row_group: in the file.
@@ -130,8 +130,8 @@ def _of_keys(
     starts = offsets_of(lengths)
     ticks = np.cumsum(numpy_of(table[EVENT_GAP]), dtype=np.int64)
     before = np.concatenate([[0], ticks])[starts[:-1]]
-    is_wanted = found.is_valid().to_numpy(zero_copy_only=False)
-    code = numpy_of(found.filter(pa.array(is_wanted))).astype(np.int64)
+    is_wanted = key_index.is_valid().to_numpy(zero_copy_only=False)
+    code = numpy_of(key_index.filter(pa.array(is_wanted))).astype(np.int64)
     base = int((file.schema.metadata or {}).get(b"base", b"0"))
     if is_wanted.all():
         return KeyedEvents(

@@ -448,9 +448,9 @@ class CachePlan(Iterator[dict[str, PlanStep]]):
         evicted = [t.state.evict(slots) for t, slots in zip(tables, done, strict=True)]
         self._next += 1
         # usually one step; more if the index was extended since the window was filled
-        while any(found := [table.following() for table in tables]):
-            victims = self._select_victims([each[1] for each in found if each is not None])
-            for i, (table, each) in enumerate(zip(tables, found, strict=True)):
+        while any(following := [table.following() for table in tables]):
+            victims = self._select_victims([each[1] for each in following if each is not None])
+            for i, (table, each) in enumerate(zip(tables, following, strict=True)):
                 if len(slots := victims[i]):
                     evicted[i] = evicted[i].concat(table.state.evict(slots))
                 if each is not None:

@@ -224,11 +224,11 @@ def slots_of_lookups(
     """
     keys, values = sparse.keys(), sparse.values().numpy()
     offsets = np.array(sparse.offset_per_key(), np.int64)
-    found, missing = slots.find(values, offsets, np.array(tables, np.int64))
+    slot_of_value, missing = slots.find(values, offsets, np.array(tables, np.int64))
     if missing >= 0:
         feature = keys[int(np.searchsorted(offsets, missing, side="right")) - 1]
         raise SchemaError(
             f"{source} lacks row {values[missing]} of feature {feature!r}; build the dataset's "
             "index again"
         )
-    return found, offsets
+    return slot_of_value, offsets

@@ -114,5 +114,7 @@ class StepOverlaps:
         )
         keys_of_batch = sparse.keys()
         of_keys = [self._table_of[name] for name in keys_of_batch]
-        found, offsets = slots_of_lookups(slots, sparse, of_keys, f"index of step {train_step}")
-        return found + np.repeat(starts[of_keys], np.diff(offsets))
+        slot_of_value, offsets = slots_of_lookups(
+            slots, sparse, of_keys, f"index of step {train_step}"
+        )
+        return slot_of_value + np.repeat(starts[of_keys], np.diff(offsets))

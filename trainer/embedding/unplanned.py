@@ -182,13 +182,13 @@ class LruCache(RowSource):
         earlier tables and in lower slots first. Rows used from `first_kept` on stay.
         """
         slots = {table: self._tables[table].use(train_step, r) for table, r in rows.items()}
-        is_missing = {table: found == _NONE for table, found in slots.items()}
+        is_missing = {table: of_table == _NONE for table, of_table in slots.items()}
         missing = {table: rows[table][which] for table, which in is_missing.items()}
         self._num_rows += sum(map(len, missing.values()))
         gone = self._oldest(self._num_rows - self._cache_rows, first_kept, train_step)
         # One thread reads and writes in turn: a row that was evicted earlier is in its store.
         reading = self._thread.read(lambda step: self._store.fetch(step, missing), train_step)
-        evicted = {table: self._tables[table].evict(found) for table, found in gone.items()}
+        evicted = {table: self._tables[table].evict(of_table) for table, of_table in gone.items()}
         if evicted:
             self._thread.write(train_step - 1, evicted)
         if self._changes is not None:
@@ -196,14 +196,14 @@ class LruCache(RowSource):
                 left = GatheredRows(back.records)
                 self._changes.record_eviction(table, gone[table], back.rows, left)
         read_slots = {t: self._tables[t].insert(train_step, r) for t, r in missing.items()}
-        for table, found in slots.items():
-            found[is_missing[table]] = read_slots[table]
-            self._uses.append((train_step, table, np.sort(found)))
+        for table, of_table in slots.items():
+            of_table[is_missing[table]] = read_slots[table]
+            self._uses.append((train_step, table, np.sort(of_table)))
         return _PlacedStep(slots, read_slots, reading)
 
     def _oldest(self, count: int, first_kept: int, train_step: int) -> dict[str, NDArray[np.int64]]:
         """Return so many slots, of the least recently used rows, by table."""
-        found: dict[str, list[NDArray[np.int64]]] = {}
+        oldest: dict[str, list[NDArray[np.int64]]] = {}
         while count > 0:
             step, table, slots = self._uses.popleft() if self._uses else (train_step, "", _NO_SLOTS)
             if step >= first_kept:
@@ -217,10 +217,10 @@ class LruCache(RowSource):
             slots = self._tables[table].used_last_at(step, slots)
             if len(slots) > count:
                 self._uses.appendleft((step, table, slots[count:]))
-            found.setdefault(table, []).append(slots[:count])
-            count -= len(found[table][-1])
-            self._num_rows -= len(found[table][-1])
-        return {table: np.concatenate(slots) for table, slots in found.items()}
+            oldest.setdefault(table, []).append(slots[:count])
+            count -= len(oldest[table][-1])
+            self._num_rows -= len(oldest[table][-1])
+        return {table: np.concatenate(slots) for table, slots in oldest.items()}
 
     def _put_read(self, placed: _PlacedStep) -> None:
         for table, fetched in placed.reading.result().items():
