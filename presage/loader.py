@@ -32,8 +32,7 @@ from presage.schemas.storage.leases import Lease
 from presage.schemas.storage.location import Location
 from presage.schemas.storage.versions import Versions
 from presage.trainer.components import order_of
-from presage.trainer.data.decode import BatchSpec, spec_of
-from presage.trainer.data.history_batch import HistorySpec
+from presage.trainer.data.decode import BatchSpec, history_spec, spec_of, with_histories
 from presage.trainer.data.overlaps import StepOverlaps
 from presage.trainer.data.reader import Reader, prefetch
 from presage.trainer.evaluation.metrics import columns_of
@@ -542,16 +541,11 @@ def _spec_of(
 def _with_histories(
     dataset: OpenDataset, spec: BatchSpec, wanted: Mapping[str, int | None]
 ) -> BatchSpec:
-    specs: list[HistorySpec] = []
-    stored = dataset.job.data.histories
     for name, count in wanted.items():
-        if name not in stored:
-            raise SchemaError(f"dataset has no history {name!r}; {suggest_name(name, stored)}")
         if count is not None:
             _integer(f"histories[{name!r}]", count, 1)
-        columns, tables = tuple(stored[name].columns), stored[name].tables
-        specs.append(HistorySpec(name=name, columns=columns, tables=tables, num_events=count))
-    return replace(spec, histories=tuple(specs), session_key=dataset.job.data.session.key)
+    data = dataset.job.data
+    return with_histories(spec, dataset, [history_spec(data, *each) for each in wanted.items()])
 
 
 def _integer(name: str, value: Any, lowest: int) -> int:

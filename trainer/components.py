@@ -27,7 +27,7 @@ from presage.trainer.embedding.cache import DirectSource, RowsPlan
 from presage.trainer.embedding.device_embedding import DeviceEmbedding
 from presage.trainer.embedding.kernels.interface import state_width
 from presage.trainer.embedding.module import Embedding, TableSpec
-from presage.trainer.models import attention, torchrec_models
+from presage.trainer.models import attention, hstu, torchrec_models
 from presage.trainer.stores.local import memory_store
 from presage.trainer.stores.store import Store, TableLayout
 
@@ -133,6 +133,8 @@ def build_model(config: TrainConfig, spec: BatchSpec, embedding: nn.Module) -> n
     match config.model.name:
         case "attention":
             return attention.build(config, spec.sparse, num_dense, embedding)
+        case "hstu":
+            return hstu.build(config, spec, embedding)
         case "dcn":
             return torchrec_models.build_dcn(config, num_dense, embedding)
         case "deepfm":

@@ -22,7 +22,7 @@ from presage.schemas.oracle.cache_plan import Keyframe
 from presage.schemas.run.records import LedgerEntry
 from presage.trainer.components import plan_of_rows, uses_shared_features
 from presage.trainer.data.collate import Microbatches, move_batch, single_microbatch
-from presage.trainer.data.decode import spec_of
+from presage.trainer.data.decode import training_spec
 from presage.trainer.data.reader import Reader
 from presage.trainer.data.transfer import device_of
 from presage.trainer.embedding.cache import RowsPlan
@@ -248,7 +248,7 @@ class StepReader:
         reader = Reader(
             span.dataset,
             span.order,
-            spec_of(span.dataset, self._config.dtype),
+            training_spec(span.dataset, self._config),
             expanded=self._expanded,
             find_shared=uses_shared_features(self._config),
             num_sharing=2 if self._is_replica else 1,

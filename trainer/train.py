@@ -35,7 +35,7 @@ from presage.trainer.checkpoint.load import (
 )
 from presage.trainer.checkpoint.manager import claim_leftovers
 from presage.trainer.components import Components, build_components, layouts_of
-from presage.trainer.data.decode import BatchSpec, spec_of
+from presage.trainer.data.decode import BatchSpec, training_spec
 from presage.trainer.data.transfer import device_of
 from presage.trainer.device_compute import DeviceMicrobatchCompute
 from presage.trainer.embedding.cache import CachedRows, PlannedCache, RowSource
@@ -203,7 +203,7 @@ def train_process(
     """
     run, config, watchdog = process.output.folder, process.job.train, process.watchdog
     with ExitStack() as stack, resume_hint(process.hints.before):
-        spec = spec_of(process.data.current().dataset, config.dtype)
+        spec = training_spec(process.data.current().dataset, config)
         with watchdog(START), process.drain.at_once():
             opened = open_rows(stack, spec, steps_before(read_identity(run)))
         components, rows, first_step = opened.components, opened.rows, opened.first_step

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import Literal
 
-from presage.schemas.errors import check_at_least, check_at_most, check_positive
+from presage.schemas.errors import check_at_least, check_at_most, check_positive, suggest_name
 from presage.schemas.paths import parse_store_address
 
 WAIT, SAVE, EVALUATE, START, DRAIN = "wait", "save", "evaluate", "start", "drain"
@@ -20,6 +21,31 @@ MAX_THREADS = 1 << 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HistoryWindowConfig:
+    """Which events of one of `data.histories` a sample sees in training.
+
+    Columns of the history with a table are list features of the model, such as `plays.song`.
+
+    Example:
+        train:
+          model: {name: hstu, history: plays, target: song, num_layers: 2, num_heads: 4}
+          histories:
+            plays: {length: 512, step: 128}
+    """
+
+    length: int
+    """Number of newest events."""
+    step: int = 1
+    """Events by which the start of a window moves: `length` to `length + step - 1` events, from a
+    multiple of `step` on, counted from the first event of the user in the segment of the sample. 1:
+    exactly the newest `length`; larger ones let samples of a user share their window."""
+
+    def __post_init__(self) -> None:
+        check_at_least(self, 1, "length", "step")
+        check_at_most(self, MAX_WIDTH, "length", "step")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
     """Architecture of the model.
 
@@ -29,10 +55,11 @@ class ModelConfig:
             {name: dcn, bottom_layers: [64], top_layers: [256, 64], cross_layers: 2, cross_rank: 32}
     """
 
-    name: Literal["dlrm", "dcn", "deepfm", "wide_deep", "attention"] = "dlrm"
+    name: Literal["dlrm", "dcn", "deepfm", "wide_deep", "attention", "hstu"] = "dlrm"
     """`dlrm`, `dcn` (DLRM with DCN-v2's low-rank cross network) and `deepfm`: TorchRec's `DLRM`,
     `DLRM_DCN` and `SimpleDeepFMNN`; `wide_deep`: Wide & Deep, the first number of each row being
-    the id's weight in the wide part; `attention`: target attention over one history."""
+    the id's weight in the wide part; `attention`: target attention over one list feature; `hstu`:
+    causal attention over one of `train.histories`, computed once for all samples of a window."""
     bottom_layers: tuple[int, ...] = (64,)
     """Widths of the MLP over dense features, without the last layer of width `embedding_dim`;
     `wide_deep` has none."""
@@ -47,26 +74,31 @@ class ModelConfig:
     cross_rank: int = 64
     """Rank of the matrices of each layer of the cross network."""
     history: str | None = None
-    """List feature that `attention` reads; required for it."""
+    """List feature that `attention` reads, or history that `hstu` reads; required for them."""
     target: str | None = None
-    """Scalar feature that queries the history, in the same table; required for `attention`."""
+    """Scalar feature that queries the history, in its table; required for `attention` and
+    `hstu`."""
     max_history: int = 50
-    """Number of newest history entries that are read."""
+    """Number of newest history entries that `attention` reads."""
     num_heads: int = 4
     """Heads of the history encoder; divides `embedding_dim`."""
+    num_layers: int = 2
+    """Layers of `hstu`. With more than one, only samples whose windows begin at the same event
+    share them: set `step` of the history."""
 
     def __post_init__(self) -> None:
-        check_at_least(self, 1, "max_history", "num_heads", "cross_layers", "cross_rank")
+        at_least_one = ("max_history", "num_heads", "num_layers", "cross_layers", "cross_rank")
+        check_at_least(self, 1, *at_least_one)
         widths = ("max_history", "num_heads", "cross_rank", "bottom_layers", "top_layers")
         check_at_most(self, MAX_WIDTH, *widths)
-        check_at_most(self, MAX_LAYERS, "cross_layers")
+        check_at_most(self, MAX_LAYERS, "cross_layers", "num_layers")
         for name in ("bottom_layers", "top_layers"):
             widths = getattr(self, name)
             if any(width < 1 for width in widths):
                 raise ValueError(f"{name} must have widths of at least 1, got {widths}; raise them")
-        if self.name == "attention" and (self.history is None or self.target is None):
+        if self.name in ("attention", "hstu") and (self.history is None or self.target is None):
             raise ValueError(
-                "history and target are required by the attention model, got "
+                f"history and target are required by the {self.name} model, got "
                 f"history={self.history}, target={self.target}; name two features"
             )
 
@@ -308,6 +340,8 @@ class TrainConfig:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     """Architecture."""
+    histories: Mapping[str, HistoryWindowConfig] = field(default_factory=dict)
+    """Of `data.histories`, those that the model reads, and how far back."""
     embedding_dim: int = 32
     """Width of every embedding row."""
     pooling: Literal["mean", "sum"] = "mean"
@@ -352,6 +386,11 @@ class TrainConfig:
         check_at_least(self, 1, "embedding_dim", "batch_samples", "epochs", "num_threads")
         check_at_most(self, MAX_WIDTH, "embedding_dim")
         check_at_most(self, MAX_THREADS, "num_threads")
+        if self.model.name == "hstu" and self.model.history not in self.histories:
+            raise ValueError(
+                f"model.history must be one of train.histories, got {self.model.history!r}; "
+                f"{suggest_name(self.model.history or '', self.histories)}"
+            )
         size = self.microbatch_samples
         if size is not None and (size < MIN_MICROBATCH_SAMPLES or size & (size - 1)):
             raise ValueError(
@@ -363,7 +402,7 @@ class TrainConfig:
                 f"embedding_dim must be at least 2 for wide_deep, got {self.embedding_dim}; raise "
                 "it: the first number of a row is the weight of the wide part"
             )
-        if self.model.name == "attention" and self.embedding_dim % self.model.num_heads:
+        if self.model.name in ("attention", "hstu") and self.embedding_dim % self.model.num_heads:
             raise ValueError(
                 f"embedding_dim must be divisible by model.num_heads, got {self.embedding_dim} and "
                 f"{self.model.num_heads}; change one"

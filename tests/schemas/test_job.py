@@ -96,6 +96,7 @@ def test_documents_show_every_key_in_an_example(document: str) -> None:
             "data.tables",
             "data.histories",
             "data.vocabularies",
+            "train.histories",
         )
         named = {**dict.fromkeys(one, 1), "data.transforms": 2}
         for _ in range(named.get(path, 0)):  # the names in between are the user's

@@ -14,7 +14,7 @@ from presage.schemas.errors import SchemaError, check_at_least, first_difference
 from presage.schemas.typed_values import DecodeError, from_json
 from presage.trainer.checkpoint.files import CheckpointManifest
 from presage.trainer.components import layouts_of, order_of
-from presage.trainer.data.decode import spec_of
+from presage.trainer.data.decode import training_spec
 from presage.trainer.stores.store import TableLayout
 
 # ---- The fingerprint: what a checkpoint belongs to ----
@@ -112,7 +112,7 @@ def _model_fingerprint(job: Job, dataset: OpenDataset) -> dict[str, Any]:
     runs that start from each other (a resumed run compares all of `train`, see
     `trainer/run/folder.py`).
     """
-    layouts = layouts_of(spec_of(dataset, job.train.dtype), job.train)
+    layouts = layouts_of(training_spec(dataset, job.train), job.train)
     tables = dataset.job.data.tables
     return {
         "model": job.train.model.name,

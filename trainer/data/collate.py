@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from presage.schemas.arrays import Array, find_sorted
+from presage.schemas.arrays import Array, find_sorted, offsets_of
 from presage.schemas.config.train import ModelConfig
 from presage.schemas.dataset.order import Step
 from presage.trainer.data import batch as kernels
@@ -21,8 +21,10 @@ from presage.trainer.data.decode import BatchSpec, RowGroup
 from presage.trainer.data.history_batch import (
     HistoryBatch,
     HistoryRows,
+    HistoryRuns,
     HistorySpec,
     concat_histories,
+    find_runs,
 )
 from presage.trainer.data.lookup import (
     Inverse,
@@ -200,8 +202,11 @@ def collate(
             time (docs/decisions/0088-loader-batch.md).
     """
     owner = {f: None if expanded else spec.owner.get(f) for f in spec.sparse}
+    runs = {h.name: [_runs(h, r, expanded=expanded) for r in ranges] for h in spec.histories}
     inverse = {} if expanded else {g: _concat_inverse(ranges, g) for g in spec.groups}
-    bags = _concat_bags(spec, ranges, expanded=expanded)
+    if not expanded:
+        inverse |= {h.group: _concat_runs(runs[h.name]) for h in spec.histories if h.features}
+    bags = _concat_bags(spec, ranges, runs, expanded=expanded)
     labels = _concat(ranges, lambda r: r.labels)
     dense = torch.from_numpy(_concat(ranges, lambda r: r.dense))
     num_tuples = {group: num_unique for group, (_, num_unique) in inverse.items()}
@@ -219,7 +224,10 @@ def collate(
         group_of=owner,
         shared=find_shared_features(groups, owner, dense) if find_shared else None,
         kept={name: _concat(ranges, lambda r, n=name: r.kept[n]) for name in spec.kept},
-        histories={history.name: _history(history, ranges) for history in spec.histories},
+        histories={
+            h.name: concat_histories(() if h.features else h.columns, runs[h.name])
+            for h in spec.histories
+        },
     )
     indices_of = {group: indices for group, (indices, _) in inverse.items()}
     sparse = _reader_kjt(bags, indices_of, owner, len(labels))
@@ -240,13 +248,17 @@ def _concat(ranges: Sequence[Range], array_of: Callable[[RowGroup], Array]) -> A
     return np.concatenate([array_of(r.row_group)[r.samples] for r in ranges])
 
 
-def _history(spec: HistorySpec, ranges: Sequence[Range]) -> HistoryBatch:
-    parts: list[tuple[HistoryRows | None, int, slice]] = []
-    for each in ranges:
-        samples, arrays = each.samples, each.row_group.histories
-        rows = HistoryRows.of(spec.name, spec.columns, arrays) if arrays else None
-        parts.append((rows, samples.stop - samples.start, samples))
-    return concat_histories(spec.columns, parts)
+def _runs(spec: HistorySpec, samples: Range, *, expanded: bool) -> HistoryRuns:
+    arrays = samples.row_group.histories
+    rows = HistoryRows.of(spec.name, spec.columns, arrays) if arrays else None
+    return find_runs(spec, rows, samples.samples, expanded=expanded and spec.is_sparse)
+
+
+def _concat_runs(ranges: Sequence[HistoryRuns]) -> tuple[NDArray[np.int64], int]:
+    """Return the index of each sample's run in the batch, and the number of runs."""
+    first = offsets_of(np.array([len(each.low) for each in ranges]))
+    inverse = [each.inverse + start for each, start in zip(ranges, first.tolist(), strict=False)]
+    return np.concatenate(inverse), int(first[-1])
 
 
 def _concat_inverse(ranges: Sequence[Range], group: str) -> tuple[NDArray[np.int64], int]:
@@ -260,16 +272,37 @@ def _concat_inverse(ranges: Sequence[Range], group: str) -> tuple[NDArray[np.int
     return np.concatenate(parts), num_unique
 
 
-def _concat_bags(spec: BatchSpec, ranges: Sequence[Range], *, expanded: bool) -> KeyedBags:
+def _concat_bags(
+    spec: BatchSpec,
+    ranges: Sequence[Range],
+    runs: Mapping[str, Sequence[HistoryRuns]],
+    *,
+    expanded: bool,
+) -> KeyedBags:
     """Return the bags of all features, of each sample if `expanded`."""
-    owners = (None, *spec.groups)
+    stored, as_features = (None, *spec.groups), [h for h in spec.histories if h.features]
+    owners = (*stored, *(history.group for history in as_features))
     owner_of = [owners.index(spec.owner.get(feature)) for feature in spec.sparse]
-    chosen = [[_bags(samples, owner, expanded) for owner in owners] for samples in ranges]
+    chosen = [
+        [_bags(samples, owner, expanded) for owner in stored]
+        + [(None, slice(0, len(runs[h.name][i].low))) for h in as_features]
+        for i, samples in enumerate(ranges)
+    ]
+    lists = [
+        [runs[h.name][i].lists_of(column) for h in as_features for column in h.columns]
+        for i in range(len(ranges))
+    ]
     rows = np.array([[(r.start, r.stop) for _, r in each] for each in chosen], np.int64)
     lengths, offsets, values, weights = kernels.concat_lists(
         [
-            (samples.row_group.list_columns, [indices for indices, _ in each], of_owners.ravel())
-            for samples, each, of_owners in zip(ranges, chosen, rows, strict=True)
+            (
+                samples.row_group.list_columns_with(others)
+                if others
+                else samples.row_group.list_columns,
+                [indices for indices, _ in each],
+                of_owners.ravel(),
+            )
+            for samples, others, each, of_owners in zip(ranges, lists, chosen, rows, strict=True)
         ],
         np.array(owner_of, np.int64),
         np.finfo(spec.dtype).bits if spec.weighted else 0,
@@ -344,7 +377,7 @@ def move_batch(
         _history_of(batch, model) if model.name == "attention" else None,
         row_numbers,
     )
-    names = ("labels", "weights", "dense", "groups", "shared")
+    names = ("labels", "weights", "dense", "groups", "shared", "histories")
     parts = {name: getattr(batch, name) for name in names} | {"device_inputs": inputs}
     return replace(batch, **to_device(parts, device))
 

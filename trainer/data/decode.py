@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import pairwise
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -23,6 +24,7 @@ from presage.schemas.arrays import (
     values_of,
 )
 from presage.schemas.config.job import DataConfig, TableConfig
+from presage.schemas.config.train import HistoryWindowConfig, ModelConfig, TrainConfig
 from presage.schemas.dataset.opened import OpenDataset
 from presage.schemas.errors import SchemaError, suggest_name
 from presage.schemas.features import FeatureSet
@@ -45,7 +47,7 @@ class BatchSpec:
     dense: tuple[str, ...]
     """Dense features, schema order."""
     sparse: tuple[str, ...]
-    """Sparse features, schema order."""
+    """Sparse features, schema order, and after them those of histories."""
     weighted: tuple[str, ...]
     """Sparse features whose list entries have weights."""
     kept: tuple[str, ...]
@@ -60,11 +62,19 @@ class BatchSpec:
     histories: tuple[HistorySpec, ...] = ()
     session_key: str = ""
     """Column of the keys of histories."""
+    session_time: str = ""
+    """Column of the times of samples, for histories."""
 
     @property
     def groups(self) -> tuple[str, ...]:
-        """Dedup groups of the columns, in order of first use."""
+        """Stored dedup groups of the columns, in order of first use."""
         return tuple(dict.fromkeys(self.owner[c] for c in self.columns if c in self.owner))
+
+    @property
+    def stored_sparse(self) -> tuple[str, ...]:
+        """Sparse features without those of histories, schema order."""
+        of_histories = {f for history in self.histories for f in history.features.values()}
+        return tuple(f for f in self.sparse if f not in of_histories)
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -72,19 +82,113 @@ class BatchSpec:
         single = [c for c in (self.label, self.weight) if c is not None]
         weights = [weights_column(f) for f in self.weighted]
         counts = [count_column(history.name) for history in self.histories]
-        keys = [self.session_key] if counts else []
-        own = [*single, *self.kept, *self.dense, *self.sparse, *weights]
+        keys = [self.session_key, self.session_time] if counts else []
+        own = [*single, *self.kept, *self.dense, *self.stored_sparse, *weights]
         return tuple(dict.fromkeys([*own, *keys, *counts]))
 
 
 def spec_of(dataset: OpenDataset, dtype: str, kept: tuple[str, ...] = ()) -> BatchSpec:
-    """Return the columns of a batch of a dataset.
+    """Return the columns of a batch of a dataset, without histories.
 
     Raises:
         SchemaError: a sparse feature has no table, or one of `kept` is no column.
     """
     data = dataset.job.data
     return spec_of_columns(dataset.features, data, dtype, kept, data.group_of_column)
+
+
+def training_spec(
+    dataset: OpenDataset, config: TrainConfig, kept: tuple[str, ...] = ()
+) -> BatchSpec:
+    """Return the columns of a batch of a run, with the events of `train.histories` as features.
+
+    Raises:
+        SchemaError: as `spec_of`, or the dataset lacks a history or one of its features is taken.
+    """
+    spec = spec_of(dataset, config.dtype, kept)
+    return with_histories(spec, dataset, train_histories(dataset.job.data, config))
+
+
+def train_histories(data: DataConfig, config: TrainConfig) -> list[HistorySpec]:
+    """Return the histories of `train.histories`, as features.
+
+    Raises:
+        SchemaError: the dataset lacks one.
+    """
+    return [
+        replace(
+            history_spec(data, name, window.length),
+            step=window.step,
+            runs=runs_of_model(config.model, name, window),
+            columns=tuple(
+                c for c in data.histories[name].columns if c in data.histories[name].tables
+            ),
+            is_sparse=True,
+        )
+        for name, window in config.histories.items()
+    ]
+
+
+def runs_of_model(
+    model: ModelConfig, history: str, window: HistoryWindowConfig
+) -> Literal["key", "start", "window"]:
+    """Return which samples of a model share a run of events.
+
+    With one causal layer what an event becomes does not depend on those before it that a sample
+    does not see; with more, windows must begin at the same event.
+    """
+    if model.name != "hstu" or model.history != history:
+        return "window"
+    return "key" if model.num_layers == 1 else "start"
+
+
+def history_spec(data: DataConfig, name: str, num_events: int | None) -> HistorySpec:
+    """Return a history of a dataset with all of its columns.
+
+    Raises:
+        SchemaError: the dataset lacks it.
+    """
+    if name not in data.histories:
+        raise SchemaError(f"dataset has no history {name!r}; {suggest_name(name, data.histories)}")
+    history = data.histories[name]
+    return HistorySpec(
+        name=name,
+        columns=tuple(history.columns),
+        tables=history.tables,
+        tick=history.tick,
+        num_events=num_events,
+    )
+
+
+def with_histories(
+    spec: BatchSpec, dataset: OpenDataset, histories: Sequence[HistorySpec]
+) -> BatchSpec:
+    """Return the columns of a batch with histories, some as features.
+
+    Raises:
+        SchemaError: a column has the name of such a feature.
+    """
+    data = dataset.job.data
+    owner, table_of = dict(spec.owner), dict(spec.table_of)
+    features: list[str] = []
+    for history in histories:
+        for column, feature in history.features.items():
+            if feature in dataset.features:
+                raise SchemaError(
+                    f"column {feature!r} has the name of a column of history {history.name!r}; "
+                    "rename one"
+                )
+            features.append(feature)
+            owner[feature], table_of[feature] = history.group, history.tables[column]
+    return replace(
+        spec,
+        sparse=(*spec.sparse, *features),
+        owner=owner,
+        table_of=table_of,
+        histories=tuple(histories),
+        session_key=data.session.key,
+        session_time=data.session.time or "",
+    )
 
 
 def spec_of_columns(
@@ -240,12 +344,15 @@ class RowGroup:
 
     @cached_property
     def list_columns(self) -> ListColumns:
-        """The bags of each feature and their weights, checked."""
-        weights = self.per_sample_weights
-        return ListColumns(
-            [lists.arrays for lists in self.sparse.values()],
-            [weights[f].arrays if f in weights else None for f in self.sparse],
-        )
+        """The bags of each stored feature and their weights, checked."""
+        return self.list_columns_with(())
+
+    def list_columns_with(self, others: Iterable[tuple[Array, Array, Array]]) -> ListColumns:
+        """Return the bags of each stored feature, and those of others, without weights."""
+        weights, lists = self.per_sample_weights, [each.arrays for each in self.sparse.values()]
+        of_stored = [weights[f].arrays if f in weights else None for f in self.sparse]
+        lists += others
+        return ListColumns(lists, of_stored + [None] * (len(lists) - len(of_stored)))
 
 
 def whole_array(array: Array) -> Array:
@@ -265,7 +372,7 @@ def padding_row_group(spec: BatchSpec, num_samples: int) -> RowGroup:
     """
     num_unique = min(num_samples, 1)
     zeros = np.zeros(num_samples, spec.dtype)
-    bags = {f: num_unique if f in spec.owner else num_samples for f in spec.sparse}
+    bags = {f: num_unique if f in spec.owner else num_samples for f in spec.stored_sparse}
 
     def empty(count: int, dtype: DTypeLike) -> Lists:
         return Lists(np.empty(0, dtype), *np.zeros((2, count), np.int64))
@@ -287,8 +394,8 @@ ReadTable = Callable[[str, list[str]], pa.Table]
 """(`samples` or a group, columns) to the row group's columns."""
 
 
-JoinHistory = Callable[[HistorySpec, pa.Array, NDArray[np.int64]], HistoryRows]
-"""History, session keys of samples and their counts to the events that these see."""
+JoinHistory = Callable[[HistorySpec, pa.Array, pa.Array, NDArray[np.int64]], HistoryRows]
+"""History, session keys and times of samples and their counts to the events that these see."""
 
 
 def decode(
@@ -337,7 +444,7 @@ def decode(
         return check_range(values, name, low, high)
 
     num_samples = int(counts.samples.sum())
-    sparse = {name: _bags(column_of(name), spec.table_of[name], spec) for name in spec.sparse}
+    sparse = {n: _bags(column_of(n), spec.table_of[n], spec) for n in spec.stored_sparse}
     dense = np.empty((num_samples, len(spec.dense)), spec.dtype)
     for index, name in enumerate(spec.dense):
         dense[:, index] = numbers(name)
@@ -367,7 +474,8 @@ def _histories(
     for history in spec.histories:
         assert join is not None, "needed for histories"
         of_samples = numpy_of(column_of(count_column(history.name))).astype(np.int64)
-        arrays |= join(history, column_of(spec.session_key), of_samples).arrays(history.name)
+        keys, times = column_of(spec.session_key), column_of(spec.session_time)
+        arrays |= join(history, keys, times, of_samples).arrays(history.name)
     return arrays
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Literal
 
 import numpy as np
 import pyarrow as pa
@@ -16,8 +18,8 @@ from presage.schemas.arrays import (
     distinct_values,
     numpy_of,
     one_chunk,
-    ranges,
 )
+from presage.schemas.arrays import ranges as ranges_of
 from presage.schemas.config.job import TableConfig
 from presage.schemas.dataset.history_files import HistoryReader
 from presage.schemas.rows import rows_of_values
@@ -31,13 +33,39 @@ class HistorySpec:
         name: of the history.
         columns: of its events.
         tables: by column, the table whose rows its values become; others stay numbers.
+        tick: resolution of times.
         num_events: newest events that a sample sees; None: all.
+        step: a window begins at a multiple of so many events, counted from the first one of its
+            key in the segment of the sample, and has up to `step - 1` more events.
+        runs: which neighbours share a run of events: samples of one `key`, those whose windows
+            `start` at the same event, or those with the same `window`.
+        is_sparse: whether the columns with tables are sparse features of the batch, with a list for
+            each run.
     """
 
     name: str
     columns: tuple[str, ...]
     tables: Mapping[str, str]
+    tick: timedelta
     num_events: int | None
+    step: int = 1
+    runs: Literal["key", "start", "window"] = "key"
+    is_sparse: bool = False
+
+    @property
+    def most_events(self) -> int | None:
+        """Events of the longest window; None: all."""
+        return None if self.num_events is None else self.num_events + self.step - 1
+
+    @property
+    def features(self) -> dict[str, str]:
+        """Sparse feature of each column that is one."""
+        return {c: f"{self.name}.{c}" for c in self.columns} if self.is_sparse else {}
+
+    @property
+    def group(self) -> str:
+        """Dedup group of these features, whose tuples are runs; no stored group has its name."""
+        return f"histories/{self.name}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +76,7 @@ class HistoryRows:
         key: (num_samples,) int64, equal for samples of one key.
         starts: (num_samples,) int64, the first event that each sample sees.
         ends: (num_samples,) int64, one after the last.
+        times: (num_samples,) int64, times of the samples, in ticks since 1970.
         ticks: (num_events,) int64, when they are available, in ticks since 1970.
         values: by column, (num_events,).
     """
@@ -55,6 +84,7 @@ class HistoryRows:
     key: NDArray[np.int64]
     starts: NDArray[np.int64]
     ends: NDArray[np.int64]
+    times: NDArray[np.int64]
     ticks: NDArray[np.int64]
     values: Mapping[str, Array]
 
@@ -68,11 +98,10 @@ class HistoryRows:
     def of(cls, name: str, columns: Sequence[str], arrays: Mapping[str, Array]) -> HistoryRows:
         """Undo `arrays`."""
         values = {column: arrays[f"{name}/values/{column}"] for column in columns}
-        key, starts, ends, ticks = (arrays[f"{name}/{field}"] for field in _FIELDS)
-        return cls(key, starts, ends, ticks, values)
+        return cls(**{field: arrays[f"{name}/{field}"] for field in _FIELDS}, values=values)
 
 
-_FIELDS = ("key", "starts", "ends", "ticks")
+_FIELDS = ("key", "starts", "ends", "times", "ticks")
 
 
 def read_history(
@@ -82,6 +111,7 @@ def read_history(
     reader: HistoryReader,
     segment_id: str,
     keys: pa.Array | pa.ChunkedArray,
+    times: pa.Array,
     counts: NDArray[np.int64],
 ) -> HistoryRows:
     """Return the events that samples of a row group see.
@@ -93,6 +123,7 @@ def read_history(
         reader: of the history.
         segment_id: of the samples.
         keys: (num_samples,) session keys.
+        times: (num_samples,) session times.
         counts: (num_samples,) events of its own segment that each sample sees.
 
     Raises:
@@ -106,7 +137,8 @@ def read_history(
     ends = events.own[code] + counts
     starts = events.starts[code]
     if spec.num_events is not None:
-        starts = np.maximum(starts, ends - spec.num_events)
+        first = (counts - spec.num_events) // spec.step * spec.step
+        starts = np.maximum(starts, events.own[code] + first)
     values: dict[str, Array] = {}
     for column in spec.columns:
         if (table := spec.tables.get(column)) is not None:
@@ -115,7 +147,9 @@ def read_history(
             numbers = numpy_of(events.values[column])
             is_float = np.issubdtype(numbers.dtype, np.floating)
             values[column] = numbers.astype(dtype if is_float else np.int64, copy=False)
-    return HistoryRows(code.astype(np.int64), starts, ends, events.ticks, values)
+    times = times.cast(pa.timestamp("us")).cast(pa.int64())
+    ticks = numpy_of(times) // (spec.tick // timedelta(microseconds=1))
+    return HistoryRows(code.astype(np.int64), starts, ends, ticks, events.ticks, values)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +162,7 @@ class HistoryBatch:
         ticks: (num_events,) int64, when each is available, in ticks of the history since 1970.
         starts: (B,) int64, the first event that each sample sees.
         ends: (B,) int64, one after the last.
+        times: (B,) int64, times of the samples, in ticks since 1970.
         runs: (num_runs + 1,) int64, offsets of the events of consecutive samples of one key.
     """
 
@@ -135,6 +170,7 @@ class HistoryBatch:
     ticks: torch.Tensor
     starts: torch.Tensor
     ends: torch.Tensor
+    times: torch.Tensor
     runs: torch.Tensor
 
     @property
@@ -150,7 +186,7 @@ class HistoryBatch:
         """
         names = [*self.values] if columns is None else list(columns)
         lengths = self.lengths
-        rows = torch.from_numpy(ranges(self.starts.numpy(), lengths.numpy()))
+        rows = torch.from_numpy(ranges_of(self.starts.numpy(), lengths.numpy()))
         return KeyedJaggedTensor(
             names,
             torch.cat([self.values[name][rows] for name in names]),
@@ -160,62 +196,110 @@ class HistoryBatch:
     @property
     def tensors(self) -> list[torch.Tensor]:
         """All tensors."""
-        return [*self.values.values(), self.ticks, self.starts, self.ends, self.runs]
+        return [*self.values.values(), *(getattr(self, name) for name in _TENSORS)]
 
     def map_tensors(self, function: Callable[[torch.Tensor], torch.Tensor]) -> HistoryBatch:
         """Return the events with a function applied to each tensor."""
-        return replace(
-            self,
-            values={name: function(values) for name, values in self.values.items()},
-            ticks=function(self.ticks),
-            starts=function(self.starts),
-            ends=function(self.ends),
-            runs=function(self.runs),
-        )
+        values = {name: function(values) for name, values in self.values.items()}
+        others = {name: function(getattr(self, name)) for name in _TENSORS}
+        return replace(self, values=values, **others)
 
 
-def concat_histories(
-    columns: Sequence[str], parts: Sequence[tuple[HistoryRows | None, int, slice]]
-) -> HistoryBatch:
-    """Return the events of samples, each once per run of samples of its key.
+_TENSORS = ("ticks", "starts", "ends", "times", "runs")
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryRuns:
+    """Consecutive samples of a row group that share a run of its events.
+
+    Attributes:
+        low: (num_runs,) int64, first event of each run.
+        counts: (num_runs,) int64, its events.
+        inverse: (num_samples,) int64, the run of each sample.
+        starts: (num_samples,) int64, the first event that each sample sees.
+        ends: (num_samples,) int64, one after the last.
+        rows: of the row group; None for samples of padding, which see no events.
+        samples: in the row group.
+    """
+
+    low: NDArray[np.int64]
+    counts: NDArray[np.int64]
+    inverse: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    ends: NDArray[np.int64]
+    rows: HistoryRows | None
+    samples: slice
+
+    @property
+    def times(self) -> NDArray[np.int64]:
+        """(num_samples,) int64, times of the samples, in ticks."""
+        none = np.zeros(len(self.inverse), np.int64)
+        return none if self.rows is None else self.rows.times[self.samples]
+
+    def lists_of(self, column: str) -> tuple[Array, Array, Array]:
+        """Return the values of a column, and the first of each run and one after its last."""
+        none = np.empty(0, np.int64)
+        values = none if self.rows is None else self.rows.values[column]
+        return values, self.low, self.low + self.counts
+
+
+def find_runs(
+    spec: HistorySpec, rows: HistoryRows | None, samples: slice, *, expanded: bool = False
+) -> HistoryRuns:
+    """Return the runs of some samples of a row group.
+
+    Args:
+        spec: of the history.
+        rows: events of the row group; None: samples of padding.
+        samples: in the row group.
+        expanded: a run for each sample, of the events that it sees.
+    """
+    num_samples = samples.stop - samples.start
+    if rows is None or not num_samples:
+        none, inverse = np.zeros(min(num_samples, 1), np.int64), np.zeros(num_samples, np.int64)
+        if expanded:
+            none, inverse = inverse, np.arange(num_samples)
+        unseen = np.zeros(num_samples, np.int64)
+        return HistoryRuns(none, none, inverse, unseen, unseen, None, samples)
+    starts, ends = rows.starts[samples], rows.ends[samples]
+    of_run = {"key": (), "start": (starts,), "window": (starts, ends)}[spec.runs]
+    is_first = np.full(num_samples, expanded)
+    for column in (rows.key[samples], *of_run):
+        is_first |= np.diff(column, prepend=column[0] - 1) != 0
+    cuts = np.flatnonzero(is_first)
+    low = np.minimum.reduceat(starts, cuts)
+    counts = np.maximum.reduceat(ends, cuts) - low
+    return HistoryRuns(low, counts, np.cumsum(is_first) - 1, starts, ends, rows, samples)
+
+
+def concat_histories(columns: Sequence[str], ranges: Sequence[HistoryRuns]) -> HistoryBatch:
+    """Return the events of samples, each once for every run.
 
     Args:
         columns: of the events.
-        parts: events of a row group, number of samples, and these samples in the row group; None:
-            samples of padding, which see none.
+        ranges: the samples.
     """
-    starts: list[NDArray[np.int64]] = []
-    ends: list[NDArray[np.int64]] = []
-    lengths: list[NDArray[np.int64]] = []
-    ticks: list[NDArray[np.int64]] = []
-    values: dict[str, list[Array]] = {column: [] for column in columns}
-    num_events = 0
-    for rows, num_samples, samples in parts:
-        if rows is None:
-            starts.append(np.full(num_samples, num_events))
-            ends.append(starts[-1])
-            continue
-        key, first, end = rows.key[samples], rows.starts[samples], rows.ends[samples]
-        cuts = np.flatnonzero(np.diff(key, prepend=-1))
-        low = np.minimum.reduceat(first, cuts) if len(cuts) else first
-        count = (np.maximum.reduceat(end, cuts) if len(cuts) else end) - low
-        shift = np.repeat(
-            num_events + np.cumsum(count) - count - low, np.diff(cuts, append=len(key))
-        )
-        chosen = ranges(low, count)
-        starts.append(first + shift)
-        ends.append(end + shift)
-        lengths.append(count)
-        ticks.append(rows.ticks[chosen])
-        for name, column in rows.values.items():
-            values[name].append(column[chosen])
-        num_events += len(chosen)
-    runs = np.cumsum(np.concatenate([[0], *lengths]))
+    num_events = np.concatenate([[0], *(each.counts for each in ranges)])
+    runs = np.cumsum(num_events)
+    chosen = [ranges_of(each.low, each.counts) for each in ranges]
+    shifts: list[NDArray[np.int64]] = []
+    first = 0
+    for each in ranges:
+        end = first + len(each.low)
+        shifts.append((runs[first:end] - each.low)[each.inverse])
+        first = end
+    with_events = [(each.rows, c) for each, c in zip(ranges, chosen, strict=True) if each.rows]
     none = np.empty(0, np.int64)
+
+    def joined(arrays: Iterable[Array]) -> torch.Tensor:
+        parts = list(arrays)
+        return torch.from_numpy(np.concatenate(parts) if parts else none)
+
     return HistoryBatch(
-        values={n: torch.from_numpy(np.concatenate(of or [none])) for n, of in values.items()},
-        ticks=torch.from_numpy(np.concatenate([none, *ticks])),
-        starts=torch.from_numpy(np.concatenate(starts)),
-        ends=torch.from_numpy(np.concatenate(ends)),
+        values={n: joined(rows.values[n][c] for rows, c in with_events) for n in columns},
+        ticks=joined(rows.ticks[c] for rows, c in with_events),
+        starts=joined(each.starts + shift for each, shift in zip(ranges, shifts, strict=True)),
+        ends=joined(each.ends + shift for each, shift in zip(ranges, shifts, strict=True)),
+        times=joined(each.times for each in ranges),
         runs=torch.from_numpy(runs),
     )

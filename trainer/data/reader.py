@@ -165,7 +165,7 @@ class Reader:
         self._split_positions = [s.positions(split) for s in dataset.segments]
         self._absent = [missing_column_defaults(dataset, s) for s in dataset.segments]
         self._histories = {
-            h.name: HistoryReader(dataset, h.name, h.columns, h.num_events) for h in spec.histories
+            h.name: HistoryReader(dataset, h.name, h.columns, h.most_events) for h in spec.histories
         }
         self._files = OpenFiles(OPEN_FILES)
         self._decoded: OrderedDict[_RowGroupKey, RowGroup] = OrderedDict()
@@ -424,11 +424,13 @@ class Reader:
 
             return read_with_defaults(read_present, columns, self._absent[segment])
 
-        def join(history: HistorySpec, keys: pa.Array, counts: NDArray[np.int64]) -> HistoryRows:
+        def join(
+            history: HistorySpec, keys: pa.Array, times: pa.Array, counts: NDArray[np.int64]
+        ) -> HistoryRows:
             reader = self._histories[history.name]
             segment_id = blocks.segment.id
             tables, dtype = self._spec.tables, self._spec.dtype
-            return read_history(history, tables, dtype, reader, segment_id, keys, counts)
+            return read_history(history, tables, dtype, reader, segment_id, keys, times, counts)
 
         decoded = decode(self._spec, blocks.counts(key[1]), read, join)
         return decoded.without(blocks.segment.deleted_rows(file, row_group))

@@ -32,7 +32,7 @@ from presage.schemas.storage.versions import writer_id
 from presage.trainer.checkpoint.load import newest_checkpoint, step_of
 from presage.trainer.checkpoint.manager import claim_leftovers
 from presage.trainer.components import layouts_of
-from presage.trainer.data.decode import spec_of
+from presage.trainer.data.decode import training_spec
 from presage.trainer.data.transfer import device_of
 from presage.trainer.elastic.attempt import TOKEN, Rendezvous, remove_rendezvous, write_rendezvous
 from presage.trainer.elastic.membership import Lighthouse
@@ -358,7 +358,7 @@ class Launcher:
         with ExitStack() as stack:
             shared = None
             if self.options.embedding != "plain":
-                layouts = layouts_of(spec_of(self.data.current().dataset, train.dtype), train)
+                layouts = layouts_of(training_spec(self.data.current().dataset, train), train)
                 stores = launch_shared_stores(
                     run, self.job_path, train, layouts, self.options.stores, checkpoint
                 )

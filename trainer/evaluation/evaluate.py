@@ -27,7 +27,7 @@ from presage.trainer.checkpoint.load import (
 )
 from presage.trainer.components import Components, build_components, order_of, uses_shared_features
 from presage.trainer.data.collate import CollatedBatch, move_batch
-from presage.trainer.data.decode import spec_of
+from presage.trainer.data.decode import training_spec
 from presage.trainer.data.reader import Reader
 from presage.trainer.data.transfer import device_of
 from presage.trainer.evaluation.metrics import Evaluation, MetricColumns, Metrics, columns_of
@@ -64,7 +64,7 @@ def evaluate_run(
         if identity.selected is not None:
             dataset = select_segments_by_hash(dataset, identity.selected)
         check_run(run, dataset, job.train)
-    spec = spec_of(dataset, job.train.dtype)
+    spec = training_spec(dataset, job.train)
     components = build_components(spec, job.train)
     checkpoint = require_checkpoint(run)
     fingerprint = fingerprint_of(job, dataset)
@@ -84,7 +84,7 @@ def evaluate_components(
 ) -> Evaluation:
     """Evaluate the current model and rows of a run."""
     columns = columns_of(dataset, job.train)
-    spec = spec_of(dataset, job.train.dtype, columns.kept)
+    spec = training_spec(dataset, job.train, columns.kept)
     reader = Reader(
         dataset,
         order_of(job, dataset, trains=False),

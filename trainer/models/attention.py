@@ -124,8 +124,11 @@ class TargetAttention(nn.Module):
         return torch.cat(read).index_select(0, buckets.slots)
 
 
-class AttentionModel(nn.Module):
-    """MLP over dense features, the pooled rows of every feature, and the attended history."""
+class TargetModel(nn.Module):
+    """MLP over dense features, the pooled rows of features, and what the target reads.
+
+    Parameters for that are made by `build_reading`.
+    """
 
     def __init__(
         self,
@@ -136,13 +139,10 @@ class AttentionModel(nn.Module):
     ) -> None:
         super().__init__()
         model, dim = config.model, config.embedding_dim
-        assert model.history is not None, "ModelConfig gives the attention model a history"
-        assert model.target is not None, "ModelConfig gives the attention model a target"
-        self.features = features
-        self.history, self.target, self.max_history = model.history, model.target, model.max_history
-        self.encoder = HistoryEncoder(dim, model.num_heads, model.max_history)
-        self.attention = TargetAttention(dim)
-        self.empty_history = nn.Parameter(torch.zeros(dim))
+        assert model.history is not None, "ModelConfig gives the model a history"
+        assert model.target is not None, "ModelConfig gives the model a target"
+        self.features, self.history, self.target = features, model.history, model.target
+        self.build_reading(config)
         self.bottom = MLP(num_dense, [*model.bottom_layers, dim]) if num_dense else None
         widths = [(len(features) + 1 + (num_dense > 0)) * dim, *model.top_layers]
         self.top = nn.Sequential(MLP(widths[0], widths[1:]), nn.Linear(widths[-1], 1))
@@ -152,6 +152,20 @@ class AttentionModel(nn.Module):
         names = ([DENSE] if num_dense else []) + [*features, _HISTORY]
         self._columns = columns_of(dict.fromkeys(names, dim))
 
+    def build_reading(self, config: TrainConfig) -> None:
+        """Make the parameters of `read`."""
+        raise NotImplementedError
+
+    def read(self, batch: CollatedBatch, embedding: Any, targets: torch.Tensor) -> torch.Tensor:
+        """Return (B, dim), what each target reads of its history.
+
+        Args:
+            batch: with the history.
+            embedding: of the rows of the batch.
+            targets: (B, dim).
+        """
+        raise NotImplementedError
+
     def forward(self, batch: CollatedBatch) -> torch.Tensor:
         """Return (B,) logits."""
         embedding: Any = self.embedding
@@ -160,7 +174,7 @@ class AttentionModel(nn.Module):
         pooled = embedding(batch.sparse).to_dict()
         inputs = [] if self.bottom is None else [self.bottom(batch.dense)]
         inputs += [pooled[feature] for feature in self.features]
-        inputs.append(self._attend(batch, embedding, pooled[self.target]))
+        inputs.append(self.read(batch, embedding, pooled[self.target]))
         return self.top(torch.cat(inputs, dim=1)).squeeze(1)
 
     def _forward_by_tuple(self, batch: CollatedBatch, embedding: Any) -> torch.Tensor:
@@ -171,7 +185,7 @@ class AttentionModel(nn.Module):
             inputs = dense_vectors(batch, batch.dense)
             dense = GroupVectors(inputs.name, {DENSE: self.bottom(inputs.vectors[DENSE])})
         targets = to_samples(batch, batch.group_of[self.target], pooled[self.target])
-        history = GroupVectors(None, {_HISTORY: self._attend(batch, embedding, targets)})
+        history = GroupVectors(None, {_HISTORY: self.read(batch, embedding, targets)})
         groups = [*vectors_by_group(batch, {f: pooled[f] for f in self.features}, dense), history]
         first, rest = first_layer(self.top)
         sums = sum_over_groups(
@@ -179,8 +193,20 @@ class AttentionModel(nn.Module):
         )
         return rest(sums + first.bias).squeeze(1)
 
-    def _attend(self, batch: CollatedBatch, embedding: Any, targets: torch.Tensor) -> torch.Tensor:
-        """Return (B, dim), a learned vector for an empty history."""
+
+class AttentionModel(TargetModel):
+    """Target attention over a list feature."""
+
+    def build_reading(self, config: TrainConfig) -> None:
+        """Make the encoder, the attention and the vector of empty lists."""
+        model, dim = config.model, config.embedding_dim
+        self.max_history = model.max_history
+        self.encoder = HistoryEncoder(dim, model.num_heads, model.max_history)
+        self.attention = TargetAttention(dim)
+        self.empty_history = nn.Parameter(torch.zeros(dim))
+
+    def read(self, batch: CollatedBatch, embedding: Any, targets: torch.Tensor) -> torch.Tensor:
+        """Return (B, dim), a learned vector for an empty list."""
         values, offsets = embedding.sequence(batch.sparse, self.history)
         layout = self._layout_of(batch, offsets)
         padded = layout.pad(values)

@@ -19,7 +19,7 @@ from presage.trainer.checkpoint.manager import BackgroundSaver, claim_leftovers,
 from presage.trainer.checkpoint.save import save_checkpoint
 from presage.trainer.checkpoint.snapshot import DATA_OFFSET, copy_bytes, no_room
 from presage.trainer.components import Components, build_components
-from presage.trainer.data.decode import spec_of
+from presage.trainer.data.decode import training_spec
 from presage.trainer.embedding.changes import Changes
 from presage.trainer.run.run_context import RunContext
 from presage.trainer.steps import Span
@@ -47,7 +47,7 @@ def copy_bytes_of(
         return 0
     if components is None:
         on_host = replace(job.train, device="cpu")  # a launcher may have no other device
-        components = build_components(spec_of(span.dataset, job.train.dtype), on_host)
+        components = build_components(training_spec(span.dataset, job.train), on_host)
     steps, layouts = range(first, span.horizon.end_step), components.store.layouts
     rows = copy_bytes(span.dataset, span.next_uses, layouts, steps, every, cache)
     return dense_bytes(components) + rows

@@ -50,7 +50,7 @@ from presage.trainer.checkpoint.load import (
     verify_checkpoint,
 )
 from presage.trainer.components import build_components
-from presage.trainer.data.decode import spec_of
+from presage.trainer.data.decode import training_spec
 from presage.trainer.run.folder import (
     RunIdentity,
     RunOrigin,
@@ -295,7 +295,7 @@ def first_state_of(
         SchemaError: the dense state, which `rows_only` leaves out, is that of another model.
     """
     check_schema(start.run / RUN_FILE, start.identity, dataset)
-    spec, fingerprint = spec_of(dataset, job.train.dtype), fingerprint_of(job, dataset)
+    spec, fingerprint = training_spec(dataset, job.train), fingerprint_of(job, dataset)
     components = build_components(spec, job.train)
     if rows_only:
         dense = state_of(components.model, components.optimizer)

@@ -143,6 +143,11 @@ def open_checkpoint(run: Path, train_step: int | None = None) -> ExportedCheckpo
             file=str(run),
         )
     job, features = load_job(run / JOB), load_features(run / SCHEMA)
+    if job.train.histories:
+        raise SchemaError(
+            "run reads train.histories, which exported models cannot; use a run without them",
+            file=str(run),
+        )
     identity, checkpoint = read_identity(run), require_checkpoint(run, train_step)
     manifest = verify_checkpoint(checkpoint)
     spec = spec_of_columns(features, job.data, job.train.dtype)
@@ -369,7 +374,7 @@ class ServedEmbedding(nn.Module):
 class ServedAttention(AttentionModel):
     """The attention model with histories as blocks of positions."""
 
-    def _attend(self, batch: Any, embedding: Any, targets: torch.Tensor) -> torch.Tensor:
+    def read(self, batch: Any, embedding: Any, targets: torch.Tensor) -> torch.Tensor:
         """Return (B, dim); each sample is the only query of its own history."""
         inputs: Tensors = batch.sparse.inputs
         spec: BatchSpec = embedding.spec

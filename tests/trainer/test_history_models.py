@@ -1,0 +1,233 @@
+"""Models that read `train.histories`, against loops over events and samples one by one."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import silu
+
+from presage.schemas.config.job import Job, load_job
+from presage.schemas.config.train import TrainConfig
+from presage.schemas.dataset.opened import OpenDataset, open_dataset
+from presage.schemas.errors import SchemaError
+from presage.trainer.components import Components, build_components, order_of
+from presage.trainer.data.collate import CollatedBatch, single_microbatch
+from presage.trainer.data.decode import training_spec
+from presage.trainer.data.reader import Reader
+from presage.trainer.models.hstu import HstuLayer, HstuModel, time_buckets
+from presage.trainer.serve.export import export_run
+from tests.pipelines.history_days import Days, build_days, write_days
+from tests.trainer.runs import assert_same_bits, losses_of, run_job
+
+HSTU = "{{name: hstu, history: plays, target: item, num_layers: {}, num_heads: 2, top_layers: [8]}}"
+ATTENTION = "{name: attention, history: plays.item, target: item, num_heads: 2, top_layers: [8]}"
+SHARED = "{plays: {length: 12, step: 8}, shown: {length: 5}}"
+CASES = {
+    "one layer": (HSTU.format(1), "{plays: {length: 12}}"),
+    "three layers": (HSTU.format(3), SHARED),
+    "three layers, exact": (HSTU.format(3), "{plays: {length: 12}}"),
+    "attention": (ATTENTION, SHARED),
+    "dlrm": ("{name: dlrm, top_layers: [8]}", SHARED),
+}
+
+
+@pytest.fixture(scope="module")
+def days(tmp_path_factory: pytest.TempPathFactory) -> Days:
+    """Four days of a log with histories."""
+    folder = tmp_path_factory.mktemp("days") / "log"
+    days = write_days(folder, num_days=4, before="order", texts=True, delay=9000, seed=5)
+    build_days(days, days.dataset)
+    return days
+
+
+def job_of(days: Days, folder: Path, case: str, **changes: str) -> Path:
+    """Write the job of the days with a model and histories."""
+    model, histories = CASES[case]
+    values = {"dtype": "float64", "embedding_dim": "8", "model": model, "histories": histories}
+    text = ", ".join(f"{key}: {value}" for key, value in (values | changes).items())
+    folder.mkdir(exist_ok=True)
+    shutil.copy(days.job.parent / "schema.pbtxt", folder)
+    job = days.job.read_text(encoding="utf-8").replace("train: {batch", f"train: {{{text}, batch")
+    (folder / "job.yaml").write_text(job, encoding="utf-8")
+    return folder / "job.yaml"
+
+
+def reader_of(job: Job, dataset: OpenDataset, *, expanded: bool = False) -> Reader:
+    spec = training_spec(dataset, job.train)
+    return Reader(dataset, order_of(job, dataset), spec, expanded=expanded)
+
+
+def loss_and_gradients(
+    job: Job, dataset: OpenDataset, step: int, *, expanded: bool, seed: int = 0
+) -> dict[str, torch.Tensor]:
+    """Return logits, and the gradients of their weighted sum, with drawn parameters."""
+    components = build_components(training_spec(dataset, job.train), job.train)
+    draw(components.model, seed)
+    batch = reader_of(job, dataset, expanded=expanded).read(step)
+    microbatches = single_microbatch(batch)
+    components.embedding.open(microbatches)
+    logits = components.model(batch)
+    (logits * torch.arange(1, len(logits) + 1)).sum().backward()
+    gradients = {f"parameter {n}": p.grad for n, p in components.model.named_parameters()}
+    sums = components.embedding.microbatch(batch).row_gradients()
+    found = {n: g for n, g in gradients.items() if g is not None}
+    return found | {"logits": logits.detach(), "rows": sums.sums}
+
+
+def draw(model: nn.Module, seed: int) -> None:
+    """Set all parameters to drawn values: some are zero at first."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_and_gradients_are_those_of_a_history_for_each_sample(
+    days: Days, tmp_path: Path, case: str
+) -> None:
+    job, dataset = load_job(job_of(days, tmp_path / "job", case)), open_dataset(days.dataset)
+    for step in (0, 3):
+        shared, expanded = (
+            loss_and_gradients(job, dataset, step, expanded=expanded) for expanded in (False, True)
+        )
+        assert shared.keys() == expanded.keys()
+        for name, values in shared.items():
+            torch.testing.assert_close(values, expanded[name], rtol=1e-11, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("case", [c for c in CASES if "layer" in c])
+def test_model_is_a_walk_over_events(days: Days, tmp_path: Path, case: str) -> None:
+    job, dataset = load_job(job_of(days, tmp_path / "job", case)), open_dataset(days.dataset)
+    components = build_components(training_spec(dataset, job.train), job.train)
+    draw(components.model, 1)
+    reader = reader_of(job, dataset)
+    lengths: set[int] = set()
+    for step in range(reader.order.num_steps):
+        batch = reader.read(step)
+        components.embedding.open(single_microbatch(batch))
+        read = targets_of(components, batch, job.train)
+        torch.testing.assert_close(*read, rtol=1e-11, atol=1e-12)
+        lengths |= set(batch.histories["plays"].lengths.tolist())
+    assert {0, 12} <= lengths
+    assert max(lengths) == (19 if job.train.histories["plays"].step == 8 else 12)
+
+
+def targets_of(
+    components: Components, batch: CollatedBatch, config: TrainConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the targets after the last layer: those of the model, and by loops."""
+    model, embedding, history = components.model, components.embedding, batch.histories["plays"]
+    assert isinstance(model, HstuModel)
+    targets = embedding(batch.sparse).to_dict()["item"]
+    events, _ = embedding.sequence(batch.sparse, "plays.item")
+    assert len(events) == len(history.ticks)
+    walked = []
+    with torch.no_grad():
+        for sample in range(batch.num_samples):
+            chosen = slice(int(history.starts[sample]), int(history.ends[sample]))
+            x = torch.cat([events[chosen], targets[sample : sample + 1]])
+            times = torch.cat([history.ticks[chosen], history.times[sample : sample + 1]])
+            for layer in model.layers:
+                assert isinstance(layer, HstuLayer)
+                x = walk(layer, x, times, config)
+            walked.append(x[-1])
+        return model.read(batch, embedding, targets), torch.stack(walked)
+
+
+def walk(
+    layer: HstuLayer, x: torch.Tensor, times: torch.Tensor, config: TrainConfig
+) -> torch.Tensor:
+    """Return one layer over the events of a sample and its target, one pair after the other."""
+    window, heads = config.histories["plays"], config.model.num_heads
+    gate, value, query, key = silu(layer.project(layer.norm(x))).chunk(4, dim=1)
+    width, count = x.shape[1] // heads, len(x)
+    summed = torch.zeros_like(x)
+    for i in range(count):
+        for j in range(i + 1):
+            if i < count - 1 or j < count - 1 or i == j:
+                bucket = int(times[i] - times[j]).bit_length()
+                for head in range(heads):
+                    part = slice(head * width, (head + 1) * width)
+                    score = query[i, part] @ key[j, part] / width**0.5
+                    score += layer.distances[i - j, head] + layer.times[bucket, head]
+                    weight = silu(score) / (window.length + window.step - 1)
+                    summed[i, part] += weight * value[j, part]
+    # events of all but the last layer attend to themselves, as a target does
+    return x + layer.mix(layer.mix_norm(summed) * gate)
+
+
+def test_window_begins_at_a_multiple_of_the_step(days: Days, tmp_path: Path) -> None:
+    dataset, starts = open_dataset(days.dataset), {}
+    for case in ("three layers", "three layers, exact"):
+        job = load_job(job_of(days, tmp_path / case.replace(" ", "-"), case))
+        reader = reader_of(job, dataset)
+        for step in range(reader.order.num_steps):
+            batch = reader.read(step)
+            history, inverse = batch.histories["plays"], batch.groups["histories/plays"].indices
+            assert (history.starts == history.runs[inverse]).all(), "a run begins with its windows"
+            assert (history.ends <= history.runs[inverse + 1]).all()
+            assert (history.times >= 0).all()
+            starts.setdefault(case, []).append(history.lengths)
+    stepped, exact = (torch.cat(of_case) for of_case in starts.values())
+    is_full = exact == 12
+    assert (stepped[~is_full] == exact[~is_full]).all()
+    assert ((stepped >= exact) & (stepped < exact + 8)).all()
+    assert len(set(stepped[is_full].tolist())) == 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_run_has_equal_bits_in_every_mode_and_when_resumed(
+    days: Days, tmp_path: Path, case: str
+) -> None:
+    changes = {"epochs": "2", "cache": "{rows: 150}", "microbatch_samples": "16"}
+    job = job_of(days, tmp_path / "job", case, **changes, checkpoint="{every_steps: 4}")
+    run_job(job, days.dataset, tmp_path / "plain")
+    run_job(job, days.dataset, tmp_path / "lru", embedding="lru")
+    run_job(job, days.dataset, tmp_path / "resumed", steps=9)
+    run_job(job, days.dataset, tmp_path / "resumed", resume=True)
+    assert_same_bits(tmp_path / "plain", tmp_path / "lru")
+    assert_same_bits(tmp_path / "plain", tmp_path / "resumed")
+    losses = losses_of(tmp_path / "plain").tolist()
+    assert len(set(losses)) == len(losses)
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "message"),
+    [
+        ("dlrm", {"histories": "{played: {length: 3}}"}, "dataset has no history 'played'"),
+        ("one layer", {"histories": "{shown: {length: 3}}"}, "must be one of train.histories"),
+        ("one layer", {"histories": "{plays: {length: 0}}"}, "length must be at least 1, got 0"),
+        ("attention", {"histories": "{shown: {length: 3}}"}, "history='plays.item'"),
+        (
+            "one layer",
+            {"model": "{name: hstu, history: plays, target: plays.item}"},
+            "target must be a sparse feature of samples",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    days: Days, tmp_path: Path, case: str, changes: dict[str, str], message: str
+) -> None:
+    job = job_of(days, tmp_path / "job", case, **changes)
+    with pytest.raises((SchemaError, ValueError), match=message):
+        run_job(job, days.dataset, tmp_path / "run")
+
+
+def test_run_with_histories_is_not_exported(days: Days, tmp_path: Path) -> None:
+    job = job_of(days, tmp_path / "job", "dlrm")
+    run_job(job, days.dataset, tmp_path / "run", steps=2)
+    with pytest.raises(SchemaError, match="which exported models cannot"):
+        export_run(tmp_path / "run", tmp_path / "model")
+
+
+def test_bucket_of_a_time_is_the_length_of_its_ticks_in_bits() -> None:
+    ticks = np.concatenate([np.arange(-3, 1100), 2 ** np.arange(50) - 1, 2 ** np.arange(50)])
+    expected = [min(31, max(0, int(t)).bit_length()) for t in ticks]
+    assert time_buckets(torch.from_numpy(ticks)).tolist() == expected
