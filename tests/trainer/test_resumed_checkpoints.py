@@ -20,7 +20,7 @@ from tests.trainer.runs import SEGMENTS, checkpoint_at, losses_of, run_job
 
 pytestmark = pytest.mark.nightly
 
-STOP, END = 15, 17
+STOP, END = 17, 19
 
 
 @pytest.fixture(scope="module")
