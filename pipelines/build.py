@@ -309,7 +309,7 @@ def _summary(
 ) -> dict[str, Any]:
     manifest, events = segment.manifest, read_counts(segment)
     alone = select_segments(dataset, [segment.id])
-    index_bytes = sum(alone.open_index(i).oracle_bytes for i in alone.complete_indexes())
+    index_bytes = sum(alone.open_index(i).oracle_bytes for i in alone.all_complete_indexes())
     versions = replaced_versions(dataset.manifest, segment.id)
     path = f"{SEGMENTS}/{segment.directory.name}/rejects"
     return {

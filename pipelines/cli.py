@@ -181,6 +181,12 @@ def build_parser(prog: str = "python -m presage.pipelines") -> argparse.Argument
     command.add_argument("--epochs", type=int, metavar="N", help="default: data.oracle")
     command.add_argument("--shuffle", choices=("none", "blocks"), help="order of the blocks")
     command.add_argument("--seed", type=int, metavar="N", help="seed of the shuffle")
+    command.add_argument(
+        "--history",
+        action="append",
+        metavar="NAME=LENGTH[:STEP]",
+        help="window of a history whose rows are accesses, too",
+    )
     command.add_argument("--lookahead", type=int, metavar="N", help="steps; default: train.cache")
     command.add_argument("--cache-rows", type=int, metavar="N", help="cache capacity per table")
     command.add_argument(

@@ -23,6 +23,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from presage.batch import Batch, batch_of
 from presage.schemas.config.job import load_job
+from presage.schemas.dataset.history_windows import history_spec
 from presage.schemas.dataset.opened import OpenDataset, open_dataset
 from presage.schemas.dataset.order import Order
 from presage.schemas.errors import SchemaError, suggest_name
@@ -32,7 +33,7 @@ from presage.schemas.storage.leases import Lease
 from presage.schemas.storage.location import Location
 from presage.schemas.storage.versions import Versions
 from presage.trainer.components import order_of
-from presage.trainer.data.decode import BatchSpec, history_spec, spec_of, with_histories
+from presage.trainer.data.decode import BatchSpec, spec_of, with_histories
 from presage.trainer.data.overlaps import StepOverlaps
 from presage.trainer.data.reader import Reader, prefetch
 from presage.trainer.evaluation.metrics import columns_of

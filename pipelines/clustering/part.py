@@ -317,7 +317,7 @@ def write_lookups(
     return counts
 
 
-def open_lookups(path: Path, schema: pa.Schema) -> pq.ParquetWriter:
+def open_lookups(path: Path | pa.NativeFile, schema: pa.Schema) -> pq.ParquetWriter:
     """Return a writer of look-ups; as differences of ascending rows they need no compression."""
     return pq.ParquetWriter(
         path,

@@ -170,7 +170,7 @@ def dataset_bytes(dataset: OpenDataset) -> int:
 def oracle_bytes(dataset: OpenDataset) -> int:
     """Return the bytes of access lists, edges and indexes."""
     segments = sum(s.manifest.oracle_bytes for s in dataset.segments)
-    indexes = map(dataset.open_index, dataset.complete_indexes())
+    indexes = map(dataset.open_index, dataset.all_complete_indexes())
     return segments + sum(index.oracle_bytes for index in indexes)
 
 

@@ -231,8 +231,9 @@ def _next_manifest(
     )
     segment = Segment(directory, reference, read_segment(directory, reference))
     present = [s for s in (dataset.segments if dataset else ()) if s.reference in kept]
-    data = parse_job(job.job_bytes.decode(), JOB).data
-    indexes = parts.updated_indexes(dataset, data, [*present, segment])
+    indexes = parts.updated_indexes(
+        dataset, parse_job(job.job_bytes.decode(), JOB), [*present, segment]
+    )
     return reference, replace(manifest, indexes=indexes)
 
 

@@ -187,7 +187,7 @@ def _rewrite(
         manifest = _manifest_of(dataset, renamed, due, references, blanked)
         segments = [_opened(dataset, reference) for reference in references]
         builder = PartBuilder(request.dataset, request.beam_args)
-        indexes = builder.updated_indexes(dataset, dataset.job.data, segments)
+        indexes = builder.updated_indexes(dataset, dataset.job, segments)
         check_unused(request.dataset)  # a run may have started in the meantime
         committed = commit_manifest(request.dataset, root, replace(manifest, indexes=indexes))
     if committed is None:

@@ -16,13 +16,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from presage.pipelines.oracle.history_lists import write_history_lists
 from presage.pipelines.oracle.index import TableTotals, index_table
 from presage.pipelines.quality.segment_statistics import segment_statistics
 from presage.pipelines.runner_options import beam_build, local_options
 from presage.pipelines.table.root import until_committed, update_root
 from presage.pipelines.table.segment import describe_files, publish, remove_partial
-from presage.schemas.config.job import DataConfig, OrderConfig
-from presage.schemas.config.train import CacheConfig
+from presage.schemas.config.job import DataConfig, Job, OrderConfig
+from presage.schemas.config.train import CacheConfig, HistoryWindowConfig
 from presage.schemas.dataset.accesses import TableAccesses, count_distances, slot_accesses
 from presage.schemas.dataset.files import write_files
 from presage.schemas.dataset.hints import TableHints, write_hints
@@ -34,6 +35,7 @@ from presage.schemas.dataset.manifest import (
     Root,
     new_index,
     read_dataset,
+    read_index,
     read_root,
     shuffle_key_of,
     write_manifest,
@@ -42,7 +44,9 @@ from presage.schemas.dataset.opened import (
     Index,
     OpenDataset,
     Segment,
+    hash_of_earlier,
     open_dataset,
+    reading_histories,
     select_segments,
 )
 from presage.schemas.dataset.order import Order
@@ -66,13 +70,16 @@ INDEX_PREFIX = "index-"
 class PartRequest:
     """A part of an index to build.
 
-    `root` is the directory to build it in, `order` that of the segment alone.
+    `root` is the directory to build it in, `order` that of the segment alone, `segments` are those
+    of the dataset.
     """
 
     root: Location
     index: IndexEntry
     segment: Segment
     order: Order
+    data: DataConfig
+    segments: Sequence[Segment]
 
 
 def default_order(dataset: OpenDataset) -> Order:
@@ -104,55 +111,84 @@ class PartBuilder:
         self._dataset = dataset
         self._beam_args = beam_args
         self._suffix = uuid.uuid4().hex[:6]  # of the names of the parts
-        self._built: dict[tuple[str, str], Reference] = {}
+        self._built: dict[tuple[str, str, str], Reference] = {}
 
     def updated_indexes(
-        self, dataset: OpenDataset | None, data: DataConfig, segments: Sequence[Segment]
+        self, dataset: OpenDataset | None, job: Job, segments: Sequence[Segment]
     ) -> tuple[IndexEntry, ...]:
         """Return the indexes of a new root, after building the parts that they lack.
 
-        The default index, and each index that has parts of all present segments, get parts of all
-        new ones; the others keep the parts of the segments that stay.
+        The default index, that with the windows of `train.histories`, and each index that has parts
+        of all present segments get parts of all new ones; the others keep the parts of the segments
+        that stay. With histories, the parts of segments after one that changed are built again.
 
-        `dataset` is None if it does not exist yet, `data` is of the new job, `segments` of the new
+        `dataset` is None if it does not exist yet, `job` is the new one, `segments` are of the new
         root.
         """
-        oracle = data.oracle
-        default = new_index(
-            oracle.batch_samples, oracle.epochs, oracle.order.shuffle, oracle.order.seed
-        )
-        complete, indexes = {default.settings}, {default.settings: default}
+        oracle = job.data.oracle
+        windows = {name: (w.length, w.step) for name, w in job.train.histories.items()}
+        settings = (oracle.batch_samples, oracle.epochs, oracle.order.shuffle, oracle.order.seed)
+        defaults = [new_index(*settings), *([new_index(*settings, windows)] if windows else ())]
+        indexes = {default.settings: default for default in defaults}
+        complete = set(indexes)
         if dataset is not None:
-            complete |= {index.settings for index in dataset.complete_indexes()}
+            complete |= {index.settings for index in dataset.all_complete_indexes()}
             indexes |= {index.settings: index for index in dataset.manifest.indexes}
-        ids = {segment.id for segment in segments}
+        by_id = {segment.id: segment for segment in segments}
         for settings, index in indexes.items():
-            parts = {name: part for name, part in index.parts.items() if name in ids}
+            parts = {
+                name: part
+                for name, part in index.parts.items()
+                if name in by_id and self._is_current(index, part, by_id[name], segments)
+            }
             indexes[settings] = replace(index, parts=parts)
         to_extend = [index for settings, index in indexes.items() if settings in complete]
-        extended = self.add_missing(to_extend, segments, data)
+        extended = self.add_missing(to_extend, segments, job.data)
         indexes |= {index.settings: index for index in extended}
         return tuple(index for index in indexes.values() if index.parts)
 
+    def _is_current(
+        self, index: IndexEntry, part: Reference, segment: Segment, segments: Sequence[Segment]
+    ) -> bool:
+        if not index.histories:
+            return True
+        manifest = read_index(self._dataset / index.id / part.directory, part)
+        return manifest.earlier_sha256 == hash_of_earlier(segment.reference, segments)
+
     def add_missing(
-        self, indexes: Sequence[IndexEntry], segments: Sequence[Segment], data: DataConfig
+        self,
+        indexes: Sequence[IndexEntry],
+        segments: Sequence[Segment],
+        data: DataConfig,
+        unselected: Sequence[Segment] = (),
     ) -> list[IndexEntry]:
         """Build the parts that indexes lack, and return the indexes with them.
 
-        Existing parts are neither read nor changed; arguments as for `updated_indexes`.
+        Existing parts are neither read nor changed; arguments as for `updated_indexes`, and
+        segments that get no parts.
         """
+        every = (*unselected, *segments)
         missing = [(i, s) for i in indexes for s in segments if s.id not in i.parts]
-        self._build([(i, s) for i, s in missing if self._key(i, s) not in self._built], data)
+        new = [(i, s) for i, s in missing if self._key(i, s, every) not in self._built]
+        self._build(new, data, every)
         parts = {index.id: dict(index.parts) for index in indexes}
         for index, segment in missing:
-            parts[index.id][segment.id] = self._built[self._key(index, segment)]
+            parts[index.id][segment.id] = self._built[self._key(index, segment, every)]
         return [replace(index, parts=parts[index.id]) for index in indexes]
 
     @staticmethod
-    def _key(index: IndexEntry, segment: Segment) -> tuple[str, str]:
-        return index.id, segment.directory.name
+    def _key(
+        index: IndexEntry, segment: Segment, segments: Sequence[Segment]
+    ) -> tuple[str, str, str]:
+        earlier = hash_of_earlier(segment.reference, segments) if index.histories else ""
+        return index.id, segment.directory.name, earlier[:6]
 
-    def _build(self, missing: Sequence[tuple[IndexEntry, Segment]], data: DataConfig) -> None:
+    def _build(
+        self,
+        missing: Sequence[tuple[IndexEntry, Segment]],
+        data: DataConfig,
+        segments: Sequence[Segment],
+    ) -> None:
         if not missing:
             return
         with ExitStack() as stack:
@@ -162,19 +198,26 @@ class PartBuilder:
                 directory = Location.parse(stack.enter_context(scratch))
             requests = [
                 PartRequest(
-                    directory / index.id / f"{segment.directory.name}_{self._suffix}",
+                    directory / index.id / self._name_of(self._key(index, segment, segments)),
                     index,
                     segment,
                     order_of_part(index, segment, data),
+                    data,
+                    segments,
                 )
                 for index, segment in missing
             ]
+            requests = list(map(_with_histories, requests))
             totals = index_tables(requests, self._beam_args)
             for request in requests:
                 part = _finish_part(request, [t for t in totals if t.root == request.root])
                 target = self._dataset / request.index.id / request.root.name
                 publish(request.root, target)
-                self._built[self._key(request.index, request.segment)] = part
+                self._built[self._key(request.index, request.segment, segments)] = part
+
+    def _name_of(self, key: tuple[str, str, str]) -> str:
+        """Return the name of the directory of a part."""
+        return f"{key[1]}_{self._suffix}{key[2]}"
 
     def discard_unused(self) -> None:
         """Remove the parts that were built and that the root does not name."""
@@ -183,7 +226,7 @@ class PartBuilder:
             for index in read_dataset(self._dataset).indexes
             for part in index.parts.values()
         }
-        for (index, _), part in self._built.items():
+        for (index, *_), part in self._built.items():
             if (index, part.directory) not in named:
                 (self._dataset / index / part.directory).remove_all()
 
@@ -208,7 +251,16 @@ def _finish_part(request: PartRequest, totals: Sequence[TableTotals]) -> Referen
     """Write the manifest of a part whose tables are written."""
     root, index, order = request.root, request.index, request.order
     remove_partial(root)
-    entries = describe_files(root, [entry for table in totals for entry in table.files])
+    files = [entry for table in totals for entry in table.files]
+    if request.segment.lists is not None:
+        files += request.segment.lists.files.values()
+    entries = describe_files(root, files)
+    changed = {
+        table: counts
+        for table, counts in request.segment.manifest.tables.items()
+        if request.segment.lists is not None and request.segment.lists.of("access", table)
+    }
+    earlier = hash_of_earlier(request.segment.reference, request.segments)
     manifest = IndexManifest(
         segment_sha256=request.segment.reference.manifest_sha256,
         shuffle_key=None if index.shuffle == "none" else order.shuffle_keys[0],
@@ -216,6 +268,9 @@ def _finish_part(request: PartRequest, totals: Sequence[TableTotals]) -> Referen
         epochs=index.epochs,
         shuffle=index.shuffle,
         seed=index.seed,
+        histories=index.histories,
+        earlier_sha256=earlier if index.histories else None,
+        tables=changed,
         num_steps=order.steps_per_epoch,
         num_accesses={t.table: t.num_entries for t in totals},
         oracle_bytes=sum(e.num_bytes for e in entries),
@@ -224,13 +279,26 @@ def _finish_part(request: PartRequest, totals: Sequence[TableTotals]) -> Referen
     return Reference(id=root.name, manifest_sha256=write_manifest(root, manifest))
 
 
+def _with_histories(request: PartRequest) -> PartRequest:
+    """Write the accesses of histories to a part; return it with a segment that has them."""
+    index = request.index
+    if not index.histories:
+        return request
+    if request.root.local is not None:
+        request.root.local.mkdir(parents=True, exist_ok=True)
+    segment = write_history_lists(
+        request.root, request.segment, request.segments, request.data, index.histories
+    )
+    return replace(request, segment=segment)
+
+
 def index_tables(requests: Sequence[PartRequest], beam_args: list[str]) -> list[TableTotals]:
     """Write every table of the parts, on Beam or in this process."""
     tables = [(r, t) for r in requests for t in r.segment.manifest.tables]
     if not tables:
         return []
     options = local_options(beam_args)
-    if options is None:
+    if options is None and all(request.segment.lists is None for request in requests):
         tasks = [(r.root, r.segment.directory, r.segment.reference, r.order, t) for r, t in tables]
         return beam_build().run_index(tasks, beam_args)
 
@@ -243,13 +311,16 @@ def index_tables(requests: Sequence[PartRequest], beam_args: list[str]) -> list[
         return index_table(request.root, request.segment, table, request.order)
 
     tables.sort(key=num_lookups, reverse=True)  # so that no thread waits for the last one
-    with ThreadPoolExecutor(options.num_workers or num_cores()) as pool:
+    num_workers = None if options is None else options.num_workers
+    with ThreadPoolExecutor(num_workers or num_cores()) as pool:
         return list(pool.map(run, tables))
 
 
 def oracle(arguments: argparse.Namespace, beam_args: list[str]) -> dict[str, Any]:
     """Run the command `oracle`: report, after building an index with `--reindex`."""
     dataset = open_segments(arguments.dataset, arguments.segments)
+    windows = windows_of(dataset.job, arguments.history)
+    dataset = reading_histories(dataset, windows)
     config = dataset.job.data.oracle
     cache = dataset.job.train.cache
     batch_samples = at_least_one(arguments.batch_samples, config.batch_samples, "batch-samples")
@@ -263,6 +334,7 @@ def oracle(arguments: argparse.Namespace, beam_args: list[str]) -> dict[str, Any
     )
     if arguments.reindex:
         dataset = add_index(dataset, order, PartBuilder(dataset.directory, beam_args))
+        dataset = reading_histories(dataset, windows)
     if arguments.hints is not None:
         write_hints(arguments.hints, sharding_hints(dataset, dataset.index_for(order)))
     cache = replace(
@@ -293,6 +365,29 @@ def open_segments(path: Location, segments: Sequence[str] | None) -> OpenDataset
     return dataset if segments is None else select_segments(dataset, segments)
 
 
+def windows_of(job: Job, chosen: Sequence[str] | None) -> Mapping[str, HistoryWindowConfig]:
+    """Return the windows of histories of the options `NAME=LENGTH[:STEP]`.
+
+    Raises:
+        ValueError: an option is not of this form, or names no history of the job.
+    """
+    windows: dict[str, HistoryWindowConfig] = {}
+    for text in chosen or ():
+        name, _, window = text.partition("=")
+        length, _, step = window.partition(":")
+        if (
+            name not in job.data.histories
+            or not length.isdecimal()
+            or not (step or "1").isdecimal()
+        ):
+            raise ValueError(
+                f"--history must be NAME=LENGTH or NAME=LENGTH:STEP, got {text!r}; histories are "
+                f"{', '.join(job.data.histories) or 'none'}"
+            )
+        windows[name] = HistoryWindowConfig(length=int(length), step=int(step or "1"))
+    return windows
+
+
 def _load(accesses: TableAccesses, next_uses: NextUses) -> dict[str, Any]:
     reuse, never = count_distances(next_uses)
     slots = slot_accesses(accesses.steps(), accesses.rows, len(next_uses))
@@ -320,12 +415,14 @@ def add_index(dataset: OpenDataset, order: Order, builder: PartBuilder) -> OpenD
     ids = [s.id for s in dataset.segments] if dataset.unselected else None
 
     def attempt(_: Root) -> OpenDataset | None:
-        opened = open_segments(path, ids)
+        opened = replace(open_segments(path, ids), histories=dataset.histories)
         index = opened.index_entry(order)
         if index not in opened.complete_indexes():
-            (extended,) = builder.add_missing([index], opened.segments, opened.job.data)
+            (extended,) = builder.add_missing(
+                [index], opened.segments, opened.job.data, opened.unselected
+            )
             update_root(path, partial(_with_parts, extended=extended, segments=opened.segments))
-            opened = open_segments(path, ids)
+            opened = replace(open_segments(path, ids), histories=dataset.histories)
         return opened if opened.index_entry(order) in opened.complete_indexes() else None
 
     dataset = until_committed(path, read_root, attempt)

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 from presage.pipelines.histories.causality import find_leaks, find_stale
 from presage.pipelines.histories.stored_events import history_problems
+from presage.pipelines.oracle.history_lists import write_history_lists
 from presage.pipelines.sources.raw_rows import microseconds
 from presage.pipelines.table.commit import anomalies_text_of, position_of_day
 from presage.pipelines.table.segment import reads_day, rewritten_key, segment_key, sum_bytes
@@ -44,6 +46,7 @@ from presage.schemas.dataset.opened import (
     Segment,
     access_lists,
     open_dataset,
+    with_lists,
 )
 from presage.schemas.dataset.order import Order
 from presage.schemas.dataset.samples import (
@@ -67,7 +70,7 @@ from presage.schemas.oracle.reuse import ReuseCounts
 from presage.schemas.rows import ids_of, rows_of_ids
 from presage.schemas.storage.location import Location
 
-SETTINGS = ("batch_samples", "epochs", "shuffle", "seed")
+SETTINGS = ("batch_samples", "epochs", "shuffle", "seed", "histories")
 """Settings of an index that each of its parts repeats."""
 
 
@@ -91,7 +94,8 @@ def verify(path: Path | Location) -> dict[str, Any]:
     for index in dataset.manifest.indexes:
         for segment in dataset.segments:
             if segment.id in index.parts:
-                one = replace(dataset, segments=(segment,))
+                others = tuple(s for s in dataset.segments if s is not segment)
+                one = replace(dataset, segments=(segment,), unselected=others)
                 problems_of_part = part_problems(one, index, sound)
                 problems.extend(
                     f"{index.id}/{index.parts[segment.id].id}/{p}" for p in problems_of_part
@@ -462,6 +466,10 @@ def part_problems(dataset: OpenDataset, entry: IndexEntry, sound: bool) -> Itera
     yield from damaged
     if damaged or not sound:
         return
+    if entry.histories:
+        yield from _list_problems(dataset, part, entry)
+        dataset = replace(dataset, segments=(with_lists(segment, part),))
+        (segment,) = dataset.segments
     order = index.order.of_segment(0)
     manifest, num_accesses = part.manifest, dict[str, tuple[int, ...]]()
     for table in sorted(segment.manifest.tables):
@@ -479,6 +487,18 @@ def part_problems(dataset: OpenDataset, entry: IndexEntry, sound: bool) -> Itera
             "num_accesses": (dict(manifest.num_accesses), num_accesses),
         }
     )
+
+
+def _list_problems(dataset: OpenDataset, part: IndexPart, entry: IndexEntry) -> Iterator[str]:
+    """Yield a line for each file of accesses that is not what samples and histories give."""
+    (segment,), data = dataset.segments, dataset.job.data
+    with TemporaryDirectory(prefix="presage-verify-") as folder:
+        root, every = Location.parse(folder), dataset.every_segment
+        lists = write_history_lists(root, segment, every, data, entry.histories).lists
+        assert lists is not None, "the index has histories"
+        for path, expected in lists.files.items():
+            if part.files.get(path) != expected:
+                yield f"{path}: rows differ from those that samples and their histories look up"
 
 
 def compare_uses(

@@ -23,7 +23,7 @@ from presage.scheduler.model.plan_inputs import compute_lookahead
 from presage.schemas.config.job import parse_job
 from presage.schemas.config.train import TrainConfig
 from presage.schemas.dataset.accesses import slot_accesses
-from presage.schemas.dataset.opened import open_dataset
+from presage.schemas.dataset.opened import open_dataset, reading_histories
 from presage.schemas.dataset.run_next_uses import NextUses, open_table
 from presage.schemas.entry import process_variables
 from presage.schemas.hashing import NUM_SLOTS
@@ -187,7 +187,7 @@ def read_load(paths: JobPaths, job: str, train: TrainConfig, time_sec: float) ->
     Raises:
         SchemaError: the dataset is damaged, or the store failed.
     """
-    dataset = open_dataset(paths.dataset)
+    dataset = reading_histories(open_dataset(paths.dataset), train.histories)
     complete = dataset.complete_indexes()
     entry = next((i for i in complete if i.batch_samples == train.batch_samples), None)
     if entry is None:

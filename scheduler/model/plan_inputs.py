@@ -17,7 +17,13 @@ from presage.scheduler.model.throughput import Ints
 from presage.schemas.config.job import Job, load_job
 from presage.schemas.config.train import CacheConfig
 from presage.schemas.dataset.accesses import num_unique_rows
-from presage.schemas.dataset.opened import Index, OpenDataset, Segment, open_dataset
+from presage.schemas.dataset.opened import (
+    Index,
+    OpenDataset,
+    Segment,
+    open_dataset,
+    reading_histories,
+)
 from presage.schemas.dataset.run_next_uses import NextUses
 from presage.schemas.errors import SchemaError, suggest_name
 from presage.schemas.features import FeatureSet, load_features
@@ -135,7 +141,7 @@ def take_snapshot(
         schema = schema_path(job, read.data.schema, allow_outside=allow_outside)
         facts = facts_of_job(read, load_features(schema))
     else:
-        opened = open_dataset(dataset)
+        opened = reading_histories(open_dataset(dataset), read.train.histories)
         facts = facts_of_dataset(read, opened)
         if history is None:
             return PlanInputs(job=read, facts=facts, history=read_history_beside(opened))

@@ -7,7 +7,7 @@ back, until each key has as many as are asked for.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -25,7 +25,7 @@ from presage.schemas.arrays import (
     ranges,
 )
 from presage.schemas.dataset.checked_files import OPEN_FILES, CheckedFile, OpenFiles
-from presage.schemas.dataset.opened import OpenDataset, Segment
+from presage.schemas.dataset.opened import Segment
 from presage.schemas.errors import SchemaError
 from presage.schemas.hashing import partition_of_key
 from presage.schemas.layout import EVENT_GAP, HISTORY_KEY, NUM_EVENTS, history_paths
@@ -154,18 +154,18 @@ class HistoryReader:
     """Joins the events of a history with keys of samples. Not thread-safe."""
 
     def __init__(
-        self, dataset: OpenDataset, name: str, columns: Sequence[str], num_events: int | None
+        self, segments: Iterable[Segment], name: str, columns: Sequence[str], num_events: int | None
     ) -> None:
         """Open no file yet.
 
         Args:
-            dataset: with the history.
+            segments: all of the dataset.
             name: of the history.
             columns: of the events.
             num_events: newest events of a key, before those of its own segment; None: all.
         """
         self._columns, self._num_events = columns, num_events
-        every = sorted((*dataset.unselected, *dataset.segments), key=lambda s: s.reference.position)
+        every = sorted(segments, key=lambda segment: segment.reference.position)
         files = OpenFiles(OPEN_FILES)
         self._segments = [SegmentEvents(segment, name, files) for segment in every]
         self._index = {segment.id: index for index, segment in enumerate(every)}

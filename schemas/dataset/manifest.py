@@ -306,29 +306,45 @@ class IndexEntry:
     """
 
     id: str
-    """Directory name: `index-` and a hash of the four settings below."""
+    """Directory name: `index-` and a hash of the settings below."""
     batch_samples: int
     """Samples of a full batch."""
     epochs: int
     shuffle: str
     seed: int
+    histories: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
+    """History to length and step of the windows whose rows are accesses, too."""
     parts: Mapping[str, Reference] = field(default_factory=dict[str, Reference])
     """Id of a segment to its part, whose `id` is a directory below that of the index."""
 
     @property
-    def settings(self) -> tuple[int, int, str, int]:
-        """What identifies the index: samples of a batch, epochs, shuffle and seed."""
-        return self.batch_samples, self.epochs, self.shuffle, self.seed
+    def settings(self) -> IndexSettings:
+        """What identifies the index."""
+        windows = tuple(sorted(self.histories.items()))
+        return self.batch_samples, self.epochs, self.shuffle, self.seed, windows
 
 
-def new_index(batch_samples: int, epochs: int, shuffle: str, seed: int) -> IndexEntry:
+IndexSettings = tuple[int, int, str, int, tuple[tuple[str, tuple[int, ...]], ...]]
+"""Samples of a batch, epochs, shuffle, seed, and the windows of histories."""
+
+
+def new_index(
+    batch_samples: int,
+    epochs: int,
+    shuffle: str,
+    seed: int,
+    histories: Mapping[str, tuple[int, ...]] | None = None,
+) -> IndexEntry:
     """Return an index without parts."""
+    windows = dict(sorted((histories or {}).items()))
+    settings = [batch_samples, epochs, shuffle, seed, *([windows] if windows else ())]
     return IndexEntry(
-        id=f"index-{hash_of([batch_samples, epochs, shuffle, seed])[:16]}",
+        id=f"index-{hash_of(settings)[:16]}",
         batch_samples=batch_samples,
         epochs=epochs,
         shuffle=shuffle,
         seed=seed,
+        histories=windows,
     )
 
 
@@ -372,7 +388,10 @@ class DatasetManifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexManifest:
-    """The part of an index for one segment; it depends on nothing but segment and settings."""
+    """The part of an index for one segment.
+
+    It depends on nothing but segment and settings, with histories also on earlier segments.
+    """
 
     segment_sha256: str
     """Hash of the segment's manifest."""
@@ -382,6 +401,12 @@ class IndexManifest:
     epochs: int
     shuffle: str
     seed: int
+    histories: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
+    """As in `IndexEntry`."""
+    earlier_sha256: str | None = None
+    """Hash of the manifests of all earlier segments; None without histories."""
+    tables: Mapping[str, TableCounts] = field(default_factory=dict[str, TableCounts])
+    """Counts of the tables that histories look up, with those of samples."""
     num_steps: int
     """Steps of the segment in an epoch."""
     num_accesses: Mapping[str, tuple[int, ...]]

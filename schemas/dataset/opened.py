@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from presage.schemas.arrays import Jagged, jagged_of, offsets_of
 from presage.schemas.config.job import Job, OrderConfig, parse_job
+from presage.schemas.config.train import HistoryWindowConfig
 from presage.schemas.dataset.checked_files import (
     CheckedFile,
     DecodedListCache,
@@ -30,6 +31,7 @@ from presage.schemas.dataset.manifest import (
     IndexManifest,
     Reference,
     SegmentManifest,
+    hash_of,
     new_index,
     previous_names,
     read_index,
@@ -75,12 +77,14 @@ class Segment:
     Attributes:
         reference: its entry in the root manifest.
         tombstones: positions of its deleted samples, see `TOMBSTONES_SCHEMA`.
+        lists: access lists and rows of the tables that histories look up, instead of its own.
     """
 
     directory: Location
     reference: Reference
     manifest: SegmentManifest
     tombstones: pa.Table = field(default_factory=lambda: NO_TOMBSTONES)
+    lists: StoredFiles | None = None
 
     @property
     def id(self) -> str:
@@ -194,6 +198,8 @@ class Segment:
         return self._files_of("edges", table)
 
     def _files_of(self, folder: str, table: str) -> list[CheckedFile]:
+        if self.lists is not None and (files := self.lists.of(folder, table)):
+            return files
         paths = _parts_in(self.files, folder, table)
         if not paths:
             raise SchemaError(
@@ -205,6 +211,19 @@ class Segment:
     def rows(self, table: str) -> NDArray[np.int64]:
         """Return the row of each dense number."""
         return _columns(self.edge_files(table), np.int64, "row")[0]
+
+
+@dataclass(frozen=True)
+class StoredFiles:
+    """Files below a directory, by path."""
+
+    directory: Location
+    files: Mapping[str, FileEntry]
+
+    def of(self, *folders: str) -> list[CheckedFile]:
+        """Return the files of all parts in a folder, in order."""
+        paths = _parts_in(self.files, *folders)
+        return [CheckedFile(self.directory, self.files[path]) for path in paths]
 
 
 @dataclass(frozen=True)
@@ -244,8 +263,7 @@ class IndexPart:
         return dict(zip(stored, _columns(files, np.int32, *stored), strict=True))
 
     def _files(self, *folders: str) -> list[CheckedFile]:
-        paths = _parts_in(self.files, *folders)
-        return [CheckedFile(self.directory, self.files[path]) for path in paths]
+        return StoredFiles(self.directory, self.files).of(*folders)
 
 
 def split_ranges(blocks: pa.Table) -> dict[str, tuple[int, int]]:
@@ -320,6 +338,7 @@ class OpenDataset:
         manifest: root manifest.
         job: job that it was built with.
         unselected: segments left out by `select_segments`.
+        histories: length and step of the windows that samples see, of `reading_histories`.
     """
 
     directory: Location
@@ -328,6 +347,13 @@ class OpenDataset:
     features: FeatureSet
     segments: tuple[Segment, ...]
     unselected: tuple[Segment, ...] = ()
+    histories: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
+
+    @property
+    def every_segment(self) -> list[Segment]:
+        """All segments, selected or not, in order."""
+        every = (*self.unselected, *self.segments)
+        return sorted(every, key=lambda segment: segment.reference.position)
 
     @cached_property
     def column_types(self) -> Mapping[str, str]:
@@ -365,11 +391,19 @@ class OpenDataset:
     def index_entry(self, order: Order) -> IndexEntry:
         """Return the index with the settings of an order; one without parts if there is none."""
         samples = order.blocks_per_batch * self.job.data.block_samples
-        new = new_index(samples, order.epochs, order.config.shuffle, order.config.seed)
+        config = order.config
+        new = new_index(samples, order.epochs, config.shuffle, config.seed, self.histories)
         return next((e for e in self.manifest.indexes if e.settings == new.settings), new)
 
     def complete_indexes(self) -> list[IndexEntry]:
-        """Return the indexes that have a part of every segment; the default one comes first."""
+        """Return the indexes of the dataset's accesses that have a part of every segment.
+
+        The default one comes first.
+        """
+        return [e for e in self.all_complete_indexes() if e.histories == self.histories]
+
+    def all_complete_indexes(self) -> list[IndexEntry]:
+        """Return the indexes that have a part of every segment, with and without histories."""
         ids = {segment.id for segment in self.segments}
         return [entry for entry in self.manifest.indexes if ids <= entry.parts.keys()]
 
@@ -393,6 +427,15 @@ class OpenDataset:
                     "restore the dataset",
                     file=str(path / MANIFEST),
                 )
+            if entry.histories:
+                earlier = hash_of_earlier(segment, self.every_segment)
+                if part.manifest.earlier_sha256 != earlier:
+                    raise SchemaError(
+                        f"part for {segment.id} has the events of other earlier segments; remove "
+                        f"{path} and run python -m presage.pipelines oracle {self.directory} "
+                        "--reindex with its settings",
+                        file=str(path / MANIFEST),
+                    )
             parts.append(part)
         return Index(directory, entry, order, tuple(parts))
 
@@ -417,11 +460,46 @@ class OpenDataset:
             closest = min(differences, key=len, default=["none"])
         expected = ", ".join(f"{name}={value}" for name, value in settings.items())
         flags = " ".join(f"--{n.replace('_', '-')} {value}" for n, value in settings.items())
+        for name, (length, step) in entry.histories.items():
+            expected += f", history {name}={length}:{step}"
+            flags += f" --history {name}={length}:{step}"
         raise SchemaError(
             f"dataset has no index for {expected}, closest: {', '.join(closest)}; run python -m "
             f"presage.pipelines oracle {self.directory} --reindex {flags}",
             file=str(self.directory),
         )
+
+
+def hash_of_earlier(segment: Reference, every: Iterable[Segment]) -> str:
+    """Return the hash of the manifests of the segments before one."""
+    earlier = [s.reference for s in every if s.reference.position < segment.position]
+    return hash_of([reference.manifest_sha256 for reference in earlier])
+
+
+def reading_histories(
+    dataset: OpenDataset, windows: Mapping[str, HistoryWindowConfig]
+) -> OpenDataset:
+    """Return a dataset whose accesses are those of samples that see windows of histories.
+
+    Those are in any complete index with these windows; without one, accesses are of samples alone,
+    and no index has the order of a run.
+    """
+    if not windows:
+        return dataset
+    histories = {name: (window.length, window.step) for name, window in sorted(windows.items())}
+    dataset = replace(dataset, histories=histories)
+    complete = (e for e in dataset.complete_indexes() if e.histories == histories)
+    if (entry := next(complete, None)) is None:
+        return dataset
+    parts = dataset.open_index(entry).parts
+    return replace(dataset, segments=tuple(map(with_lists, dataset.segments, parts)))
+
+
+def with_lists(segment: Segment, part: IndexPart) -> Segment:
+    """Return a segment with the accesses of a part of an index."""
+    tables = {**segment.manifest.tables, **part.manifest.tables}
+    manifest = replace(segment.manifest, tables=tables)
+    return replace(segment, manifest=manifest, lists=StoredFiles(part.directory, part.files))
 
 
 def version_name(name: str, sha256: str) -> str:

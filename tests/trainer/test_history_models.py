@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 import torch
+import yaml
 from torch import nn
 from torch.nn.functional import silu
 
+from presage.pipelines.build import build
+from presage.pipelines.cli import main as run_pipelines
+from presage.pipelines.table.verify import verify
 from presage.schemas.config.job import Job, load_job
 from presage.schemas.config.train import TrainConfig
-from presage.schemas.dataset.opened import OpenDataset, open_dataset
+from presage.schemas.dataset.accesses import TableAccesses
+from presage.schemas.dataset.opened import OpenDataset, open_dataset, reading_histories
 from presage.schemas.errors import SchemaError
 from presage.trainer.components import Components, build_components, order_of
 from presage.trainer.data.collate import CollatedBatch, single_microbatch
@@ -21,7 +29,9 @@ from presage.trainer.data.decode import training_spec
 from presage.trainer.data.reader import Reader
 from presage.trainer.models.hstu import HstuLayer, HstuModel, time_buckets
 from presage.trainer.serve.export import export_run
+from tests.pipelines.appending import addition
 from tests.pipelines.history_days import Days, build_days, write_days
+from tests.trainer.replica_runs import run_replicas
 from tests.trainer.runs import assert_same_bits, losses_of, run_job
 
 HSTU = "{{name: hstu, history: plays, target: item, num_layers: {}, num_heads: 2, top_layers: [8]}}"
@@ -38,11 +48,22 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def days(tmp_path_factory: pytest.TempPathFactory) -> Days:
-    """Four days of a log with histories."""
+    """Four days of a log with histories, and an index for each case."""
     folder = tmp_path_factory.mktemp("days") / "log"
     days = write_days(folder, num_days=4, before="order", texts=True, delay=9000, seed=5)
     build_days(days, days.dataset)
+    for windows in {text for _, text in CASES.values()}:
+        reindex(days.dataset, windows)
     return days
+
+
+def reindex(dataset: Path, windows: str) -> None:
+    """Build an index with the windows of `train.histories` for two epochs."""
+    options: list[str] = []
+    for name, window in yaml.safe_load(windows).items():
+        options += ["--history", f"{name}={window['length']}:{window.get('step', 1)}"]
+    command = ["oracle", str(dataset), "--reindex", "--batch-samples=32", "--epochs=2", *options]
+    assert run_pipelines([*command, "--json"]) == 0
 
 
 def job_of(days: Days, folder: Path, case: str, **changes: str) -> Path:
@@ -143,22 +164,20 @@ def targets_of(
 def walk(
     layer: HstuLayer, x: torch.Tensor, times: torch.Tensor, config: TrainConfig
 ) -> torch.Tensor:
-    """Return one layer over the events of a sample and its target, one pair after the other."""
+    """Return one layer over the events of a sample and its target, one after the other."""
     window, heads = config.histories["plays"], config.model.num_heads
     gate, value, query, key = silu(layer.project(layer.norm(x))).chunk(4, dim=1)
     width, count = x.shape[1] // heads, len(x)
     summed = torch.zeros_like(x)
     for i in range(count):
-        for j in range(i + 1):
-            if i < count - 1 or j < count - 1 or i == j:
-                bucket = int(times[i] - times[j]).bit_length()
-                for head in range(heads):
-                    part = slice(head * width, (head + 1) * width)
-                    score = query[i, part] @ key[j, part] / width**0.5
-                    score += layer.distances[i - j, head] + layer.times[bucket, head]
-                    weight = silu(score) / (window.length + window.step - 1)
-                    summed[i, part] += weight * value[j, part]
-    # events of all but the last layer attend to themselves, as a target does
+        seen = range(i + 1)  # events attend to themselves, as a target does
+        buckets = [int(times[i] - times[j]).bit_length() for j in seen]
+        for head in range(heads):
+            part = slice(head * width, (head + 1) * width)
+            scores = key[: i + 1, part] @ query[i, part] / width**0.5
+            scores += layer.distances[[i - j for j in seen], head] + layer.times[buckets, head]
+            weights = silu(scores) / (window.length + window.step - 1)
+            summed[i, part] = weights @ value[: i + 1, part]
     return x + layer.mix(layer.mix_norm(summed) * gate)
 
 
@@ -182,20 +201,71 @@ def test_window_begins_at_a_multiple_of_the_step(days: Days, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["one layer", "three layers", "dlrm"])
 def test_run_has_equal_bits_in_every_mode_and_when_resumed(
     days: Days, tmp_path: Path, case: str
 ) -> None:
-    changes = {"epochs": "2", "cache": "{rows: 150}", "microbatch_samples": "16"}
+    changes = {"epochs": "2", "cache": "{rows: 195}", "microbatch_samples": "16"}
     job = job_of(days, tmp_path / "job", case, **changes, checkpoint="{every_steps: 4}")
     run_job(job, days.dataset, tmp_path / "plain")
     run_job(job, days.dataset, tmp_path / "lru", embedding="lru")
-    run_job(job, days.dataset, tmp_path / "resumed", steps=9)
-    run_job(job, days.dataset, tmp_path / "resumed", resume=True)
+    run_job(job, days.dataset, tmp_path / "cached", steps=9, embedding="cached")
+    run_job(job, days.dataset, tmp_path / "cached", resume=True, embedding="cached")
     assert_same_bits(tmp_path / "plain", tmp_path / "lru")
-    assert_same_bits(tmp_path / "plain", tmp_path / "resumed")
+    assert_same_bits(tmp_path / "plain", tmp_path / "cached")
     losses = losses_of(tmp_path / "plain").tolist()
     assert len(set(losses)) == len(losses)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [{}, {"embedding": "cached", "stores": 1}], ids=["plain", "cached"]
+)
+def test_replicas_have_the_bits_of_one_process(
+    days: Days, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    changes = {"epochs": "2", "cache": "{rows: 195}", "microbatch_samples": "16"}
+    job = job_of(days, tmp_path / "job", "three layers", **changes)
+    run_job(job, days.dataset, tmp_path / "alone")
+    run_replicas(job, tmp_path / "two", dataset=days.dataset, **options)
+    assert_same_bits(tmp_path / "alone", tmp_path / "two")
+
+
+def test_index_follows_the_days_that_its_samples_see(tmp_path: Path) -> None:
+    days = write_days(tmp_path / "log", num_days=3, before="time", texts=False, delay=0, seed=2)
+    text = days.job.read_text(encoding="utf-8")
+    days.job.write_text(text.replace("train: {", f"train: {{histories: {SHARED}, "))
+    build_days(days, days.dataset)
+    assert_parts(days.dataset, {0, 1, 2})
+    before = parts_of(days.dataset)
+    pq.write_table(days.plays[1].slice(7), days.folder(1) / "plays-0.parquet")
+    log = addition(days.job, days.folder(1), days.dataset, day="2026-01-02", replaces=True)
+    build(log)
+    after = parts_of(days.dataset)
+    assert [old == new for old, new in zip(before, after, strict=True)] == [True, False, False]
+    assert_parts(days.dataset, {0, 1, 2})
+    assert not [p for p in verify(days.dataset)["problems"] if "index" in p]
+
+
+def parts_of(dataset: Path) -> list[str]:
+    """Return the parts of the index with histories, in the order of their segments."""
+    [index] = [i for i in open_dataset(dataset).manifest.indexes if i.histories]
+    return [part.id for _, part in sorted(index.parts.items())]
+
+
+def assert_parts(dataset: Path, positions: set[int]) -> None:
+    """Assert that steps access exactly the rows that their batches look up."""
+    opened = open_dataset(dataset)
+    job = replace(opened.job, train=replace(opened.job.train, dtype="float64"))
+    opened = reading_histories(opened, job.train.histories)
+    order, spec = order_of(job, opened), training_spec(opened, job.train)
+    reader, accesses = Reader(opened, order, spec), TableAccesses(opened, "items", order)
+    segments = {order.step(step).segment for step in range(order.num_steps)}
+    assert segments == positions
+    assert opened.index_for(order).entry.histories == {"plays": (12, 8), "shown": (5, 1)}
+    for step in range(order.num_steps):
+        rows = np.sort(accesses.rows[accesses.numbers(step)])
+        np.testing.assert_array_equal(rows, reader.read(step).lookups["items"].rows)
 
 
 @pytest.mark.parametrize(

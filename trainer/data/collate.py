@@ -14,18 +14,17 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from presage.schemas.arrays import Array, find_sorted, offsets_of
 from presage.schemas.config.train import ModelConfig
+from presage.schemas.dataset.history_windows import (
+    HistoryRows,
+    HistoryRuns,
+    HistorySpec,
+    find_runs,
+)
 from presage.schemas.dataset.order import Step
 from presage.trainer.data import batch as kernels
 from presage.trainer.data.attention_layout import HistoryLayout, lay_out_histories
 from presage.trainer.data.decode import BatchSpec, RowGroup
-from presage.trainer.data.history_batch import (
-    HistoryBatch,
-    HistoryRows,
-    HistoryRuns,
-    HistorySpec,
-    concat_histories,
-    find_runs,
-)
+from presage.trainer.data.history_batch import HistoryBatch, concat_histories
 from presage.trainer.data.lookup import (
     Inverse,
     KeyedBags,

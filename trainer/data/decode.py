@@ -25,6 +25,7 @@ from presage.schemas.arrays import (
 )
 from presage.schemas.config.job import DataConfig, TableConfig
 from presage.schemas.config.train import HistoryWindowConfig, ModelConfig, TrainConfig
+from presage.schemas.dataset.history_windows import HistoryRows, HistorySpec, history_spec
 from presage.schemas.dataset.opened import OpenDataset
 from presage.schemas.errors import SchemaError, suggest_name
 from presage.schemas.features import FeatureSet
@@ -32,7 +33,6 @@ from presage.schemas.layout import BLOCK, count_column, inverse_column, weights_
 from presage.schemas.rows import rows_of_values
 from presage.schemas.run.model_inputs import check_lengths, check_range, scalar_values
 from presage.trainer.data.batch import ListColumns
-from presage.trainer.data.history_batch import HistoryRows, HistorySpec
 
 SAMPLES = "samples"
 """Owner of the columns that are stored once per sample."""
@@ -140,24 +140,6 @@ def runs_of_model(
     if model.name != "hstu" or model.history != history:
         return "window"
     return "key" if model.num_layers == 1 else "start"
-
-
-def history_spec(data: DataConfig, name: str, num_events: int | None) -> HistorySpec:
-    """Return a history of a dataset with all of its columns.
-
-    Raises:
-        SchemaError: the dataset lacks it.
-    """
-    if name not in data.histories:
-        raise SchemaError(f"dataset has no history {name!r}; {suggest_name(name, data.histories)}")
-    history = data.histories[name]
-    return HistorySpec(
-        name=name,
-        columns=tuple(history.columns),
-        tables=history.tables,
-        tick=history.tick,
-        num_events=num_events,
-    )
 
 
 def with_histories(

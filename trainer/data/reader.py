@@ -24,6 +24,7 @@ from presage.schemas.dataset.checked_files import OPEN_FILES, CheckedFile, OpenF
 from presage.schemas.dataset.defaults import missing_column_defaults, read_with_defaults
 from presage.schemas.dataset.group_files import read_group
 from presage.schemas.dataset.history_files import HistoryReader
+from presage.schemas.dataset.history_windows import HistoryRows, HistorySpec, read_history
 from presage.schemas.dataset.opened import OpenDataset, Segment
 from presage.schemas.dataset.order import Order, Step, even_part, runs_of_ranks
 from presage.schemas.layout import DATA_DIRECTORIES, EVALUATION, TRAIN, part_path
@@ -44,7 +45,6 @@ from presage.trainer.data.decode import (
     decode,
     padding_row_group,
 )
-from presage.trainer.data.history_batch import HistoryRows, HistorySpec, read_history
 from presage.trainer.data.shared_row_groups import SharedRowGroups, open_shared_row_groups
 
 CACHE_BYTES = 512 << 20
@@ -165,7 +165,8 @@ class Reader:
         self._split_positions = [s.positions(split) for s in dataset.segments]
         self._absent = [missing_column_defaults(dataset, s) for s in dataset.segments]
         self._histories = {
-            h.name: HistoryReader(dataset, h.name, h.columns, h.most_events) for h in spec.histories
+            h.name: HistoryReader(dataset.every_segment, h.name, h.columns, h.most_events)
+            for h in spec.histories
         }
         self._files = OpenFiles(OPEN_FILES)
         self._decoded: OrderedDict[_RowGroupKey, RowGroup] = OrderedDict()

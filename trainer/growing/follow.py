@@ -14,7 +14,12 @@ from dataclasses import replace
 
 from presage.schemas.config.job import Job
 from presage.schemas.dataset.manifest import DatasetManifest, read_dataset
-from presage.schemas.dataset.opened import OpenDataset, open_dataset, select_segments_by_hash
+from presage.schemas.dataset.opened import (
+    OpenDataset,
+    open_dataset,
+    reading_histories,
+    select_segments_by_hash,
+)
 from presage.schemas.dataset.run_next_uses import SharedNextUses
 from presage.schemas.errors import SchemaError
 from presage.schemas.layout import TRAIN
@@ -179,6 +184,7 @@ class FollowedDataset:
                 dataset = open_dataset(self.location)
                 if self._selected is not None:
                     dataset = select_segments_by_hash(dataset, self._selected)
+                dataset = reading_histories(dataset, self._job.train.histories)
                 if self._span is None:
                     self._check(dataset)
                 span = self._span_of(dataset)
