@@ -7,6 +7,8 @@ all events the history. It is built in a segment for each day.
 and of a sample, against samples that store their lists of the newest events, clustered by user, a
 file for each day in the best encodings.
 
+`oracle`: bytes and processor time of an index with the rows of events, against samples alone.
+
 `reading`: samples of the last day with their newest events, from Parquet, by one thread: as the
 reader hands them out, each event once, against the way of MLPerf's DLRMv4 reference, restated from
 its description: per sample, masks over the 20,000 events before it for three kinds, the newest
@@ -35,8 +37,14 @@ from presage import DataLoader
 from presage.pipelines.clustering.storage_layout import PAGE_BYTES as LARGE_PAGE_BYTES
 from presage.pipelines.clustering.storage_layout import choose_encodings, open_writer
 from presage.pipelines.histories.event_files import PAGE_BYTES
+from presage.pipelines.table.indexes import PartBuilder, add_index, default_order
 from presage.schemas.arrays import ranges
-from presage.schemas.dataset.opened import OpenDataset, open_dataset, select_segments
+from presage.schemas.dataset.opened import (
+    OpenDataset,
+    open_dataset,
+    reading_histories,
+    select_segments,
+)
 from presage.schemas.layout import count_column
 
 NAME, BATCH = "plays", 1024
@@ -63,6 +71,7 @@ JOB = {
             NAME: {
                 "available": "timestamp",
                 "columns": {"item": "item_id", "kind": KIND},
+                "tables": {"item": "items"},
                 "tick": "5s",
             }
         },
@@ -228,6 +237,34 @@ def measure_reading(options: argparse.Namespace, scratch: Path) -> dict[str, Any
     return comparisons
 
 
+# The oracle.
+
+
+def measure_oracle(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
+    """Measure an index with the rows of events, against the one of samples alone."""
+    _, path = prepare(options, scratch)
+    dataset = open_dataset(path)
+    order = default_order(dataset)
+    num_samples = sum(s.manifest.num_samples for s in dataset.segments)
+    alone = sum(s.manifest.oracle_bytes for s in dataset.segments)
+    alone += dataset.index_for(order).oracle_bytes
+    comparisons: dict[str, Any] = {}
+    for length in options.lengths:
+        wanted = reading_histories(dataset, {NAME: (length, 1)})
+        start = time.process_time()
+        built = add_index(wanted, order, PartBuilder(dataset.directory, ["--runner=InProcess"]))
+        seconds, index = time.process_time() - start, built.index_for(order)
+        comparisons[f"newest {length}"] = compared(
+            [index.oracle_bytes / num_samples],
+            [alone / num_samples],
+            "bytes of a sample in an index with the rows of its events, against samples alone",
+            processor_sec=seconds,
+            entries_per_sample=index.num_accesses("items") / num_samples,
+        )
+        report(f"newest {length}", comparisons[f"newest {length}"])
+    return comparisons
+
+
 def read_windows(dataset: OpenDataset, length: int) -> float:
     """Return the samples a second of the loader with histories."""
     loader = DataLoader(dataset, batch_samples=BATCH, keep=[], histories={NAME: length})
@@ -263,7 +300,8 @@ def read_reference(events: pa.Table, length: int, num_anchors: int) -> float:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit status."""
     options = Options("histories", __doc__, rounds=3)
-    options.add_parts({"bytes": measure_bytes, "reading": measure_reading})
+    parts = {"bytes": measure_bytes, "reading": measure_reading, "oracle": measure_oracle}
+    options.add_parts(parts)
     options.add("--events", 10_000_000, "of the log, about", small=30_000)
     options.add("--days", 30, "of the log", small=3)
     options.add("--scale", 0.1, "of the published number of events of a user")

@@ -223,8 +223,13 @@ def _check_histories(context: BuildContext, samples: pa.Schema) -> pa.DataType:
             )
     if data.histories:
         sql = EventSql(Connection(data.samples.limits), data, kind)
+        text_tables = {
+            data.table_of_feature[name]: context.features[name].type == "BYTES"
+            for name in data.table_of_feature
+        }
+        text_tables |= {n: False for n, table in data.tables.items() if table.rows == "identity"}
         for source in data.sources:
-            sql.check(source, context.empty_rows[source])
+            sql.check(source, context.empty_rows[source], text_tables)
     return kind
 
 

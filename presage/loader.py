@@ -22,9 +22,10 @@ from torch.utils.data import IterableDataset, get_worker_info
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 
 from presage.batch import Batch, batch_of
+from presage.schemas.config.histories import feature_of_history
 from presage.schemas.config.job import load_job
-from presage.schemas.dataset.history_windows import history_spec
-from presage.schemas.dataset.opened import OpenDataset, open_dataset
+from presage.schemas.dataset.history_windows import HistorySpec, history_spec
+from presage.schemas.dataset.opened import OpenDataset, open_dataset, reading_histories
 from presage.schemas.dataset.order import Order
 from presage.schemas.errors import SchemaError, suggest_name
 from presage.schemas.layout import EVALUATION, TRAIN
@@ -105,7 +106,8 @@ class DataLoader(IterableDataset[Batch]):
             equal_batches: give all ranks equally many samples: equally many blocks, and samples of
                 weight 0 where one has fewer.
             deduplicated: one bag per unique tuple and inverse indices, or one bag per sample.
-            features: sparse and dense features to read; None for all.
+            features: sparse and dense features to read, and of `histories` columns with a table,
+                such as `plays.song`, as lists; None for all but those.
             keep: columns of `Batch.kept`; None for the keys of sessions and users, and times.
             dtype: of labels, weights and dense features.
             histories: by name, the newest events that a sample sees in `Batch.histories`; None for
@@ -138,9 +140,11 @@ class DataLoader(IterableDataset[Batch]):
         self._dataset, selected = _open(dataset)
         self.split = (selected or TRAIN) if split is None else split
         self._check_arguments(selected)
-        self._spec = _with_histories(
-            self._dataset, _spec_of(self._dataset, dtype, features, keep), histories or {}
-        )
+        of_samples, specs = _histories(self._dataset, histories or {}, features)
+        spec = _spec_of(self._dataset, dtype, of_samples, keep)
+        self._spec = with_histories(spec, self._dataset, specs)
+        self._windows = {s.name: (s.num_events or 0, 1) for s in specs if s.sparse}
+        self._dataset = reading_histories(self._dataset, self._windows)
         self._order = self._order_of(self._dataset)
         self._check_dataset()
         self._start: int | None = None
@@ -234,10 +238,9 @@ class DataLoader(IterableDataset[Batch]):
         A table has the number of rows that the dataset's job gives it, and the job's name with
         `_rows` at its end, since TorchRec refuses names such as `items`.
         """
-        used = {
-            name: [feature for feature in table.features if feature in self._spec.sparse]
-            for name, table in self._dataset.job.data.tables.items()
-        }
+        used: dict[str, list[str]] = {name: [] for name in self._dataset.job.data.tables}
+        for feature in self._spec.sparse:
+            used[self._spec.table_of[feature]].append(feature)
         return [
             EmbeddingBagConfig(
                 name=f"{name}{TORCHREC_SUFFIX}",
@@ -450,7 +453,8 @@ class DataLoader(IterableDataset[Batch]):
                 time.sleep(poll_sec)
             number = versions.newest_number()
         check_continues(old.manifest, new.manifest, old.directory)
-        self._dataset, self._order = new, self._order_of(new)
+        self._dataset = reading_histories(new, self._windows)
+        self._order = self._order_of(new)
 
     # ---- Checks ----
 
@@ -539,14 +543,25 @@ def _spec_of(
     )
 
 
-def _with_histories(
-    dataset: OpenDataset, spec: BatchSpec, wanted: Mapping[str, int | None]
-) -> BatchSpec:
+def _histories(
+    dataset: OpenDataset, wanted: Mapping[str, int | None], features: Sequence[str] | None
+) -> tuple[list[str] | None, list[HistorySpec]]:
+    """Return the features of samples, and the histories with those that are their columns."""
+    specs: list[HistorySpec] = []
+    named: set[str] = set()
     for name, count in wanted.items():
         if count is not None:
             _integer(f"histories[{name!r}]", count, 1)
-    data = dataset.job.data
-    return with_histories(spec, dataset, [history_spec(data, *each) for each in wanted.items()])
+        spec = history_spec(dataset.job.data, name, count)
+        chosen = [c for c in spec.tables if feature_of_history(name, c) in (features or ())]
+        if chosen and count is None:
+            raise ValueError(
+                f"histories[{name!r}] must be a number of events, as features has "
+                f"{feature_of_history(name, chosen[0])!r}, got None"
+            )
+        specs.append(replace(spec, sparse=tuple(chosen), runs="window" if chosen else "key"))
+        named |= set(specs[-1].features.values())
+    return None if features is None else [f for f in features if f not in named], specs
 
 
 def _integer(name: str, value: Any, lowest: int) -> int:

@@ -397,9 +397,8 @@ class EmbeddingRows:
 
     def _job_table_of(self, table: str, features: Sequence[str]) -> str:
         """Return the dataset's table of some features."""
-        table_of = {
-            f: t for t, each in self._dataset.job.data.tables.items() for f in each.features
-        }
+        table_of = self._dataset.job.data.table_of_history_feature
+        table_of |= self._dataset.job.data.table_of_feature
         unknown = [f for f in features if f not in table_of]
         if unknown:
             raise ValueError(

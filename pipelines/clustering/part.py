@@ -341,6 +341,8 @@ def table_lookups(star: Star, num_training: int, data: DataConfig, name: str) ->
         For each block its ascending distinct rows, none for evaluation.
     """
     columns: list[Jagged] = []
+    if not data.tables[name].features:  # only histories look it up
+        return Jagged(np.empty(0, np.int64), offsets_of(0 * _rows_per_block(star, SAMPLES)))
     for feature in data.tables[name].features:
         group = data.group_of_column.get(feature, SAMPLES)
         values, offsets = values_of(_table_of(star, group)[feature])

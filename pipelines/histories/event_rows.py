@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import duckdb
 import pyarrow as pa
@@ -52,8 +52,10 @@ class EventSql:
             statement = select_origin(_statement(history, source, data, key_type), _key_of(name))
             self._statements.setdefault(source, {})[name] = statement
 
-    def check(self, source: str, empty: pa.Table) -> None:
+    def check(self, source: str, empty: pa.Table, text_tables: Mapping[str, bool]) -> None:
         """Run the statements on an empty table.
+
+        `text_tables` says of each table whose ids have a type whether they are texts.
 
         Raises:
             SchemaError: one does not fit the columns of the source, or a column its use.
@@ -64,7 +66,7 @@ class EventSql:
                     events = run(self._connection, statement, {source: empty})
             except duckdb.Error as error:
                 raise original_error(_key_of(name), statement, {source: empty}, error) from error
-            _check_types(name, self._data.histories[name], events.schema)
+            _check_types(name, self._data.histories[name], events.schema, text_tables)
 
     def results(self, source: str, rows: pa.Table) -> Iterator[tuple[str, SqlResult]]:
         """Yield (history, its events and bad rows) of raw rows, chunk by chunk."""
@@ -94,7 +96,9 @@ def _statement(history: HistoryConfig, source: str, data: DataConfig, key_type: 
     return f"SELECT {columns} FROM {quoted_name(source)}{where}"
 
 
-def _check_types(name: str, history: HistoryConfig, events: pa.Schema) -> None:
+def _check_types(
+    name: str, history: HistoryConfig, events: pa.Schema, text_tables: Mapping[str, bool]
+) -> None:
     """Raise SchemaError if a column does not have the type that its use needs."""
     key, kinds = _key_of(name), {field.name: field.type for field in events}
     if not pa.types.is_timestamp(kinds[AVAILABLE]):
@@ -117,6 +121,13 @@ def _check_types(name: str, history: HistoryConfig, events: pa.Schema) -> None:
             raise SchemaError(
                 f"{key}.columns.{column} is text without a table; name its table in {key}.tables, "
                 "or number it in SQL"
+            )
+        table = history.tables.get(column, "")
+        if text_tables.get(table, is_text(kind)) != is_text(kind):
+            wanted = "text" if text_tables[table] else "a number"
+            raise SchemaError(
+                f"{key}.columns.{column} must be {wanted}, as the ids of table {table!r}, got "
+                f"{kind}; cast it in SQL, or name another table"
             )
 
 

@@ -126,7 +126,7 @@ class PartBuilder:
         root.
         """
         oracle = job.data.oracle
-        windows = {name: (w.length, w.step) for name, w in job.train.histories.items()}
+        windows = job.train.windows
         settings = (oracle.batch_samples, oracle.epochs, oracle.order.shuffle, oracle.order.seed)
         defaults = [new_index(*settings), *([new_index(*settings, windows)] if windows else ())]
         indexes = {default.settings: default for default in defaults}
@@ -365,13 +365,13 @@ def open_segments(path: Location, segments: Sequence[str] | None) -> OpenDataset
     return dataset if segments is None else select_segments(dataset, segments)
 
 
-def windows_of(job: Job, chosen: Sequence[str] | None) -> Mapping[str, HistoryWindowConfig]:
+def windows_of(job: Job, chosen: Sequence[str] | None) -> dict[str, tuple[int, int]]:
     """Return the windows of histories of the options `NAME=LENGTH[:STEP]`.
 
     Raises:
         ValueError: an option is not of this form, or names no history of the job.
     """
-    windows: dict[str, HistoryWindowConfig] = {}
+    windows: dict[str, tuple[int, int]] = {}
     for text in chosen or ():
         name, _, window = text.partition("=")
         length, _, step = window.partition(":")
@@ -384,7 +384,8 @@ def windows_of(job: Job, chosen: Sequence[str] | None) -> Mapping[str, HistoryWi
                 f"--history must be NAME=LENGTH or NAME=LENGTH:STEP, got {text!r}; histories are "
                 f"{', '.join(job.data.histories) or 'none'}"
             )
-        windows[name] = HistoryWindowConfig(length=int(length), step=int(step or "1"))
+        config = HistoryWindowConfig(length=int(length), step=int(step or "1"))  # checks them
+        windows[name] = config.length, config.step
     return windows
 
 

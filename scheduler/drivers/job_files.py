@@ -187,7 +187,7 @@ def read_load(paths: JobPaths, job: str, train: TrainConfig, time_sec: float) ->
     Raises:
         SchemaError: the dataset is damaged, or the store failed.
     """
-    dataset = reading_histories(open_dataset(paths.dataset), train.histories)
+    dataset = reading_histories(open_dataset(paths.dataset), train.windows)
     complete = dataset.complete_indexes()
     entry = next((i for i in complete if i.batch_samples == train.batch_samples), None)
     if entry is None:

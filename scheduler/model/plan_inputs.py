@@ -141,7 +141,7 @@ def take_snapshot(
         schema = schema_path(job, read.data.schema, allow_outside=allow_outside)
         facts = facts_of_job(read, load_features(schema))
     else:
-        opened = reading_histories(open_dataset(dataset), read.train.histories)
+        opened = reading_histories(open_dataset(dataset), read.train.windows)
         facts = facts_of_dataset(read, opened)
         if history is None:
             return PlanInputs(job=read, facts=facts, history=read_history_beside(opened))

@@ -63,6 +63,11 @@ class HistoryConfig:
             raise ValueError("before is order without order; name a column that orders events")
 
 
+def feature_of_history(history: str, column: str) -> str:
+    """Return the name of the feature that a column of a history is."""
+    return f"{history}.{column}"
+
+
 def check_histories(
     histories: Mapping[str, HistoryConfig],
     sources: Mapping[str, object],

@@ -13,7 +13,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal
 
-from presage.schemas.config.histories import HistoryConfig, check_histories
+from presage.schemas.config.histories import (
+    HistoryConfig,
+    check_histories,
+    feature_of_history,
+)
 from presage.schemas.config.parse import parse_yaml, read_yaml
 from presage.schemas.config.schedule import ScheduleConfig
 from presage.schemas.config.sources import SamplesConfig, SideConfig, SourceConfig, check_sources
@@ -172,7 +176,7 @@ class TableConfig:
 
     features: tuple[str, ...]
     """Sparse features that share the table, all of numbers or all of texts; each feature is in one
-    table."""
+    table. None if only histories look it up."""
     num_rows: int
     """Rows of the table, 1 to 2**63; a row costs nothing until its first use."""
     rows: Literal["hash", "identity"] = "hash"
@@ -315,6 +319,12 @@ class DataConfig:
         _check_groups(self.groups, self.transforms, [SAMPLE_WEIGHT] if self.sampling else [])
         _check_tables(self.tables)
         check_histories(self.histories, self.sources, self.tables)
+        looked_up = {table for each in self.histories.values() for table in each.tables.values()}
+        for name, table in self.tables.items():
+            if not table.features and name not in looked_up:
+                raise ValueError(
+                    f"tables.{name} has no features, and no history looks it up; remove it"
+                )
         check_names("vocabularies", self.vocabularies)
         check_vocabularies(self.vocabularies, self.transforms)
 
@@ -345,6 +355,15 @@ class DataConfig:
     def table_of_feature(self) -> dict[str, str]:
         """Sparse feature name to table name."""
         return {f: name for name, table in self.tables.items() for f in table.features}
+
+    @property
+    def table_of_history_feature(self) -> dict[str, str]:
+        """Table of each column of a history that a batch can have as a feature, `plays.song`."""
+        return {
+            feature_of_history(name, column): table
+            for name, history in self.histories.items()
+            for column, table in history.tables.items()
+        }
 
     @cached_property
     def derived_columns(self) -> frozenset[str]:

@@ -382,6 +382,11 @@ class TrainConfig:
     """Compute threads. When null, the cores of the process: its affinity mask, within its cgroup
     quota."""
 
+    @property
+    def windows(self) -> dict[str, tuple[int, int]]:
+        """Length and step of the windows of histories, by name."""
+        return {name: (each.length, each.step) for name, each in sorted(self.histories.items())}
+
     def __post_init__(self) -> None:
         check_at_least(self, 1, "embedding_dim", "batch_samples", "epochs", "num_threads")
         check_at_most(self, MAX_WIDTH, "embedding_dim")

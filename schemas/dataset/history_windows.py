@@ -12,6 +12,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from presage.schemas.arrays import Array, distinct_values, numpy_of, one_chunk
+from presage.schemas.config.histories import feature_of_history
 from presage.schemas.config.job import DataConfig, TableConfig
 from presage.schemas.dataset.history_files import HistoryReader
 from presage.schemas.errors import SchemaError, suggest_name
@@ -32,8 +33,7 @@ class HistorySpec:
             key in the segment of the sample, and has up to `step - 1` more events.
         runs: which neighbours share a run of events: samples of one `key`, those whose windows
             `start` at the same event, or those with the same `window`.
-        is_sparse: whether the columns with tables are sparse features of the batch, with a list for
-            each run.
+        sparse: columns that are sparse features of the batch, with a list for each run.
     """
 
     name: str
@@ -43,7 +43,7 @@ class HistorySpec:
     num_events: int | None
     step: int = 1
     runs: Literal["key", "start", "window"] = "key"
-    is_sparse: bool = False
+    sparse: tuple[str, ...] = ()
 
     @property
     def most_events(self) -> int | None:
@@ -53,7 +53,12 @@ class HistorySpec:
     @property
     def features(self) -> dict[str, str]:
         """Sparse feature of each column that is one."""
-        return {c: f"{self.name}.{c}" for c in self.columns} if self.is_sparse else {}
+        return {column: feature_of_history(self.name, column) for column in self.sparse}
+
+    @property
+    def values(self) -> tuple[str, ...]:
+        """Columns that are no features."""
+        return tuple(column for column in self.columns if column not in self.sparse)
 
     @property
     def group(self) -> str:
@@ -201,7 +206,7 @@ class HistoryRuns:
 def find_runs(
     spec: HistorySpec, rows: HistoryRows | None, samples: slice, *, expanded: bool = False
 ) -> HistoryRuns:
-    """Return the runs of some samples of a row group.
+    """Return the runs of some samples of a row group: each event of one is seen by some sample.
 
     Args:
         spec: of the history.
@@ -221,6 +226,8 @@ def find_runs(
     is_first = np.full(num_samples, expanded)
     for column in (rows.key[samples], *of_run):
         is_first |= np.diff(column, prepend=column[0] - 1) != 0
+    # a run has no event that none of its samples sees
+    is_first[1:] |= (starts[1:] > ends[:-1]) | (starts[1:] < starts[:-1])
     cuts = np.flatnonzero(is_first)
     low = np.minimum.reduceat(starts, cuts)
     counts = np.maximum.reduceat(ends, cuts) - low

@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from presage.schemas.arrays import Jagged, jagged_of, offsets_of
 from presage.schemas.config.job import Job, OrderConfig, parse_job
-from presage.schemas.config.train import HistoryWindowConfig
 from presage.schemas.dataset.checked_files import (
     CheckedFile,
     DecodedListCache,
@@ -476,17 +475,15 @@ def hash_of_earlier(segment: Reference, every: Iterable[Segment]) -> str:
     return hash_of([reference.manifest_sha256 for reference in earlier])
 
 
-def reading_histories(
-    dataset: OpenDataset, windows: Mapping[str, HistoryWindowConfig]
-) -> OpenDataset:
+def reading_histories(dataset: OpenDataset, windows: Mapping[str, tuple[int, ...]]) -> OpenDataset:
     """Return a dataset whose accesses are those of samples that see windows of histories.
 
     Those are in any complete index with these windows; without one, accesses are of samples alone,
-    and no index has the order of a run.
+    and no index has the order of a run. `windows` are length and step by name.
     """
     if not windows:
         return dataset
-    histories = {name: (window.length, window.step) for name, window in sorted(windows.items())}
+    histories = dict(sorted(windows.items()))
     dataset = replace(dataset, histories=histories)
     complete = (e for e in dataset.complete_indexes() if e.histories == histories)
     if (entry := next(complete, None)) is None:

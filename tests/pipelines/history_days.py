@@ -30,7 +30,7 @@ data:
       columns: {{item: item, kind: item % 3}}
       where: item % 5 != 0
       available: time + to_seconds({delay})
-      tables: {{item: items}}
+      tables: {{item: items, kind: kinds}}
       before: {before}
       {order}
       tick: 5s
@@ -44,6 +44,7 @@ data:
   block_samples: 16
   tables:
     items: {{features: [item], rows: identity, num_rows: 1000}}
+    kinds: {{features: [], rows: identity, num_rows: 3}}
   oracle: {{batch_samples: 32}}
 train: {{batch_samples: 32}}
 """

@@ -337,11 +337,19 @@ def test_rows_that_cannot_be_events_are_rejects(tmp_path: Path) -> None:
     [
         (
             ("kind: item % 3", "kind: CAST(item AS TEXT)"),
-            r"kind is text without a table in .*; name its",
+            r"kind must be a number, as the ids of table 'kinds', got .*; cast it",
+        ),
+        (
+            ("tables: {item: items, kind: kinds}", "tables: {item: items}"),
+            r"tables\.kinds has no features, and no history looks it up",
         ),
         (
             ("{item: item, kind", "{item: item / 2, kind"),
             r"item must be an id, got double in .*; cast",
+        ),
+        (
+            ("columns: {item: item}", "columns: {item: item, text: CAST(item AS TEXT)}"),
+            r"text is text without a table in .*; name its",
         ),
         (("available: time +", "available: item +"), r"Binder Error"),
     ],

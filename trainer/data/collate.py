@@ -224,7 +224,7 @@ def collate(
         shared=find_shared_features(groups, owner, dense) if find_shared else None,
         kept={name: _concat(ranges, lambda r, n=name: r.kept[n]) for name in spec.kept},
         histories={
-            h.name: concat_histories(() if h.features else h.columns, runs[h.name])
+            h.name: concat_histories(h.values, _runs_of_events(h, runs[h.name]))
             for h in spec.histories
         },
     )
@@ -250,7 +250,15 @@ def _concat(ranges: Sequence[Range], array_of: Callable[[RowGroup], Array]) -> A
 def _runs(spec: HistorySpec, samples: Range, *, expanded: bool) -> HistoryRuns:
     arrays = samples.row_group.histories
     rows = HistoryRows.of(spec.name, spec.columns, arrays) if arrays else None
-    return find_runs(spec, rows, samples.samples, expanded=expanded and spec.is_sparse)
+    return find_runs(spec, rows, samples.samples, expanded=expanded and bool(spec.sparse))
+
+
+def _runs_of_events(spec: HistorySpec, runs: Sequence[HistoryRuns]) -> Sequence[HistoryRuns]:
+    """Return the runs in which the events of a history are side by side."""
+    if spec.runs != "window":
+        return runs
+    by_key = replace(spec, runs="key")
+    return [find_runs(by_key, each.rows, each.samples) for each in runs]
 
 
 def _concat_runs(ranges: Sequence[HistoryRuns]) -> tuple[NDArray[np.int64], int]:
@@ -288,7 +296,7 @@ def _concat_bags(
         for i, samples in enumerate(ranges)
     ]
     lists = [
-        [runs[h.name][i].lists_of(column) for h in as_features for column in h.columns]
+        [runs[h.name][i].lists_of(column) for h in as_features for column in h.sparse]
         for i in range(len(ranges))
     ]
     rows = np.array([[(r.start, r.stop) for _, r in each] for each in chosen], np.int64)

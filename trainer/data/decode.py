@@ -24,7 +24,7 @@ from presage.schemas.arrays import (
     values_of,
 )
 from presage.schemas.config.job import DataConfig, TableConfig
-from presage.schemas.config.train import HistoryWindowConfig, ModelConfig, TrainConfig
+from presage.schemas.config.train import ModelConfig, TrainConfig
 from presage.schemas.dataset.history_windows import HistoryRows, HistorySpec, history_spec
 from presage.schemas.dataset.opened import OpenDataset
 from presage.schemas.errors import SchemaError, suggest_name
@@ -115,23 +115,16 @@ def train_histories(data: DataConfig, config: TrainConfig) -> list[HistorySpec]:
     Raises:
         SchemaError: the dataset lacks one.
     """
-    return [
-        replace(
-            history_spec(data, name, window.length),
-            step=window.step,
-            runs=runs_of_model(config.model, name, window),
-            columns=tuple(
-                c for c in data.histories[name].columns if c in data.histories[name].tables
-            ),
-            is_sparse=True,
-        )
-        for name, window in config.histories.items()
-    ]
+    specs: list[HistorySpec] = []
+    for name, window in config.histories.items():
+        spec = history_spec(data, name, window.length)
+        columns = tuple(column for column in spec.columns if column in spec.tables)
+        runs = runs_of_model(config.model, name)
+        specs.append(replace(spec, step=window.step, runs=runs, columns=columns, sparse=columns))
+    return specs
 
 
-def runs_of_model(
-    model: ModelConfig, history: str, window: HistoryWindowConfig
-) -> Literal["key", "start", "window"]:
+def runs_of_model(model: ModelConfig, history: str) -> Literal["key", "start", "window"]:
     """Return which samples of a model share a run of events.
 
     With one causal layer what an event becomes does not depend on those before it that a sample

@@ -184,7 +184,7 @@ class FollowedDataset:
                 dataset = open_dataset(self.location)
                 if self._selected is not None:
                     dataset = select_segments_by_hash(dataset, self._selected)
-                dataset = reading_histories(dataset, self._job.train.histories)
+                dataset = reading_histories(dataset, self._job.train.windows)
                 if self._span is None:
                     self._check(dataset)
                 span = self._span_of(dataset)

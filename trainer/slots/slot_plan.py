@@ -38,6 +38,7 @@ from presage.schemas.dataset.manifest import canonical_json
 from presage.schemas.dataset.opened import (
     OpenDataset,
     open_dataset,
+    reading_histories,
     select_segments_by_hash,
 )
 from presage.schemas.dataset.order import Order
@@ -322,6 +323,7 @@ def encode_job(dataset: OpenDataset, order: Order, settings: SlotSettings) -> st
             "shuffle": order.config.shuffle,
             "seed": order.config.seed,
         },
+        "histories": dataset.histories,
         "settings": asdict(settings),
     }
     return canonical_json(job)
@@ -331,6 +333,8 @@ def decode_job(text: str) -> tuple[OpenDataset, Order, SlotSettings]:
     """Return what `encode_job` was given."""
     job = json.loads(text)
     dataset = select_segments_by_hash(open_dataset(job["dataset"]), job["segments"])
+    windows = {name: tuple(window) for name, window in job["histories"].items()}
+    dataset = reading_histories(dataset, windows)
     return dataset, dataset.order(**job["order"]), SlotSettings(**job["settings"])
 
 
