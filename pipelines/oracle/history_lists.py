@@ -27,8 +27,8 @@ from presage.schemas.dataset.history_windows import (
     HistoryRows,
     HistorySpec,
     find_runs,
-    history_spec,
     read_history,
+    window_spec,
 )
 from presage.schemas.dataset.manifest import TableCounts
 from presage.schemas.dataset.opened import Segment, StoredFiles, access_lists
@@ -100,11 +100,7 @@ class _Accesses:
         windows: Mapping[str, Sequence[int]],
     ) -> None:
         self._segment, self._data = segment, data
-        self._specs = [
-            replace(spec, step=windows[name][1], columns=tuple(spec.tables))
-            for name in windows
-            for spec in [history_spec(data, name, windows[name][0])]
-        ]
+        self._specs = [window_spec(data, name, *window) for name, window in windows.items()]
         self._readers = [
             HistoryReader(every, s.name, s.columns, s.most_events) for s in self._specs
         ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Literal
 
@@ -82,6 +82,16 @@ def history_spec(data: DataConfig, name: str, num_events: int | None) -> History
         tick=history.tick,
         num_events=num_events,
     )
+
+
+def window_spec(data: DataConfig, name: str, length: int, step: int) -> HistorySpec:
+    """Return the windows of a history with the columns that look up tables.
+
+    Raises:
+        SchemaError: the dataset lacks it.
+    """
+    spec = history_spec(data, name, length)
+    return replace(spec, step=step, columns=tuple(spec.tables))
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from presage.schemas.arrays import (
 )
 from presage.schemas.config.job import DataConfig, TableConfig
 from presage.schemas.config.train import ModelConfig, TrainConfig
-from presage.schemas.dataset.history_windows import HistoryRows, HistorySpec, history_spec
+from presage.schemas.dataset.history_windows import HistoryRows, HistorySpec, window_spec
 from presage.schemas.dataset.opened import OpenDataset
 from presage.schemas.errors import SchemaError, suggest_name
 from presage.schemas.features import FeatureSet
@@ -115,13 +115,9 @@ def train_histories(data: DataConfig, config: TrainConfig) -> list[HistorySpec]:
     Raises:
         SchemaError: the dataset lacks one.
     """
-    specs: list[HistorySpec] = []
-    for name, window in config.histories.items():
-        spec = history_spec(data, name, window.length)
-        columns = tuple(column for column in spec.columns if column in spec.tables)
-        runs = runs_of_model(config.model, name)
-        specs.append(replace(spec, step=window.step, runs=runs, columns=columns, sparse=columns))
-    return specs
+    specs = [window_spec(data, name, *window) for name, window in config.windows.items()]
+    model = config.model
+    return [replace(s, runs=runs_of_model(model, s.name), sparse=s.columns) for s in specs]
 
 
 def runs_of_model(model: ModelConfig, history: str) -> Literal["key", "start", "window"]:
