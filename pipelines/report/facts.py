@@ -17,6 +17,7 @@ from tensorflow_metadata.proto.v0 import anomalies_pb2
 from presage.pipelines.report.sizes import (
     FlatRows,
     bytes_by_table,
+    column_bytes,
     dataset_bytes,
     derived_bytes,
     file_metadata,
@@ -35,11 +36,11 @@ from presage.pipelines.table.indexes import (
 )
 from presage.schemas.dataset.accesses import TableAccesses
 from presage.schemas.dataset.manifest import GroupCounts
-from presage.schemas.dataset.opened import OpenDataset, Segment
+from presage.schemas.dataset.opened import OpenDataset, Segment, reading_histories
 from presage.schemas.dataset.run_next_uses import open_table
 from presage.schemas.dataset.samples import row_groups
 from presage.schemas.errors import SchemaError
-from presage.schemas.layout import part_path
+from presage.schemas.layout import count_column, part_path
 from presage.schemas.oracle.miss_ratio import EXACT_OPTIMAL, HitRateCurve, lru_curve, optimal_curve
 from presage.schemas.run.records import SUMMARY, RunSummary, read_summary
 from presage.schemas.run.run_manifest import local_runs
@@ -74,6 +75,8 @@ def read_facts(dataset: OpenDataset, runs: Path | Location | None) -> dict[str, 
         "storage": storage_facts(dataset, flat_rows(dataset)),
         "groups": group_totals(dataset),
         "shared": shared_rows(dataset),
+        "histories": history_facts(dataset),
+        "events_of_blocks": events_of_blocks(dataset),
         "quality": quality_facts(dataset),
         "oracle": oracle_facts(dataset),
     }
@@ -208,6 +211,58 @@ def group_totals(dataset: OpenDataset) -> dict[str, GroupCounts]:
 
 
 # Statistics and the gate.
+
+
+@dataclass(frozen=True, slots=True)
+class HistoryFacts:
+    """Events of a history that are stored once.
+
+    Attributes:
+        num_events: in all segments.
+        num_pending: those that are available after the last segment.
+        num_bytes: of their files.
+        count_bytes: of the counts of all samples.
+    """
+
+    num_events: int
+    num_pending: int
+    num_bytes: int
+    count_bytes: int
+
+
+def history_facts(dataset: OpenDataset) -> dict[str, HistoryFacts]:
+    """Return the sizes of each history over all segments."""
+    facts: dict[str, HistoryFacts] = {}
+    for name in dataset.job.data.histories:
+        histories = [segment.manifest.histories for segment in dataset.segments]
+        counts = [each[name] for each in histories if name in each]
+        facts[name] = HistoryFacts(
+            sum(each.num_events for each in counts),
+            counts[-1].num_pending if counts else 0,
+            sum(each.num_bytes for each in counts),
+            column_bytes(dataset, "samples/", [count_column(name)]),
+        )
+    return facts
+
+
+def events_of_blocks(dataset: OpenDataset) -> tuple[int, int] | None:
+    """Return the look-ups of the windows of `train.histories`, by sample, and once a block.
+
+    None without these windows, or without an index that has them.
+    """
+    reading = reading_histories(dataset, dataset.job.train.windows)
+    pairs = [
+        (counts, segment.manifest.tables.get(table))
+        for segment, with_events in zip(dataset.segments, reading.segments, strict=True)
+        if with_events.lists is not None
+        for table, counts in with_events.manifest.tables.items()
+    ]
+    if not pairs:
+        return None
+    expanded = sum(c.num_lookups - (own.num_lookups if own else 0) for c, own in pairs)
+    return expanded, sum(
+        c.num_lookups_dedup - (own.num_lookups_dedup if own else 0) for c, own in pairs
+    )
 
 
 @dataclass(frozen=True, slots=True)

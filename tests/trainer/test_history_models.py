@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch.nn.functional import silu
 
 from presage.pipelines.build import build
 from presage.pipelines.cli import main as run_pipelines
+from presage.pipelines.report.report_page import write_report
 from presage.pipelines.table.verify import verify
 from presage.schemas.config.job import Job, load_job
 from presage.schemas.config.train import TrainConfig
@@ -247,6 +249,28 @@ def test_index_follows_the_days_that_its_samples_see(tmp_path: Path) -> None:
     assert [old == new for old, new in zip(before, after, strict=True)] == [True, False, False]
     assert_parts(days.dataset, {0, 1, 2})
     assert not [p for p in verify(days.dataset)["problems"] if "index" in p]
+
+
+def test_report_has_the_events_that_samples_see(tmp_path: Path) -> None:
+    days = write_days(tmp_path / "log", num_days=2, before="time", texts=False, delay=0, seed=8)
+    text = days.job.read_text(encoding="utf-8")
+    days.job.write_text(text.replace("train: {", f"train: {{histories: {SHARED}, "))
+    build_days(days, days.dataset)
+    opened = open_dataset(days.dataset)
+    reader = reader_of(opened.job, opened)
+    batches = [reader.read(step) for step in range(reader.order.num_steps)]
+    seen = {n: sum(int(b.histories[n].lengths.sum()) for b in batches) for n in ("plays", "shown")}
+    seen_values = 2 * seen["plays"] + seen["shown"]  # plays have two columns with tables
+    page = tmp_path / "report.html"
+    write_report(days.dataset, page, None)
+    shown = re.sub(r"<[^>]*>|\s+", " ", page.read_text(encoding="utf-8"))
+    assert f"samples see {seen_values:,} values of events in training" in re.sub(" +", " ", shown)
+    for name, length in (("plays", "12"), ("shown", "5")):
+        [row] = re.findall(rf'<th scope="row">{name}</th>(.*?)</tr>', page.read_text())
+        cells = re.findall(r"<td>(.*?)</td>", row)
+        counts = [segment.manifest.histories[name] for segment in opened.segments]
+        assert cells[0] == f"{sum(each.num_events for each in counts):,}"
+        assert cells[-1] == length
 
 
 def parts_of(dataset: Path) -> list[str]:
