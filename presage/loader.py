@@ -53,6 +53,8 @@ class Selection(Protocol):
 
 
 AnyDataset = Selection | OpenDataset | Path | Location | str
+Window = int | tuple[int, int] | None
+"""Newest events of a history that a sample sees, or length and step; None for all."""
 
 
 class DataLoader(IterableDataset[Batch]):
@@ -84,7 +86,7 @@ class DataLoader(IterableDataset[Batch]):
         features: Sequence[str] | None = None,
         keep: Sequence[str] | None = None,
         dtype: Literal["float32", "float64"] = "float32",
-        histories: Mapping[str, int | None] | None = None,
+        histories: Mapping[str, Window] | None = None,
         lookups: bool = False,
         overlap_steps: int = 0,
         follow: bool = False,
@@ -110,8 +112,8 @@ class DataLoader(IterableDataset[Batch]):
                 such as `plays.song`, as lists; None for all but those.
             keep: columns of `Batch.kept`; None for the keys of sessions and users, and times.
             dtype: of labels, weights and dense features.
-            histories: by name, the newest events that a sample sees in `Batch.histories`; None for
-                all events.
+            histories: by name, the newest events that a sample sees in `Batch.histories`, or
+                (length, step) as in `train.histories`; None for all events.
             lookups: prepare the look-ups of `presage.trainer.embedding.collections` in the reading
                 thread.
             overlap_steps: mark in `Batch.overlaps_next` and `Batch.overlaps_previous` the rows that
@@ -143,7 +145,7 @@ class DataLoader(IterableDataset[Batch]):
         of_samples, specs = _histories(self._dataset, histories or {}, features)
         spec = _spec_of(self._dataset, dtype, of_samples, keep)
         self._spec = with_histories(spec, self._dataset, specs)
-        self._windows = {s.name: (s.num_events or 0, 1) for s in specs if s.sparse}
+        self._windows = {s.name: (s.num_events or 0, s.step) for s in specs if s.sparse}
         self._dataset = reading_histories(self._dataset, self._windows)
         self._order = self._order_of(self._dataset)
         self._check_dataset()
@@ -544,15 +546,16 @@ def _spec_of(
 
 
 def _histories(
-    dataset: OpenDataset, wanted: Mapping[str, int | None], features: Sequence[str] | None
+    dataset: OpenDataset, wanted: Mapping[str, Window], features: Sequence[str] | None
 ) -> tuple[list[str] | None, list[HistorySpec]]:
     """Return the features of samples, and the histories with those that are their columns."""
     specs: list[HistorySpec] = []
     named: set[str] = set()
-    for name, count in wanted.items():
+    for name, window in wanted.items():
+        count, step = window if isinstance(window, tuple) else (window, 1)
         if count is not None:
-            _integer(f"histories[{name!r}]", count, 1)
-        spec = history_spec(dataset.job.data, name, count)
+            count, step = (_integer(f"histories[{name!r}]", n, 1) for n in (count, step))
+        spec = replace(history_spec(dataset.job.data, name, count), step=step)
         chosen = [c for c in spec.tables if feature_of_history(name, c) in (features or ())]
         if chosen and count is None:
             raise ValueError(

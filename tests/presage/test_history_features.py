@@ -64,6 +64,18 @@ def test_list_of_a_sample_has_the_events_that_it_sees(deduplicated: bool) -> Non
     assert (num_shared > 0) == deduplicated
 
 
+def test_window_may_begin_at_a_multiple_of_a_step() -> None:
+    exact = loader_of(features=None)
+    stepped = loader_of(features=None, histories={"plays": (7, 4), "shown": 3})
+    lengths: set[int] = set()
+    for batch, other in zip(exact, stepped, strict=True):
+        more = other.histories["plays"].lengths - batch.histories["plays"].lengths
+        assert (more[batch.histories["plays"].lengths < 7] == 0).all()
+        assert torch.equal(batch.histories["shown"].ends, other.histories["shown"].ends)
+        lengths |= set(more.tolist())
+    assert lengths == {0, 1, 2, 3}
+
+
 def test_rows_behind_a_planned_cache_have_the_bits_of_rows_in_memory(tmp_path: Path) -> None:
     found: list[tuple[list[float], torch.Tensor]] = []
     kinds: tuple[Literal["memory", "log"], ...] = ("memory", "log")

@@ -251,6 +251,27 @@ def test_index_follows_the_days_that_its_samples_see(tmp_path: Path) -> None:
     assert not [p for p in verify(days.dataset)["problems"] if "index" in p]
 
 
+@pytest.mark.slow
+def test_later_days_and_an_erased_key_train_alike_with_a_plan(tmp_path: Path) -> None:
+    days = write_days(tmp_path / "log", num_days=3, before="order", texts=True, delay=9000, seed=5)
+    job = job_of(days, tmp_path / "job", "three layers", cache="{rows: 200}")
+    days.job.write_bytes(job.read_bytes())
+    build_days(days, days.dataset)
+    first, last = ("2026-01-01", "2026-01-02"), ("2026-01-03",)
+    run_job(job, days.dataset, tmp_path / "first", embedding="cached", segments=first)
+    for embedding in ("plain", "cached"):
+        options = {"embedding": embedding, "start_from": tmp_path / "first", "segments": last}
+        run_job(job, days.dataset, tmp_path / f"last-{embedding}", **options)
+    assert_same_bits(tmp_path / "last-plain", tmp_path / "last-cached")
+    (tmp_path / "ids").write_text("user 3\n", encoding="utf-8")
+    command = ["erase", str(days.dataset), "--ids", str(tmp_path / "ids"), "--rewrite", "--json"]
+    assert run_pipelines(command) == 0
+    assert verify(days.dataset)["problems"] == []
+    for embedding in ("plain", "cached"):
+        run_job(job, days.dataset, tmp_path / f"all-{embedding}", embedding=embedding)
+    assert_same_bits(tmp_path / "all-plain", tmp_path / "all-cached")
+
+
 def test_report_has_the_events_that_samples_see(tmp_path: Path) -> None:
     days = write_days(tmp_path / "log", num_days=2, before="time", texts=False, delay=0, seed=8)
     text = days.job.read_text(encoding="utf-8")
