@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 import shutil
 from dataclasses import replace
@@ -263,6 +264,7 @@ def test_later_days_and_an_erased_key_train_alike_with_a_plan(tmp_path: Path) ->
         options = {"embedding": embedding, "start_from": tmp_path / "first", "segments": last}
         run_job(job, days.dataset, tmp_path / f"last-{embedding}", **options)
     assert_same_bits(tmp_path / "last-plain", tmp_path / "last-cached")
+    gc.collect()  # leases of the runs
     (tmp_path / "ids").write_text("user 3\n", encoding="utf-8")
     command = ["erase", str(days.dataset), "--ids", str(tmp_path / "ids"), "--rewrite", "--json"]
     assert run_pipelines(command) == 0
