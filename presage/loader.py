@@ -547,16 +547,17 @@ def _spec_of(
 
 def _histories(
     dataset: OpenDataset, wanted: Mapping[str, Window], features: Sequence[str] | None
-) -> tuple[list[str] | None, list[HistorySpec]]:
+) -> tuple[Sequence[str] | None, list[HistorySpec]]:
     """Return the features of samples, and the histories with those that are their columns."""
     specs: list[HistorySpec] = []
     named: set[str] = set()
+    wanted_features = () if features is None or isinstance(features, str) else features
     for name, window in wanted.items():
         count, step = window if isinstance(window, tuple) else (window, 1)
         if count is not None:
             count, step = (_integer(f"histories[{name!r}]", n, 1) for n in (count, step))
         spec = replace(history_spec(dataset.job.data, name, count), step=step)
-        chosen = [c for c in spec.tables if feature_of_history(name, c) in (features or ())]
+        chosen = [c for c in spec.tables if feature_of_history(name, c) in wanted_features]
         if chosen and count is None:
             raise ValueError(
                 f"histories[{name!r}] must be a number of events, as features has "
@@ -564,7 +565,7 @@ def _histories(
             )
         specs.append(replace(spec, sparse=tuple(chosen), runs="window" if chosen else "key"))
         named |= set(specs[-1].features.values())
-    return None if features is None else [f for f in features if f not in named], specs
+    return [f for f in wanted_features if f not in named] if named else features, specs
 
 
 def _integer(name: str, value: Any, lowest: int) -> int:
