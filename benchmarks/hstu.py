@@ -76,10 +76,10 @@ def samples_per_sec(
     events = torch.randn(len(history.ticks), DIM, requires_grad=True)
     targets = torch.randn(len(run_of), DIM, requires_grad=True)
     start = time.process_time()
-    layout = lay_out_runs(history, run_of, length, length, events.dtype)
+    layout = lay_out_runs(history, run_of, length, events.dtype)
     x, y = events, targets
     for number, layer in enumerate(layers, 1):
-        x, y = layer(x, y, layout, length, is_last=number == len(layers))
+        x, y = layer(x, y, layout, is_last=number == len(layers))
     y.sum().backward()
     return len(run_of) / (time.process_time() - start)
 

@@ -83,7 +83,7 @@ class Segment:
     reference: Reference
     manifest: SegmentManifest
     tombstones: pa.Table = field(default_factory=lambda: NO_TOMBSTONES)
-    lists: StoredFiles | None = None
+    lists: StoredFiles | IndexPart | None = None
 
     @property
     def id(self) -> str:
@@ -243,11 +243,11 @@ class IndexPart:
 
         They are those within segment and epoch, in ascending order of the segment's own numbers.
         """
-        return ListFiles(self._files(table), step_distances, cache)
+        return ListFiles(self.of(table), step_distances, cache)
 
     def uses(self, table: str, epoch: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Return the first and last step of the segment that uses each number in an epoch."""
-        files = self._files(table, f"uses-{epoch:05d}")
+        files = self.of(table, f"uses-{epoch:05d}")
         first, last = _columns(files, np.int32, "first_step", "last_step")
         return first, last
 
@@ -256,12 +256,13 @@ class IndexPart:
 
         Columns of distances that the steps of the segment do not have are left out.
         """
-        files = self._files(table, "reuse")
+        files = self.of(table, "reuse")
         names = set(reuse_schema(reuse_bounds(self.manifest.num_steps)).names)
         stored = [name for name in columns if name in names]
         return dict(zip(stored, _columns(files, np.int32, *stored), strict=True))
 
-    def _files(self, *folders: str) -> list[CheckedFile]:
+    def of(self, *folders: str) -> list[CheckedFile]:
+        """Return the files of all parts in a folder, in order."""
         return StoredFiles(self.directory, self.files).of(*folders)
 
 
@@ -485,10 +486,9 @@ def reading_histories(dataset: OpenDataset, windows: Mapping[str, tuple[int, ...
         return dataset
     histories = dict(sorted(windows.items()))
     dataset = replace(dataset, histories=histories)
-    complete = (e for e in dataset.complete_indexes() if e.histories == histories)
-    if (entry := next(complete, None)) is None:
+    if not (complete := dataset.complete_indexes()):
         return dataset
-    parts = dataset.open_index(entry).parts
+    parts = dataset.open_index(complete[0]).parts
     return replace(dataset, segments=tuple(map(with_lists, dataset.segments, parts)))
 
 
@@ -496,7 +496,7 @@ def with_lists(segment: Segment, part: IndexPart) -> Segment:
     """Return a segment with the accesses of a part of an index."""
     tables = {**segment.manifest.tables, **part.manifest.tables}
     manifest = replace(segment.manifest, tables=tables)
-    return replace(segment, manifest=manifest, lists=StoredFiles(part.directory, part.files))
+    return replace(segment, manifest=manifest, lists=part)
 
 
 def version_name(name: str, sha256: str) -> str:

@@ -100,8 +100,8 @@ def loss_and_gradients(
     (logits * torch.arange(1, len(logits) + 1)).sum().backward()
     gradients = {f"parameter {n}": p.grad for n, p in components.model.named_parameters()}
     sums = components.embedding.microbatch(batch).row_gradients()
-    found = {n: g for n, g in gradients.items() if g is not None}
-    return found | {"logits": logits.detach(), "rows": sums.sums}
+    present = {n: g for n, g in gradients.items() if g is not None}
+    return present | {"logits": logits.detach(), "rows": sums.sums}
 
 
 def draw(model: nn.Module, seed: int) -> None:
@@ -236,11 +236,17 @@ def test_replicas_have_the_bits_of_one_process(
     assert_same_bits(tmp_path / "alone", tmp_path / "two")
 
 
-def test_index_follows_the_days_that_its_samples_see(tmp_path: Path) -> None:
-    days = write_days(tmp_path / "log", num_days=3, before="time", texts=False, delay=0, seed=2)
+def days_with_windows(folder: Path, *, num_days: int, seed: int) -> Days:
+    """Build days of a job with `train.histories`, whose index has the rows of events."""
+    days = write_days(folder, num_days=num_days, before="time", texts=False, delay=0, seed=seed)
     text = days.job.read_text(encoding="utf-8")
     days.job.write_text(text.replace("train: {", f"train: {{histories: {SHARED}, "))
     build_days(days, days.dataset)
+    return days
+
+
+def test_index_follows_the_days_that_its_samples_see(tmp_path: Path) -> None:
+    days = days_with_windows(tmp_path / "log", num_days=3, seed=2)
     assert_parts(days.dataset, {0, 1, 2})
     before = parts_of(days.dataset)
     pq.write_table(days.plays[1].slice(7), days.folder(1) / "plays-0.parquet")
@@ -275,10 +281,7 @@ def test_later_days_and_an_erased_key_train_alike_with_a_plan(tmp_path: Path) ->
 
 
 def test_report_has_the_events_that_samples_see(tmp_path: Path) -> None:
-    days = write_days(tmp_path / "log", num_days=2, before="time", texts=False, delay=0, seed=8)
-    text = days.job.read_text(encoding="utf-8")
-    days.job.write_text(text.replace("train: {", f"train: {{histories: {SHARED}, "))
-    build_days(days, days.dataset)
+    days = days_with_windows(tmp_path / "log", num_days=2, seed=8)
     opened = open_dataset(days.dataset)
     reader = reader_of(opened.job, opened)
     batches = [reader.read(step) for step in range(reader.order.num_steps)]

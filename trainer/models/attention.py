@@ -10,6 +10,7 @@ computing on unique rows.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
@@ -124,7 +125,7 @@ class TargetAttention(nn.Module):
         return torch.cat(read).index_select(0, buckets.slots)
 
 
-class TargetModel(nn.Module):
+class TargetModel(nn.Module, ABC):
     """MLP over dense features, the pooled rows of features, and what the target reads.
 
     Parameters for that are made by `build_reading`.
@@ -152,10 +153,11 @@ class TargetModel(nn.Module):
         names = ([DENSE] if num_dense else []) + [*features, _HISTORY]
         self._columns = columns_of(dict.fromkeys(names, dim))
 
+    @abstractmethod
     def build_reading(self, config: TrainConfig) -> None:
         """Make the parameters of `read`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def read(self, batch: CollatedBatch, embedding: Any, targets: torch.Tensor) -> torch.Tensor:
         """Return (B, dim), what each target reads of its history.
 
@@ -164,7 +166,6 @@ class TargetModel(nn.Module):
             embedding: of the rows of the batch.
             targets: (B, dim).
         """
-        raise NotImplementedError
 
     def forward(self, batch: CollatedBatch) -> torch.Tensor:
         """Return (B,) logits."""

@@ -39,8 +39,8 @@ class RunBlock:
         events: (n, L) int64, the event at each place; any for padding.
         targets: (n, T) int64, the sample of each target; any for padding.
         places: (num_events + num_targets,) int64, where these are in (n, L + T), events first.
-        scales: (n, L + T, L) in the type of the model: 1 / norm where a query reads an event, 0
-            elsewhere.
+        scales: (n, L + T, L) in the type of the model: 1 / most_events where a query reads an
+            event, 0 elsewhere.
         distances: (n, L + T, L) int64, events from each event to a query, at least 0.
         buckets: (n, L + T, L) int64, bucket of the time between them.
     """
@@ -70,15 +70,14 @@ class RunLayout:
 
 
 def lay_out_runs(
-    history: HistoryBatch, run_of: torch.Tensor, norm: int, max_distance: int, dtype: torch.dtype
+    history: HistoryBatch, run_of: torch.Tensor, most_events: int, dtype: torch.dtype
 ) -> RunLayout:
     """Lay out the runs of a batch.
 
     Args:
         history: of the batch.
         run_of: (B,) int64, the run of each sample, ascending.
-        norm: by which sums over events are divided.
-        max_distance: largest distance in events; longer ones count as it.
+        most_events: of a window, by which sums are divided; longer distances count as it.
         dtype: of the model.
     """
     device = history.ticks.device
@@ -113,8 +112,8 @@ def lay_out_runs(
                         _flat(is_target, length + num_targets, length),
                     ]
                 ),
-                reads.to(dtype) / norm,
-                (place[..., None] - columns).clamp(0, max_distance),
+                reads.to(dtype) / most_events,
+                (place[..., None] - columns).clamp(0, most_events),
                 time_buckets(times[..., None] - ticks[:, None]),
             )
         )
@@ -185,12 +184,12 @@ def time_buckets(ticks: torch.Tensor) -> torch.Tensor:
 class HstuLayer(nn.Module):
     """Events read earlier ones and themselves, targets the events that they see and themselves."""
 
-    def __init__(self, dim: int, num_heads: int, max_distance: int) -> None:
+    def __init__(self, dim: int, num_heads: int, most_events: int) -> None:
         super().__init__()
-        self.num_heads = num_heads
+        self.num_heads, self.most_events = num_heads, most_events
         self.norm = nn.LayerNorm(dim)
         self.project = nn.Linear(dim, 4 * dim)
-        self.distances = nn.Parameter(torch.zeros(max_distance + 1, num_heads))
+        self.distances = nn.Parameter(torch.zeros(most_events + 1, num_heads))
         self.times = nn.Parameter(torch.zeros(TIME_BUCKETS, num_heads))
         self.mix_norm = nn.LayerNorm(dim)
         self.mix = nn.Linear(dim, dim)
@@ -200,7 +199,6 @@ class HstuLayer(nn.Module):
         events: torch.Tensor,
         targets: torch.Tensor,
         layout: RunLayout,
-        norm: int,
         *,
         is_last: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -210,7 +208,6 @@ class HstuLayer(nn.Module):
             events: (E, dim).
             targets: (B, dim).
             layout: of the batch.
-            norm: by which sums over events are divided.
             is_last: whether events are not read again.
         """
         num_events, dim = events.shape
@@ -225,7 +222,7 @@ class HstuLayer(nn.Module):
         first = num_events if is_last else 0
         own_score = (query[num_events:] * key[num_events:]).view(-1, self.num_heads, self._width)
         bias = self.distances[0] + self.times[0]
-        own = F.silu(own_score.sum(2) * self._width**-0.5 + bias) / norm
+        own = F.silu(own_score.sum(2) * self._width**-0.5 + bias) / self.most_events
         own = own.unsqueeze(2) * value[num_events:].view(-1, self.num_heads, self._width)
         own = own.flatten(1)
         if not is_last:
@@ -307,9 +304,9 @@ class HstuModel(TargetModel):
     def build_reading(self, config: TrainConfig) -> None:
         """Make the layers."""
         model, window = config.model, config.histories[self.history]
-        self.norm = window.length + window.step - 1
+        self.most_events = window.length + window.step - 1
         self.layers = nn.ModuleList(
-            HstuLayer(config.embedding_dim, model.num_heads, self.norm)
+            HstuLayer(config.embedding_dim, model.num_heads, self.most_events)
             for _ in range(model.num_layers)
         )
 
@@ -319,12 +316,12 @@ class HstuModel(TargetModel):
         inverse = batch.groups.get(self.group)
         device = targets.device
         run_of = torch.arange(len(targets), device=device) if inverse is None else inverse.indices
-        layout = lay_out_runs(history, run_of, self.norm, self.norm, targets.dtype)
+        layout = lay_out_runs(history, run_of, self.most_events, targets.dtype)
         rows = [embedding.sequence(batch.sparse, feature)[0] for feature in self.columns]
         events = torch.stack(rows).sum(0)
         for number, layer in enumerate(self.layers, 1):
             is_last = number == len(self.layers)
-            events, targets = layer(events, targets, layout, self.norm, is_last=is_last)
+            events, targets = layer(events, targets, layout, is_last=is_last)
         return targets
 
 
